@@ -1,0 +1,280 @@
+"""Does every layout compute what one process computes? Losses and gradients, side by side.
+
+Each layout trains a small model on the same data from the same seed; the reference is the whole model in one
+process, written the obvious way. float64 shows mistakes of scale that float32 hides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hpcrun.runtime.control import Control
+    from hpcrun.specs.load import ResolvedJob
+
+SEQ_LEN, GBS, MODEL = 32, 16, {"vocab": 256, "hidden": 64, "ffn": 96, "layers": 4, "heads": 4, "kv_heads": 2}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One line of the table: its name and what it changes in the job."""
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...] = ()
+    reference: str = field(default="plain")
+
+
+LAYOUTS = (
+    Layout("1", 1),
+    Layout("1, recompute full", 1, ("train.recompute=full",)),
+    Layout("1, recompute selective", 1, ("train.recompute=selective",)),
+    Layout("1, tied", 1, ("model.tied=true",), "tied"),
+    Layout("dp_replicate 2", 2, ("parallel.dp_replicate=2",)),
+    Layout("dp_shard 2, ZeRO 1", 2, ("parallel.dp_shard=2", "parallel.zero=1")),
+    Layout("dp_shard 2, ZeRO 2", 2, ("parallel.dp_shard=2", "parallel.zero=2")),
+    Layout("dp_shard 2, ZeRO 3", 2, ("parallel.dp_shard=2", "parallel.zero=3")),
+    Layout("dp_shard 2, ZeRO 3, tied", 2, ("parallel.dp_shard=2", "model.tied=true"), "tied"),
+    Layout("tp 2", 2, ("parallel.tp=2",)),
+    Layout("tp 2, recompute full", 2, ("parallel.tp=2", "train.recompute=full")),
+    Layout("tp 2, tied", 2, ("parallel.tp=2", "model.tied=true"), "tied"),
+    Layout("pp 2, gpipe", 2, ("parallel.pp=2", "parallel.schedule=gpipe")),
+    Layout("pp 2, 1f1b", 2, ("parallel.pp=2", "parallel.schedule=1f1b")),
+    Layout("pp 2, interleaved", 2, ("parallel.pp=2", "parallel.schedule=interleaved")),
+    Layout("pp 2, zero_bubble", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble")),
+    Layout("pp 2, 1f1b, recompute selective", 2, ("parallel.pp=2", "train.recompute=selective")),
+    Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2", "model.tied=true"), "tied"),
+    Layout("pp 2, zero_bubble, tied", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.tied=true"), "tied"),
+    Layout("HSDP 2 × 2, ZeRO 3", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    Layout("HSDP 2 × 2, ZeRO 2", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.zero=2")),
+    Layout("tp 2 · pp 2", 4, ("parallel.tp=2", "parallel.pp=2")),
+    Layout("dp_shard 2 · tp 2", 4, ("parallel.dp_shard=2", "parallel.tp=2")),
+    Layout("dp_shard 2 · pp 2, ZeRO 1", 4, ("parallel.dp_shard=2", "parallel.pp=2")),
+    Layout("dp_shard 2 · pp 2, ZeRO 3", 4, ("parallel.dp_shard=2", "parallel.pp=2", "parallel.zero=3")),
+    Layout(
+        "dp_shard 2 · pp 2, ZeRO 2, interleaved",
+        4,
+        ("parallel.dp_shard=2", "parallel.pp=2", "parallel.zero=2", "parallel.schedule=interleaved"),
+    ),
+    Layout("dp_shard 2 · tp 2 · pp 2", 8, ("parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2")),
+    Layout(
+        "dp_replicate 2 · tp 2 · pp 2, tied",
+        8,
+        ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2", "model.tied=true"),
+        "tied",
+    ),
+)
+
+
+def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
+    """The job of one layout: the same data, seed and batch for all."""
+    from hpcrun.specs.load import parse_job
+    from hpcrun.specs.yaml import render_document
+
+    values = {
+        "name": "parity",
+        "model": MODEL,
+        "data": {"text": str(Path(__file__).resolve()), "seq_len": SEQ_LEN, "holdout": 0.0},
+        "train": {
+            "steps": steps,
+            "mbs": 2 if layout.ranks < 4 else 1,
+            "gbs": GBS,
+            "lr": 0.003,
+            "warmup": 2,
+            # Low enough to bite at every step: a wrong clip must change every later loss.
+            "grad_clip": 0.5,
+            "precision": precision,
+            "seed": 7,
+        },
+    }
+    return parse_job(render_document(values), layout.name, layout.overrides)
+
+
+def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> None:
+    """Inside the world: train every layout of this size and write what came out."""
+    import torch
+
+    from hpcrun.launch.world import detect_world
+    from hpcrun.runtime import rank as entry
+    from hpcrun.runtime.control import connect
+    from hpcrun.runtime.device import choose_device
+
+    control = connect(detect_world(os.environ))
+    device = choose_device("cpu", control)
+    entry.prepare_torch(0, control)
+    entry.open_groups(control, device)
+    for index, layout in enumerate(LAYOUTS):
+        if layout.ranks == ranks and only in layout.name:
+            result = train_layout(job(layout, precision, steps), control)
+            torch.save(result, out / f"{index}.{control.rank}.pt")
+    control.barrier()
+
+
+def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
+    """Losses and norms of all steps, and the last step's whole gradients as far as this rank has them."""
+    from torch.distributed.tensor import DTensor
+
+    from hpcrun.runtime.data import Batches, TokenSource
+    from hpcrun.runtime.device import choose_device
+    from hpcrun.runtime.optim import learning_rate
+    from hpcrun.runtime.sharded import ShardedModel
+    from hpcrun.specs.corpus import inspect_corpus
+
+    spec, plan = resolved.spec, resolved.plan
+    assert spec.model is not None
+    assert spec.data is not None
+    model = ShardedModel(spec.model, plan, spec.train, choose_device("cpu", control), control.rank)
+    losses, norms = [], []
+    gradients: dict[str, Tensor] = {}
+    with Batches(
+        TokenSource(spec.data, inspect_corpus(spec.data)),
+        seq_len=plan.seq_len,
+        seed=spec.train.seed,
+        gbs=plan.gbs,
+        mbs=plan.mbs,
+        dp_rank=model.mesh.dp_rank,
+        dp_size=plan.degrees.dp,
+    ) as batches:
+        for step in range(1, spec.train.steps + 1):
+            share = model.forward_backward(*next(batches))
+            loss, norm, _ = model.totals(share)
+            losses.append(loss)
+            norms.append(norm)
+            if step == spec.train.steps:
+                for parameter, piece in zip(model.optimizer.parameters, model.optimizer.pieces, strict=True):
+                    assert piece.grad is not None
+                    whole = parameter.as_global(piece.grad)
+                    gradients[parameter.name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
+            model.optimizer.step(learning_rate(spec.train, plan.gbs, step), norm)
+    return {"losses": losses, "norms": norms, "gradients": gradients}
+
+
+def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
+    """The reference: the whole model and batch in one process, torch's own clip, nothing of our parallel code."""
+    import torch
+
+    from hpcrun.runtime.data import Batches, TokenSource
+    from hpcrun.runtime.model import Decoder, initialise, loss_function
+    from hpcrun.runtime.optim import learning_rate
+    from hpcrun.specs.corpus import inspect_corpus
+
+    spec, plan = resolved.spec, resolved.plan
+    assert spec.model is not None
+    assert spec.data is not None
+    torch.set_num_threads(1)
+    model = Decoder(spec.model).to(torch.float64 if spec.train.precision == "fp64" else torch.float32)
+    initialise(model, spec.model, spec.train.seed)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": spec.train.weight_decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=spec.train.eps)
+    losses, norms = [], []
+    gradients: dict[str, Tensor] = {}
+    with Batches(
+        TokenSource(spec.data, inspect_corpus(spec.data)),
+        seq_len=plan.seq_len,
+        seed=spec.train.seed,
+        gbs=plan.gbs,
+        mbs=plan.gbs,
+        dp_rank=0,
+        dp_size=1,
+    ) as batches:
+        for step in range(1, spec.train.steps + 1):
+            inputs, targets = next(batches)
+            optimizer.zero_grad()
+            loss = loss_function(model(inputs[0]), targets[0])
+            loss.backward()  # type: ignore[no-untyped-call]
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            assert spec.train.grad_clip is not None
+            norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.train.grad_clip))
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(spec.train, plan.gbs, step)
+            optimizer.step()
+            losses.append(float(loss.detach()))
+            norms.append(norm)
+    return {"losses": losses, "norms": norms, "gradients": gradients}
+
+
+def launch(ranks: int, precision: str, steps: int, out: Path, only: str) -> None:
+    """Start one world for all layouts of its size."""
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    command = [str(mpiexec), "-launcher", "fork", "-n", str(ranks), sys.executable, "-m", "mpi4py", __file__]
+    options = ["--rank-of", str(ranks), "--precision", precision, "--steps", str(steps), "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, *options, "--only", only], check=True, env=environment, timeout=900)
+
+
+def compare(precision: str, steps: int, only: str = "", sizes: tuple[int, ...] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
+    """Run every layout and measure its distance from the reference."""
+    import torch
+
+    references = {
+        "plain": train_plainly(job(LAYOUTS[0], precision, steps)),
+        "tied": train_plainly(job(LAYOUTS[3], precision, steps)),
+    }
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in sizes:
+            if any(layout.ranks == ranks and only in layout.name for layout in LAYOUTS):
+                launch(ranks, precision, steps, Path(folder), only)
+        for index, layout in enumerate(LAYOUTS):
+            if layout.ranks not in sizes or only not in layout.name:
+                continue
+            parts = [torch.load(Path(folder) / f"{index}.{rank}.pt") for rank in range(layout.ranks)]
+            rows.append({"layout": layout.name, **distance(parts, references[layout.reference])})
+    return rows
+
+
+def distance(parts: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
+    """Largest differences of losses, norms and gradients; every rank's view counts, every gradient must be there."""
+    gradients: dict[str, Tensor] = {}
+    worst = 0.0
+    for part in parts:
+        for name, gradient in part["gradients"].items():
+            gradients[name] = gradient
+            worst = max(worst, float((gradient - reference["gradients"][name]).abs().max()))
+    assert gradients.keys() == reference["gradients"].keys(), "some gradients are missing"
+    pairs = [pair for part in parts for pair in zip(part["losses"], reference["losses"], strict=True)]
+    norms = [pair for part in parts for pair in zip(part["norms"], reference["norms"], strict=True)]
+    return {
+        "loss": max(abs(a - b) for a, b in pairs),
+        "loss_relative": max(abs(a - b) / b for a, b in pairs),
+        "norm_relative": max(abs(a - b) / b for a, b in norms),
+        "gradient": worst,
+    }
+
+
+def main() -> int:
+    """Print the table and one line a claim."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="worlds of one and two ranks, float64 only")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--only", default="", help="layouts whose name contains this")
+    parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--precision", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        rank_main(arguments.rank_of, arguments.precision, arguments.steps, arguments.out, arguments.only)
+        return 0
+    sizes = (1, 2) if arguments.quick else (1, 2, 4, 8)
+    rows = compare("fp64", 3, arguments.only, sizes)
+    for row in rows:
+        print(row)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""The one runner of external commands, and the tools that find, signal and end process trees."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrun.errors import SiteError
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# struct pidfd_info, 64 bytes: what is known (bits) first, the wait status last; Linux 6.15 keeps the latter.
+_PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
+_libc = ctypes.CDLL(None, use_errno=True)
+_INHERITED = ("PYTHON", "LD_PRELOAD", "BASH_ENV", "BASH_FUNC_")
+
+
+@dataclass(frozen=True)
+class Completed:
+    """How an external command ended."""
+
+    argv: tuple[str, ...]
+    exit_code: int
+    stdout: str
+    stderr: str
+    duration_s: float
+
+    def require(self) -> Completed:
+        """Itself when the command succeeded; else SiteError with the command's own words."""
+        if self.exit_code == 0:
+            return self
+        words = self.stderr.strip() or self.stdout.strip() or "it printed nothing"
+        raise SiteError(f"`{' '.join(self.argv)}` ended with exit code {self.exit_code}: {words}")
+
+
+def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for somebody else's command: nothing of our Python's, and messages in English."""
+    return {k: v for k, v in environ.items() if not k.startswith(_INHERITED)} | {"LC_ALL": "C"}
+
+
+def run(
+    argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Completed:
+    """Run an external command to its end; SiteError when it is missing or does not end in time."""
+    import subprocess
+
+    started = time.monotonic()
+    try:
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=scrubbed(os.environ if env is None else env),
+            cwd=cwd,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
+        raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
+    with child:
+        try:
+            out, err = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            kill_tree(child.pid)
+            child.kill()
+            raise SiteError(f"`{' '.join(argv)}` gave no answer in {timeout_s:g} s; it was ended") from None
+        except BaseException:
+            kill_tree(child.pid)
+            child.kill()
+            raise
+    return Completed(tuple(argv), child.returncode, out, err, time.monotonic() - started)
+
+
+class ProcessId(NamedTuple):
+    """A process for good: a pid alone may be given to another process."""
+
+    pid: int
+    start_ticks: int
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None when there is no such process (any more)."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The process that has this pid now."""
+    ticks = start_ticks(pid)
+    return None if ticks is None else ProcessId(pid, ticks)
+
+
+def is_alive(process: ProcessId) -> bool:
+    """Whether this very process runs; one that only waits to be reaped does not."""
+    fields = _stat(process.pid)
+    return fields is not None and int(fields[19]) == process.start_ticks and fields[0] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on: the name before them may hold anything."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ESRCH):
+            return None
+        raise
+    return text[text.rindex(")") + 2 :].split()
+
+
+class Handle:
+    """A hold on one process, safe against its pid being given to another."""
+
+    def __init__(self, process: ProcessId) -> None:
+        self.process = process
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.pidfd_open(process.pid)
+        except OSError as error:
+            # Kernels before 5.3 have no such call: there the start time alone has to do.
+            if error.errno not in (errno.ENOSYS, errno.ESRCH, errno.EINVAL):
+                raise
+        if self._descriptor is not None and start_ticks(process.pid) != process.start_ticks:
+            self.close()
+
+    def fileno(self) -> int | None:
+        """A descriptor that becomes readable when the process ends; None where there is none."""
+        return self._descriptor
+
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return is_alive(self.process)
+
+    def signal(self, number: int) -> bool:
+        """Send a signal; False when the process is gone."""
+        try:
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            elif self.is_alive():
+                os.kill(self.process.pid, number)
+            else:
+                return False
+        except ProcessLookupError:
+            return False
+        return True
+
+    def wait_status(self) -> int | None:
+        """The wait status of a process that ended, even one that another reaped; None where unknown."""
+        if self._descriptor is None:
+            return None
+        buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
+        try:
+            fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, buffer)
+        except OSError:
+            return None
+        known, status = struct.unpack_from("Q", buffer)[0], struct.unpack_from("i", buffer, 60)[0]
+        return int(status) if known & _PIDFD_INFO_EXIT else None
+
+    def close(self) -> None:
+        """Let go."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def descendants(pid: int) -> list[ProcessId]:
+    """Children, their children and so on that are alive, parents before children."""
+    children: dict[int, list[ProcessId]] = {}
+    for entry in _pids():
+        fields = _stat(entry)
+        if fields and fields[0] not in ("Z", "X"):
+            children.setdefault(int(fields[1]), []).append(ProcessId(entry, int(fields[19])))
+    found: list[ProcessId] = []
+    ahead = [pid]
+    while ahead:
+        below = children.pop(ahead.pop(0), [])
+        found += below
+        ahead += [process.pid for process in below]
+    return found
+
+
+def processes_with_env(name: str, value: str) -> list[ProcessId]:
+    """Living processes, but not the caller, that were started with an environment variable of this value."""
+    found = []
+    for pid in _pids():
+        process = identify(pid)
+        if process and pid != os.getpid() and started_with(pid, name) == value:
+            found.append(process)
+    return found
+
+
+def started_with(pid: int, name: str) -> str | None:
+    """An environment variable as a process was given it; None when it was not, or when it is not ours to see."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    for entry in environ.split(b"\0"):
+        key, _, value = entry.partition(b"=")
+        if key == name.encode():
+            return value.decode(errors="replace")
+    return None
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+
+
+def kill_all(processes: Iterable[ProcessId]) -> None:
+    """Send SIGKILL to those of the processes that are still themselves."""
+    for process in processes:
+        handle = Handle(process)
+        # Another user's process cannot be ended by us; whoever asks sees that it is still there.
+        with contextlib.suppress(PermissionError):
+            handle.signal(signal.SIGKILL)
+        handle.close()
+
+
+def kill_tree(pid: int, timeout_s: float = 5.0) -> list[ProcessId]:
+    """End everything below a process, but not itself; what is still alive after the time-out is returned."""
+    deadline = time.monotonic() + timeout_s
+    while alive := descendants(pid):
+        kill_all(alive)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return alive
+
+
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when the thread that started it ends (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def become_subreaper() -> None:
+    """Become the parent of descendants whose own parent ends, so that none of them gets away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(keep: int) -> None:
+    """Collect the children that ended, except the one with pid `keep`, whose status somebody waits for."""
+    for pid in _pids():
+        fields = _stat(pid)
+        if fields and fields[0] == "Z" and int(fields[1]) == os.getpid() and pid != keep:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

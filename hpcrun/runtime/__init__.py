@@ -1,0 +1,1 @@
+"""What runs inside a rank: control, mesh, model, data, training loop, checkpoints."""

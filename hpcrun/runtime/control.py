@@ -1,0 +1,252 @@
+"""Control: how ranks find each other and agree; MPI where there is one, torch's TCPStore elsewhere.
+
+Messages are small JSON values. Nothing here moves tensors, and nothing here burns a core while it waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from hpcrun.errors import SiteError, UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcrun.launch.world import World
+
+_SPINS = 50
+"""Polls of a pending MPI request before the first sleep: a message that is nearly there costs no sleep."""
+_NAP_S = (0.0001, 0.002)
+"""Shortest and longest sleep between polls."""
+
+
+class Control(ABC):
+    """The ranks of one attempt, as seen from one of them."""
+
+    rank: int
+    size: int
+    node: str
+    local_rank: int
+    local_size: int
+    one_node: bool
+    """All ranks stand on one node."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.node = socket.gethostname()
+
+    def _find_neighbours(self) -> None:
+        nodes = self.allgather(self.node)
+        mine = [rank for rank, node in enumerate(nodes) if node == self.node]
+        self.local_rank, self.local_size = mine.index(self.rank), len(mine)
+        self.one_node = len(mine) == self.size
+
+    @abstractmethod
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+
+    @abstractmethod
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+
+    @abstractmethod
+    def agree(self, flags: int) -> int:
+        """The union (bitwise or) of every rank's flags, the same on every rank."""
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.agree(0)
+
+    def everywhere(self, action: Callable[[], Any]) -> Any:
+        """Run an action on rank 0 and give its value to all; its failure is raised on every rank."""
+        outcome: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                outcome["value"] = action()
+            except UsageError as error:
+                outcome["usage"] = str(error)
+            except (SiteError, OSError) as error:
+                outcome["site"] = str(error)
+        outcome = self.broadcast(outcome)
+        if "usage" in outcome:
+            raise UsageError(outcome["usage"])
+        if "site" in outcome:
+            raise SiteError(outcome["site"])
+        return outcome["value"]
+
+    @abstractmethod
+    def store(self, timeout: timedelta) -> Store:
+        """The store through which torch's process groups meet."""
+
+    @abstractmethod
+    def abort(self, code: int) -> None:
+        """Take every rank down with an exit code; does not return where MPI can do it."""
+
+
+class MPIControl(Control):
+    """Control over MPI: non-blocking collectives, polled with sleeps (every blocking call busy-waits)."""
+
+    def __init__(self, world: World) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise SiteError(f"MPI cannot be loaded: {error}; pip install 'hpcrun-slurm[train]'") from None
+        self._mpi = MPI
+        self._comm: MPI.Comm = MPI.COMM_WORLD
+        super().__init__(self._comm.rank, self._comm.size)
+        if self.size != world.size:
+            raise SiteError(
+                f"the launcher started {world.size} ranks, but MPI sees a world of {self.size}: launcher and"
+                " MPI library do not belong together; use the mpiexec of the MPI that mpi4py loads"
+                f" ({MPI.Get_library_version().splitlines()[0][:60]})"
+            )
+        self._find_neighbours()
+
+    def _wait(self, request: MPI.Request) -> None:
+        for _ in range(_SPINS):
+            if request.Test():
+                return
+        nap, longest = _NAP_S
+        while not request.Test():
+            time.sleep(nap)
+            nap = min(2 * nap, longest)
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        lengths = np.empty(self.size, dtype=np.int64)
+        self._wait(self._comm.Iallgather(np.array([mine.size], dtype=np.int64), lengths))
+        every = np.empty(int(lengths.sum()), dtype=np.uint8)
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        layout = [every, (lengths.tolist(), starts[:-1].tolist()), self._mpi.BYTE]
+        self._wait(self._comm.Iallgatherv(mine, layout))
+        return [json.loads(every[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        mine = np.frombuffer(json.dumps(value).encode() if self.rank == 0 else b"", dtype=np.uint8)
+        length = np.array([mine.size], dtype=np.int64)
+        self._wait(self._comm.Ibcast(length, root=0))
+        message = mine.copy() if self.rank == 0 else np.empty(int(length[0]), dtype=np.uint8)
+        self._wait(self._comm.Ibcast(message, root=0))
+        return json.loads(message.tobytes())
+
+    def agree(self, flags: int) -> int:
+        """The union (bitwise or) of every rank's flags, the same on every rank."""
+        mine, all_ = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
+        self._wait(self._comm.Iallreduce(mine, all_, op=self._mpi.BOR))
+        return int(all_[0])
+
+    def store(self, timeout: timedelta) -> Store:
+        """Rank 0 opens a store on a free port, MPI tells the others where."""
+        server: TCPStore | None = None
+        address: tuple[str, int] = ("", 0)
+        if self.rank == 0:
+            host = "127.0.0.1" if self.one_node else socket.getfqdn()
+            server = TCPStore(host, 0, self.size, True, timeout, wait_for_workers=False)
+            address = (host, server.port)
+        host, port = self.broadcast(address)
+        return server or TCPStore(host, port, self.size, False, timeout, wait_for_workers=False)
+
+    def abort(self, code: int) -> None:
+        """MPI_Abort: the launcher takes every rank down."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._comm.Abort(code)
+
+
+class StoreControl(Control):
+    """Control over a TCPStore, where ranks were started without MPI (torchrun, srun --mpi=none)."""
+
+    def __init__(self, world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
+        for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
+            os.environ.setdefault(name, str(value))
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise SiteError(
+                f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
+                " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
+            )
+        super().__init__(world.rank, world.size)
+        self._store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        self._control = PrefixStore("hpcrun", self._store)
+        self._round = 0
+        self._find_neighbours()
+
+    def _meet(self, contribution: int) -> int:
+        """Add to a sum that counts arrivals in its low bits; the last to arrive publishes it."""
+        self._round += 1
+        total = self._control.add(f"{self._round}/sum", contribution)
+        if total % _ARRIVALS == self.size:
+            self._control.set(f"{self._round}/done", str(total))
+            if self._round > 2:
+                # Everyone has read the round before the last: to arrive here they had to.
+                self._control.delete_key(f"{self._round - 2}/sum")
+                self._control.delete_key(f"{self._round - 2}/done")
+        return int(self._control.get(f"{self._round}/done"))
+
+    def allgather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        self._control.set(f"{self._round + 1}/{self.rank}", json.dumps(value))
+        self._meet(1)
+        texts = self._control.multi_get([f"{self._round}/{rank}" for rank in range(self.size)])
+        values = [json.loads(text) for text in texts]
+        mine = f"{self._round}/{self.rank}"
+        self._meet(1)
+        self._control.delete_key(mine)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.rank == 0:
+            self._control.set(f"{self._round + 1}/value", json.dumps(value))
+        self._meet(1)
+        key = f"{self._round}/value"
+        text = self._control.get(key)
+        self._meet(1)
+        if self.rank == 0:
+            self._control.delete_key(key)
+        return json.loads(text)
+
+    def agree(self, flags: int) -> int:
+        """The union (bitwise or) of every rank's flags, the same on every rank."""
+        contribution = 1 + sum(_ARRIVALS ** (bit + 1) for bit in range(2) if flags >> bit & 1)
+        total = self._meet(contribution) // _ARRIVALS
+        return (1 if total % _ARRIVALS else 0) | (2 if total // _ARRIVALS else 0)
+
+    def store(self, timeout: timedelta) -> Store:
+        """The store that brought the ranks together."""
+        return PrefixStore("groups", self._store)
+
+    def abort(self, code: int) -> None:
+        """Leave; whoever started the ranks notices and ends the others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+_ARRIVALS = 1 << 20
+"""Arrivals and votes share one 64-bit sum, 20 bits each: worlds below a million ranks, two flags."""
+
+
+def connect(world: World | None) -> Control:
+    """The control for the world this process was started in (a lone process is a world of one)."""
+    from hpcrun.launch.world import World
+
+    world = world or World(kind="single", rank=0, size=1, local_rank=0, local_size=1)
+    if world.kind == "torchrun":
+        return StoreControl(world)
+    return MPIControl(world)

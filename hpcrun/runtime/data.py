@@ -1,0 +1,245 @@
+"""The batches of a data-parallel rank: read, shuffled, split, and prefetched.
+
+The global order of training samples depends on the seed and the corpus alone, never on the number of ranks
+or on a library's version, so the number of samples consumed is all that a resumed run has to know.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.corpus import Corpus, CorpusFile
+from hpcrun.specs.data import DataSpec
+
+_PREFETCHED = 2
+_ROUNDS = 8
+
+Indices = npt.NDArray[np.uint64]
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def permute(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices:
+    """Where a pseudo-random permutation of range(size), drawn by seed and epoch, takes the indices (1-D).
+
+    A Feistel network over the next power of four, its steps repeated until they end inside the range; keys
+    from BLAKE2b, round function from SplitMix64. Its values are part of the run's format and never change.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
+    digest = blake2b(f"hpcrun order 1 seed {seed} epoch {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+    def network(value: Indices) -> Indices:
+        left, right = value >> shift, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << shift) | right
+
+    value = network(np.asarray(indices, dtype=np.uint64))
+    while (outside := value >= np.uint64(size)).any():
+        value[outside] = network(value[outside])
+    return value
+
+
+def _mix(value: Indices) -> Indices:
+    """The output function of SplitMix64 (Steele, Lea and Flood 2014)."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+class TokenSource:
+    """The tokens of a corpus: token files memory-mapped, text read once into one array of bytes."""
+
+    def __init__(self, data: DataSpec, corpus: Corpus) -> None:
+        self.corpus = corpus
+        self.seq_len = corpus.seq_len
+        self.shuffle = data.shuffle
+        self._tokens: npt.NDArray[Any] = _mapped(corpus) if corpus.kind == "tokens" else _read_text(corpus)
+
+    def order(self, begin: int, end: int, seed: int) -> list[int]:
+        """The sequences that are samples begin to end of the training order, epoch after epoch."""
+        split, size = self.corpus.split, self.corpus.train_sequences
+        order: list[int] = []
+        for epoch in range(begin // size, (end - 1) // size + 1):
+            first, last = max(begin, epoch * size), min(end, (epoch + 1) * size)
+            indices = np.arange(first - epoch * size, last - epoch * size)
+            chosen = permute(indices, size, seed, epoch) if self.shuffle else indices
+            order.extend(split.train(index) for index in chosen.tolist())
+        return order
+
+    def batch(self, sequences: Sequence[int], shape: tuple[int, ...], vocab: int | None) -> Batch:
+        """Inputs and targets of sequences, int64 of `shape` + (seq_len,); UsageError for an id past vocab."""
+        length = self.seq_len
+        rows = np.empty((len(sequences), length + 1), dtype=np.int64)
+        for row, sequence in zip(rows, sequences, strict=True):
+            row[:] = self._tokens[sequence * length : (sequence + 1) * length + 1]
+        if vocab is not None and int(rows.max()) >= vocab:
+            row_index, column = divmod(int((rows >= vocab).argmax()), length + 1)
+            path, position = self.corpus.locate(sequences[row_index] * length + column)
+            raise UsageError(
+                f"{path}: token {position} is {rows[row_index, column]}, the model's vocab is {vocab}; "
+                "raise model.vocab or prepare the data with the model's tokenizer"
+            )
+        inputs = torch.from_numpy(np.ascontiguousarray(rows[:, :-1]))
+        targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:]))
+        return inputs.reshape(*shape, length), targets.reshape(*shape, length)
+
+
+def _mapped(corpus: Corpus) -> npt.NDArray[Any]:
+    path = corpus.root / corpus.files[0].path
+    dtype = {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]
+    try:
+        if path.stat().st_size != corpus.files[0].size_bytes:
+            raise _changed(corpus, corpus.files[0])
+        return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _read_text(corpus: Corpus) -> npt.NDArray[Any]:
+    tokens = np.zeros(corpus.tokens, dtype=np.uint8)
+    room = tokens.data
+    for file, begin in zip(corpus.files, corpus.starts, strict=True):
+        path = corpus.root / file.path
+        try:
+            with path.open("rb") as stream:
+                read = stream.readinto(room[begin : begin + file.size_bytes])
+                if read != file.size_bytes or stream.read(1):
+                    raise _changed(corpus, file)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    return tokens
+
+
+def _changed(corpus: Corpus, file: CorpusFile) -> UsageError:
+    return UsageError(
+        f"{corpus.root / file.path}: is no longer {file.size_bytes} bytes, it changed while the job was "
+        "starting; start again when nobody writes to it"
+    )
+
+
+class Batches:
+    """The training batches of one data-parallel rank, without end: an iterator and a context manager.
+
+    Every item is one optimizer step: inputs and targets, int64 of shape (grad_accum, mbs, seq_len).
+    The step that begins at sample p takes the samples p to p + gbs of the global order; micro-batch m of
+    rank r takes mbs of them from (m * dp_size + r) * mbs on, so that all ranks together see the same for
+    every dp_size. A thread reads two steps ahead. `position` is the only state: give it as `start_sample` to
+    go on from there.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        *,
+        seq_len: int,
+        seed: int,
+        gbs: int,
+        mbs: int,
+        dp_rank: int,
+        dp_size: int,
+        start_sample: int = 0,
+        vocab: int | None = None,
+    ) -> None:
+        if seq_len != source.seq_len:
+            raise ValueError(f"seq_len {seq_len} is not {source.seq_len}, with which the corpus was split")
+        if not 0 <= dp_rank < dp_size or start_sample < 0:
+            raise ValueError(f"no dp_rank {dp_rank} of {dp_size}, or no sample {start_sample}")
+        if gbs < 1 or mbs < 1 or gbs % (mbs * dp_size):
+            raise UsageError(
+                f"gbs {gbs} is not a multiple of mbs {mbs} × dp {dp_size} = {mbs * dp_size}; "
+                "change gbs, mbs or the parallel degrees"
+            )
+        self._source, self._seed, self._vocab = source, seed, vocab
+        self._gbs, self._mbs, self._rank, self._dp_size = gbs, mbs, dp_rank, dp_size
+        self._position = start_sample
+        self._closed = False
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-data")
+        self._reading: deque[Future[Batch]] = deque()
+        self._read_ahead()
+
+    @property
+    def position(self) -> int:
+        """How many samples of the global order were handed out, over all ranks."""
+        return self._position
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise ValueError("these batches are closed")
+        batch = self._reading[0].result()  # a failed step stays first: it is raised again, never skipped
+        self._reading.popleft()
+        self._position += self._gbs
+        self._read_ahead()
+        return batch
+
+    def _read_ahead(self) -> None:
+        while len(self._reading) < _PREFETCHED:
+            begin = self._position + len(self._reading) * self._gbs
+            self._reading.append(self._reader.submit(self._step, begin))
+
+    def _step(self, begin: int) -> Batch:
+        samples = self._source.order(begin, begin + self._gbs, self._seed)
+        micro_batches = self._gbs // (self._mbs * self._dp_size)
+        mine = np.asarray(samples).reshape(micro_batches, self._dp_size, self._mbs)[:, self._rank]
+        return self._source.batch(mine.ravel().tolist(), (micro_batches, self._mbs), self._vocab)
+
+    def close(self) -> None:
+        """End the reading thread; a second call does nothing."""
+        self._closed = True
+        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._reading.clear()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def eval_batches(
+    source: TokenSource,
+    *,
+    mbs: int,
+    dp_rank: int,
+    dp_size: int,
+    sequences: int | None = None,
+    vocab: int | None = None,
+) -> Iterator[Batch]:
+    """The held-out batches of one data-parallel rank: inputs and targets, int64 of shape (mbs, seq_len).
+
+    Every rank gets the same number of them. `sequences` takes that many, spread over all that are held out,
+    and what does not fill a batch on every rank is left. UsageError when there is less than one batch a rank.
+    """
+    held_out = source.corpus.eval_sequences
+    wanted = held_out if sequences is None else min(sequences, held_out)
+    at_once = mbs * dp_size
+    if wanted < at_once:
+        found = f"{held_out} are held out" if wanted == held_out else f"{wanted} were asked for"
+        raise UsageError(
+            f"evaluation takes at least mbs {mbs} × dp {dp_size} = {at_once} sequences, {found}; "
+            "raise data.holdout, use more data, or lower mbs"
+        )
+
+    def batches() -> Iterator[Batch]:
+        for begin in range(dp_rank * mbs, wanted // at_once * at_once, at_once):
+            chosen = [source.corpus.split.held_out(i * held_out // wanted) for i in range(begin, begin + mbs)]
+            yield source.batch(chosen, (mbs,), vocab)
+
+    return batches()

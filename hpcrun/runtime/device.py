@@ -1,0 +1,85 @@
+"""Which device a rank computes on, how fast it is on paper, and how much memory it took."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from hpcrun.errors import SiteError
+from hpcrun.formulas import peak_flops
+from hpcrun.runtime.control import Control
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device of this rank and the backend of its process groups."""
+
+    torch_device: torch.device
+    backend: str
+    name: str
+    reason: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether it is a GPU."""
+        return self.torch_device.type == "cuda"
+
+    def peak_flops(self, precision: str) -> float | None:
+        """Dense peak in FLOP/s, None where it is not known."""
+        return peak_flops(self.name, precision) if self.is_cuda else None
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory taken so far: of the allocator on a GPU, resident on a CPU."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated(self.torch_device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def synchronize(self) -> None:
+        """Wait for queued kernels, so that a clock read afterwards means something."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+
+def choose_device(wanted: str, control: Control) -> Device:
+    """Take cuda only when every rank of every node has a GPU of its own, and say which was taken and why."""
+    uuids = _gpus() if wanted != "cpu" else []
+    views = control.allgather([control.node, uuids])
+    mine = [view for node, view in views if node == control.node]
+    index = _own_gpu(mine, control.local_rank)
+    everyone = all(control.allgather(index is not None))
+    if wanted == "cpu":
+        return _cpu("asked for")
+    if everyone and index is not None:
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        name = torch.cuda.get_device_name(device)
+        reason = "asked for" if wanted == "cuda" else "every local rank has a GPU of its own"
+        return Device(device, "cpu:gloo,cuda:nccl", name, reason)
+    if wanted == "cuda":
+        raise SiteError(
+            f"device: cuda, but {control.node} shows {len(set(uuids))} GPUs to {control.local_size} ranks;"
+            " use device: cpu, fewer ranks a node, or a torch built for CUDA"
+        )
+    shown = f"{len(set(uuids))} GPUs for {control.local_size} ranks on {control.node}"
+    return _cpu(shown if uuids else "no GPU here")
+
+
+def _cpu(reason: str) -> Device:
+    return Device(torch.device("cpu"), "gloo", "cpu", reason)
+
+
+def _gpus() -> list[str]:
+    if not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
+def _own_gpu(views: list[list[str]], local_rank: int) -> int | None:
+    """Index of the GPU that is this rank's alone: all see all of them, or each was given its own."""
+    seen = views[local_rank]
+    if all(view == seen for view in views):
+        return local_rank if local_rank < len(seen) else None
+    firsts = [view[0] for view in views if view]
+    return 0 if len(set(firsts)) == len(views) else None

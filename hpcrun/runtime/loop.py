@@ -1,0 +1,216 @@
+"""The training loop: batches in, steps, metrics, evaluation, saves, and leaving when asked to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from hpcrun.errors import NotANumberError
+from hpcrun.formulas import train_flops_per_token
+from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.data import Batches, TokenSource, eval_batches
+from hpcrun.runtime.device import Device
+from hpcrun.runtime.optim import learning_rate
+from hpcrun.runtime.profile import StepProfiler
+from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.records import LineWriter
+from hpcrun.specs.rundir import Attempt
+from hpcrun.specs.saves import Saved
+
+if TYPE_CHECKING:
+    from hpcrun.launch.shim import Requests
+
+_SAVE, _STOP = 1, 2
+
+
+class Trainer:
+    """Trains from the newest saved step of a run to its last one, or until asked to stop."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        plan: Plan,
+        attempt: Attempt,
+        control: Control,
+        device: Device,
+        source: TokenSource,
+        requests: Requests,
+    ) -> None:
+        assert job.model is not None
+        self._job, self._plan, self._control, self._device = job, plan, control, device
+        self._source, self._requests = source, requests
+        self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
+        self._checkpoints = Checkpointer(
+            attempt.run.checkpoints, control, attempt=attempt.number, keep=job.checkpoint.keep
+        )
+        self._attempt = attempt.number
+        self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
+        self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
+        self._clock: dict[str, float] = {}
+        self._saved_step = 0
+        peak = device.peak_flops(job.train.precision)
+        self._peak = peak * control.size if peak is not None else None
+        self._flops_per_token = train_flops_per_token(job.model, plan.seq_len)
+
+    def run(self) -> dict[str, Any]:
+        """Train; the result says how it ended, at which step, with which losses."""
+        start, position = self._restore()
+        steps, every = self._job.train.steps, self._job.train.eval.every
+        result: dict[str, Any] = {"status": "done", "first_step": start + 1, "step": start}
+        if start == 0:
+            result["eval_loss_before"] = self._evaluate(0)
+        with self._batches(position) as batches, self._profiler:
+            for step in range(start + 1, steps + 1):
+                result |= {"step": step, "loss": self._step(step, batches)}
+                if every and step % every == 0 and step < steps:
+                    self._evaluate(step)
+                asked = self._control.agree(self._asked())
+                last = step == steps
+                due = self._job.checkpoint.every and step % self._job.checkpoint.every == 0
+                if asked or due or (last and self._job.checkpoint.at_end):
+                    self._save(step, batches.position)
+                if asked & _STOP and not last:
+                    return result | {"status": "saved"}
+        return result | {"eval_loss_after": self._evaluate(steps)}
+
+    def _batches(self, position: int) -> Batches:
+        plan = self._plan
+        assert self._job.model is not None
+        return Batches(
+            self._source,
+            seq_len=plan.seq_len,
+            seed=self._job.train.seed,
+            gbs=plan.gbs,
+            mbs=plan.mbs,
+            dp_rank=self._model.mesh.dp_rank,
+            dp_size=plan.degrees.dp,
+            start_sample=position,
+            vocab=self._job.model.vocab,
+        )
+
+    def _asked(self) -> int:
+        requests = self._requests
+        asked = (_SAVE if requests.save else 0) | (_STOP if requests.stop else 0)
+        requests.save = False
+        return asked
+
+    def _restore(self) -> tuple[int, int]:
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return 0, 0
+        self._load(newest)
+        return newest.step, newest.position
+
+    def _load(self, saved: Saved) -> None:
+        optimizer = self._model.optimizer
+        self._checkpoints.load(saved, optimizer.state(), self._model.expected_entries())
+        optimizer.set_step(saved.step)
+        self._saved_step = saved.step
+
+    def _save(self, step: int, position: int) -> None:
+        if step == self._saved_step:
+            return
+        begin = time.monotonic()
+        self._checkpoints.save(step, position, self._model.optimizer.state())
+        self._saved_step = step
+        self._write({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._clock[part] = time.perf_counter() - begin
+
+    def _step(self, step: int, batches: Batches) -> float:
+        begin = time.perf_counter()
+        self._clock = {}
+        with self._timed("data"):
+            inputs, targets = next(batches)
+        with self._timed("forward_backward"):
+            share = self._model.forward_backward(inputs, targets)
+        with self._timed("reduce"):
+            loss, norm, squares = self._model.totals(share)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._report_not_a_number(step, loss, share, squares)
+        lr = learning_rate(self._job.train, self._plan.gbs, step)
+        with self._timed("optimizer"):
+            self._model.optimizer.step(lr, norm)
+            self._device.synchronize()
+        self._profiler.step(step)
+        self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
+        return loss
+
+    def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
+        tokens_per_s = self._plan.gbs * self._plan.seq_len / seconds
+        self._write(
+            {
+                "kind": "step",
+                "step": step,
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": lr,
+                "tokens_per_s": tokens_per_s,
+                "step_time_s": seconds,
+                "time_s": self._clock,
+                "mfu": self._flops_per_token * tokens_per_s / self._peak if self._peak else None,
+                "peak_memory_bytes": self._device.peak_memory_bytes(),
+            }
+        )
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._metrics is not None:
+            self._metrics.write({"attempt": self._attempt, "time": time.time(), **record})
+
+    def _report_not_a_number(self, step: int, loss: float, share: Tensor, squares: Tensor) -> None:
+        finite = [bool(share.isfinite()), bool(squares.isfinite())]
+        views = self._control.allgather([*finite, self._control.node])
+        what, column = ("loss", 0) if not math.isfinite(loss) else ("gradient norm", 1)
+        # The loss spreads into every gradient: only the first symptom names a culprit.
+        ranks = [f"rank {rank} on {view[2]}" for rank, view in enumerate(views) if not view[column]]
+        newest = self._checkpoints.newest()
+        kept = f"the save of step {newest.step} is kept" if newest else "there was no save yet"
+        value = loss if what == "loss" else float("nan")
+        raise NotANumberError(
+            f"step {step}: {what} is {value} on {', '.join(ranks[:8]) or 'the sum of all ranks'}; {kept}."
+            " Lower train.lr, raise train.warmup, or look at the data of this step"
+        )
+
+    def _evaluate(self, step: int) -> float | None:
+        """Mean loss over held-out sequences, the same ones at every call and on every layout."""
+        plan, wanted = self._plan, self._job.train.eval.sequences
+        available = self._source.corpus.eval_sequences
+        rounds = min(available, wanted or available) // plan.gbs
+        if rounds == 0:
+            return None
+        share_of_step = plan.mbs * plan.grad_accum
+        batches = eval_batches(
+            self._source,
+            mbs=share_of_step,
+            dp_rank=self._model.mesh.dp_rank,
+            dp_size=plan.degrees.dp,
+            sequences=rounds * plan.gbs,
+        )
+        begin = time.perf_counter()
+        shape = (plan.grad_accum, plan.mbs, plan.seq_len)
+        total = sum(self._model.evaluate(x.view(shape), y.view(shape)) for x, y in batches)
+        assert isinstance(total, Tensor)
+        (loss,) = sum_over_ranks([total / rounds], self._device.torch_device)
+        seconds = time.perf_counter() - begin
+        self._write(
+            {
+                "kind": "eval",
+                "step": step,
+                "eval_loss": loss,
+                "sequences": rounds * plan.gbs,
+                "seconds": seconds,
+            }
+        )
+        return loss

@@ -1,0 +1,159 @@
+"""The entry of a rank: meet the others, check that all mean the same job, train, and say how it ended."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from hpcrun import __version__
+from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
+from hpcrun.launch import shim
+from hpcrun.launch.world import World, detect_world
+from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.data import TokenSource
+from hpcrun.runtime.device import Device, choose_device
+from hpcrun.runtime.loop import Trainer
+from hpcrun.specs.corpus import inspect_corpus
+from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
+from hpcrun.specs.records import write_json, write_whole
+from hpcrun.specs.rundir import Attempt, RunDir, create_run, find_run
+
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""How long a collective of torch waits for a peer; the launcher sees a dead one long before."""
+
+
+def main(run_dir: str, number: int, requests: shim.Requests) -> int:
+    """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
+    attempt = RunDir(Path(run_dir)).attempt(number)
+    control = connect(detect_world(os.environ))
+    return _guarded(control, attempt, lambda: _train(control, attempt, requests, load_job(attempt.run.spec)))
+
+
+def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: World) -> int:
+    """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 makes the run."""
+    control = connect(world)
+
+    def open_run() -> list[Any]:
+        spec = load_job(job if job is not None else find_run(str(resume)).spec, overrides).spec
+        run = find_run(resume) if resume else create_run(spec.name)
+        attempt = run.attempt(len(run.attempts()) + 1).create()
+        write_whole(run.spec, render_job(spec))
+        return [str(run.path), attempt.number]
+
+    try:
+        path, number = control.everywhere(open_run)
+        run = RunDir(Path(path))
+        resolved = load_job(job if job is not None else run.spec, overrides)
+    except HpcrunError as error:
+        if control.rank == 0:
+            sys.stderr.write("".join(f"hpcrun: {line}\n" for line in str(error).splitlines()))
+        control.barrier()
+        return error.exit_code
+    attempt = run.attempt(number)
+    requests = shim.enter(attempt, world)
+    return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved))
+
+
+def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> int:
+    """The outermost frame of a rank: whatever goes wrong is recorded and takes the attempt down."""
+    try:
+        return action()
+    except HpcrunError as error:
+        shim.report_error(attempt, control.rank, error)
+        sys.stderr.write(f"rank {control.rank} on {control.node}: {error}\n")
+        code = error.exit_code
+    except Exception as error:  # noqa: BLE001 - the outermost frame of a rank
+        shim.report_error(attempt, control.rank, error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = EXIT_RANKS_DIED
+    if control.size > 1:
+        control.abort(code)
+    return code
+
+
+def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved: ResolvedJob) -> int:
+    check_same_job(control, resolved)
+    job, plan = resolved.spec, resolved.plan
+    if plan.degrees.world_size != control.size:
+        raise UsageError(
+            f"parallel: {plan.degrees} is {plan.degrees.world_size} ranks, but this world has {control.size};"
+            " change a degree, or start as many ranks"
+        )
+    assert job.data is not None
+    device = choose_device(job.device, control)
+    prepare_torch(job.train.seed, control)
+    open_groups(control, device)
+    shim.note_shared_memory(attempt, control.rank)
+    if control.rank == 0:
+        said = {"device": str(device.torch_device), "device_name": device.name, "reason": device.reason}
+        write_json(attempt.path / "device.json", said | {"torch": torch.__version__})
+    source = TokenSource(job.data, inspect_corpus(job.data))
+    result = Trainer(job, plan, attempt, control, device, source, requests).run()
+    control.barrier()
+    if control.rank == 0:
+        record = {"attempt": attempt.number, "world_size": control.size, **result}
+        write_json(attempt.result, record)
+    control.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return EXIT_DONE if result["status"] == "done" else EXIT_SAVED
+
+
+def check_same_job(control: Control, resolved: ResolvedJob) -> None:
+    """Every rank must have resolved the same job with the same code; else say who differs in what."""
+    view = resolved.spec.model_dump(mode="json") | {"hpcrun": __version__, "torch": torch.__version__}
+    digest = hashlib.sha256(json.dumps(view, sort_keys=True).encode()).hexdigest()
+    digests = control.allgather(digest)
+    if len(set(digests)) == 1:
+        return
+    usual, _ = Counter(digests).most_common(1)[0]
+    views = [flatten(other) for other in control.allgather(view)]
+    reference = views[digests.index(usual)]
+    lines = []
+    for rank, other in enumerate(views):
+        keys = [key for key in reference.keys() | other.keys() if reference.get(key) != other.get(key)]
+        for key in sorted(keys):
+            lines.append(f"rank {rank} has {key} = {other.get(key)!r}, the others {reference.get(key)!r}")
+    raise UsageError("the ranks do not mean the same job: " + "; ".join(lines[:8]))
+
+
+def prepare_torch(seed: int, control: Control) -> None:
+    """Random state, threads, and quiet about what is known."""
+    torch.manual_seed(seed * 1_000_003 + control.rank)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // control.local_size))
+    # Both are said once a rank by layouts in ordinary use, and neither is anything to act on: nothing here
+    # works in place on an embedding's output, and a dimension sharded over two axes takes two gathers.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+def open_groups(control: Control, device: Device) -> None:
+    """Open torch's process groups over the ranks that control knows."""
+    if control.size == 1 and not device.is_cuda:
+        # FSDP for mixed precision wants a group even alone; a store in memory does.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        return
+    if control.one_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        device.backend,
+        store=control.store(GROUP_TIMEOUT),
+        rank=control.rank,
+        world_size=control.size,
+        timeout=GROUP_TIMEOUT,
+        device_id=device.torch_device if device.is_cuda else None,
+    )

@@ -1,0 +1,92 @@
+"""ShardedModel: this rank's share of model and optimizer, and one training step over it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hpcrun.runtime.device import Device
+from hpcrun.runtime.hf import HFWeights
+from hpcrun.runtime.model import Decoder, initial_value, parameter_shapes
+from hpcrun.runtime.optim import Optimizer, TiedWeights
+from hpcrun.runtime.parallel import DTYPES, Mesh, Values, build_stage, local_parameters, materialise
+from hpcrun.runtime.pipeline import Engine
+from hpcrun.specs.job import TrainSpec
+from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.plan import Plan
+
+
+class ShardedModel:
+    """Everything of the training state that torch holds on this rank."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, train: TrainSpec, device: Device, rank: int) -> None:
+        self._spec, self._device = spec, device
+        self.mesh = Mesh(plan, rank, device.torch_device.type, train.precision)
+        indices = plan.stages_of(self.mesh.at["pp"])
+        self.stages = [build_stage(spec, plan, train, self.mesh, index) for index in indices]
+        values = _values(spec, train.seed)
+        for stage in self.stages:
+            materialise(stage, device.torch_device, values)
+            _settle(stage)
+        self.engine = Engine(self.stages, plan, self.mesh, device.torch_device, DTYPES[train.precision])
+        self.optimizer = Optimizer(local_parameters(self.stages, plan), train)
+        self._tied = TiedWeights(plan, self.mesh, self.optimizer, spec.tied)
+        # Ranks that hold the last stage see the same loss once for each of their tp and cp peers.
+        self._loss_share = 1.0 / (plan.degrees.dp * plan.degrees.cp * plan.degrees.tp)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This rank's share of the global batch's mean loss, its gradients left in the optimizer's pieces."""
+        loss = self.engine.forward_backward(inputs, targets)
+        self.optimizer.collect_gradients()
+        self._tied.sum_gradients()
+        return loss * self._loss_share
+
+    def totals(self, share: Tensor) -> tuple[float, float, Tensor]:
+        """Loss of the global batch, global gradient norm (same on every rank), and this rank's part of it."""
+        squares = self.optimizer.square_sum()
+        loss, square_sum = sum_over_ranks([share, squares], self._device.torch_device)
+        return loss, math.sqrt(square_sum) if square_sum >= 0 else math.nan, squares
+
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """This rank's share of the mean loss, without gradients."""
+        return self.engine.evaluate(inputs, targets) * self._loss_share
+
+    def expected_entries(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor that a checkpoint of this job holds, all ranks together."""
+        entries: dict[str, tuple[int, ...]] = {}
+        for name, shape in parameter_shapes(self._spec).items():
+            entries[f"model.{name}"] = shape
+            entries |= {f"optimizer.{name}.{moment}": shape for moment in ("exp_avg", "exp_avg_sq")}
+        return entries
+
+
+def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:
+    """The sums over all ranks of a few scalars, in one collective."""
+    packed = torch.stack([value.detach().to(device, torch.float64) for value in values])
+    if dist.is_initialized():
+        dist.all_reduce(packed)
+    return [float(value) for value in packed.tolist()]
+
+
+def _values(spec: ModelSpec, seed: int) -> Values:
+    """Where a parameter's first values come from: a directory of weights, or the seed."""
+    if spec.weights is not None:
+        stored = HFWeights(Path(spec.weights))
+        stored.check(spec)
+        return lambda name, shape, slices: stored.read(name, slices)
+    return lambda name, shape, slices: initial_value(spec, name, shape, seed, rows=slices[0])[
+        (slice(None), *slices[1:])
+    ]
+
+
+def _settle(stage: Decoder) -> None:
+    """Let FSDP lay out its shards now: it pads uneven ones into new memory, which the optimizer must see."""
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()

@@ -1,0 +1,46 @@
+"""DataSpec: the `data` section of a job: which text or tokens to train on, and how they are cut."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class DataSpec(BaseModel):
+    """What to train on: text taken byte by byte, or a file of tokens made by `hpcrun data prepare`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    text: str | None = Field(
+        default=None,
+        min_length=1,
+        description="text file or directory, one token a byte; python-stdlib: the sources of Python itself",
+    )
+    tokens: str | None = Field(
+        default=None, min_length=1, description="token file (FILE.bin) made by `hpcrun data prepare`"
+    )
+    pattern: str = Field(
+        default="*",
+        min_length=1,
+        description="which files of a text directory: *.txt at any depth, books/*.txt in such a directory",
+    )
+    seq_len: int = Field(default=256, gt=0, description="tokens in a training sequence")
+    holdout: float = Field(
+        default=0.02, ge=0, lt=1, description="share of the sequences kept for evaluation; 0: none"
+    )
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        default=None, description="type of the tokens in a file that has no FILE.bin.json beside it"
+    )
+    shuffle: bool = Field(default=True, description="a new random order every epoch; false: as stored")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataSpec:
+        if (self.text is None) == (self.tokens is None):
+            found = "neither" if self.text is None else "both"
+            raise ValueError(f"give exactly one of text and tokens, found {found}")
+        if self.text is not None and self.dtype is not None:
+            raise ValueError("dtype is for token files, text is read byte by byte; remove dtype")
+        if self.tokens is not None and self.pattern != "*":
+            raise ValueError("pattern is for text directories, tokens names one file; remove pattern")
+        return self

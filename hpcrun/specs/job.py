@@ -1,0 +1,182 @@
+"""JobSpec: everything a job file can say, with its defaults; `hpcrun schema` prints it for editors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hpcrun.specs.data import DataSpec
+from hpcrun.specs.model import ModelSpec
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ParallelSpec(_Section):
+    """How the model and the batch are cut: world = pp · dp_replicate · dp_shard · cp · tp."""
+
+    pp: int = Field(default=1, ge=1, description="pipeline stages (ranks along the layers)")
+    dp_replicate: int = Field(default=1, ge=1, description="full replicas of the (sharded) model")
+    dp_shard: int = Field(default=1, ge=1, description="ranks that share one replica's states (FSDP)")
+    cp: int = Field(default=1, ge=1, description="context parallel: ranks along the sequence")
+    tp: int = Field(default=1, ge=1, description="tensor and sequence parallel: ranks inside a layer")
+    ep: int = Field(default=1, ge=1, description="expert parallel")
+    zero: int | None = Field(
+        default=None,
+        ge=0,
+        le=3,
+        description="0 replicate; 1 shard the optimizer; 2 also gradients; 3 also parameters."
+        " Default: 0 when dp_shard is 1, else 3, under pp 1",
+    )
+    schedule: Schedule = Field(default="1f1b", description="pipeline schedule")
+    virtual_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="stages a rank holds; default 2 for interleaved and zero_bubble, else 1",
+    )
+    microbatches: int | None = Field(
+        default=None, ge=1, description="microbatches a step and data rank; gbs = mbs · microbatches · dp"
+    )
+
+
+class LrScalingSpec(_Section):
+    """Scale the learning rate with the global batch: lr · (gbs/base_gbs), or its square root."""
+
+    rule: Literal["linear", "sqrt"]
+    base_gbs: int = Field(ge=1, description="the global batch that `lr` was chosen for")
+
+
+class EvalSpec(_Section):
+    """Loss on the held-out share of the data."""
+
+    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
+    sequences: int | None = Field(default=None, ge=1, description="how many held-out sequences; default all")
+
+
+class ProfileSpec(_Section):
+    """A window of steps recorded by torch's profiler, one trace file a rank."""
+
+    start: int = Field(ge=1, description="first step recorded")
+    steps: int = Field(default=3, ge=1, description="how many steps")
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(
+        default=[0], min_length=1, description="which ranks record"
+    )
+
+
+class TrainSpec(_Section):
+    """The optimisation: how long, how much a step, which schedule."""
+
+    steps: int = Field(default=100, ge=1, description="optimizer steps")
+    mbs: int = Field(default=1, ge=1, description="sequences a microbatch")
+    gbs: int | None = Field(
+        default=None, ge=1, description="sequences a step; default mbs · microbatches · dp"
+    )
+    lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    lr_scaling: LrScalingSpec | None = Field(default=None, description="scale lr with the global batch")
+    min_lr: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
+    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(default="cosine", description="after the warm-up")
+    decay: float = Field(default=0.1, gt=0, le=1, description="share of the steps that wsd decays over")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=[0.9, 0.95], min_length=2, max_length=2, description="the two of AdamW"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW")
+    grad_clip: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; null: none")
+    precision: Literal["fp32", "bf16", "fp64"] = Field(
+        default="fp32", description="of compute; bf16 keeps fp32 weights and reductions; fp64 is for checking"
+    )
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="activations again in backward"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="of weights and data order")
+    eval: EvalSpec = Field(default=EvalSpec())
+    compile: bool = Field(default=False, description="torch.compile each block (needs a C++ compiler)")
+    profile: ProfileSpec | None = Field(default=None, description="record a window of steps; null: none")
+
+
+class CheckpointSpec(_Section):
+    """When the state is saved in the run directory, and how many saves are kept."""
+
+    every: int = Field(default=0, ge=0, description="steps between saves; 0: only at a signal and at the end")
+    keep: int = Field(default=2, ge=1, description="newest saves kept")
+    at_end: bool = Field(default=True, description="save after the last step")
+
+
+class ResourcesSpec(_Section):
+    """What is asked of the cluster."""
+
+    nodes: int = Field(default=1, ge=1, description="nodes of an attempt")
+    gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs asked of each node")
+    ranks_per_node: int | None = Field(
+        default=None, ge=1, description="ranks on each node; default world / nodes"
+    )
+    spares: int = Field(default=0, ge=0, description="hot spare nodes")
+    time: str | None = Field(default=None, description="time limit, as sbatch takes it")
+    mem: str | None = Field(default=None, description="memory of each node, as sbatch takes it")
+    account: str | None = Field(default=None, description="Slurm account")
+    partition: str | None = Field(default=None, description="Slurm partition")
+    qos: str | None = Field(default=None, description="Slurm quality of service")
+    constraint: str | None = Field(default=None, description="node features")
+    reservation: str | None = Field(default=None, description="Slurm reservation")
+    sbatch: dict[str, Any] = Field(default={}, description="raw sbatch options for what has no key")
+
+
+class JobSpec(_Section):
+    """A job file, resolved."""
+
+    name: str = Field(
+        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="letters, digits, . _ -"
+    )
+    model: ModelSpec | None = Field(default=None, description="a preset's name, sizes, or hf: DIR")
+    data: DataSpec | None = Field(default=None, description="text: PATH or tokens: FILE")
+    parallel: ParallelSpec = Field(default=ParallelSpec(), description="the layout")
+    train: TrainSpec = Field(default=TrainSpec(), description="the optimisation")
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="saved states")
+    resources: ResourcesSpec = Field(default=ResourcesSpec(), description="what is asked of the cluster")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto takes cuda only when every local rank has a GPU of its own"
+    )
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+        default={}, description="environment of the ranks: names of letters, digits, _ with text values"
+    )
+    modules: list[str] = Field(default=[], description="environment modules to load")
+    python: str | None = Field(default=None, description="interpreter of the ranks")
+    container: dict[str, Any] | None = Field(default=None, description="image that the ranks run in")
+    secrets: dict[str, str] = Field(default={}, description="environment that is never written down")
+    retry: dict[str, Any] | None = Field(default=None, description="when to start again")
+    sweep: dict[str, Any] | None = Field(default=None, description="values to try")
+    cluster: str | None = Field(default=None, description="profile of the cluster")
+    command: list[str] | None = Field(
+        default=None, description="a program of one's own, instead of model and data"
+    )
+
+
+NOT_YET = (
+    "parallel.cp",
+    "parallel.ep",
+    "resources.nodes",
+    "resources.gpus_per_node",
+    "resources.spares",
+    "resources.time",
+    "resources.mem",
+    "resources.account",
+    "resources.partition",
+    "resources.qos",
+    "resources.constraint",
+    "resources.reservation",
+    "resources.sbatch",
+    "modules",
+    "python",
+    "container",
+    "secrets",
+    "retry",
+    "sweep",
+    "cluster",
+    "command",
+)
+"""Keys whose work is still to come: a value other than the default is refused, ignoring it would be a lie."""

@@ -1,0 +1,311 @@
+"""Plan: the parallel layout of a run, worked out once and read by every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from math import gcd
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from hpcrun.errors import Problem
+from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
+from hpcrun.mesh import Degrees, partition
+from hpcrun.specs.data import DataSpec
+from hpcrun.specs.job import JobSpec, ParallelSpec, ResourcesSpec, Schedule, TrainSpec
+from hpcrun.specs.model import ModelSpec
+
+MAX_LAYERS = 1024
+MAX_WIDTH = 1 << 24
+"""Sizes beyond these are typing mistakes; the arithmetic below stays exact and quick within them."""
+
+_VIRTUAL = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 2}
+
+
+class Plan(BaseModel):
+    """Degrees, batch and pipeline of a run; prints, dumps to JSON and reads back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    zero: int
+    schedule: Schedule
+    virtual_stages: int
+    stage_layers: list[tuple[int, int]]
+    """First layer and one past the last of every pipeline stage, in the order of the layers."""
+    mbs: int
+    gbs: int
+    grad_accum: int
+    seq_len: int
+
+    @property
+    def degrees(self) -> Degrees:
+        """The mesh."""
+        return Degrees(
+            pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp
+        )
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages, all ranks together."""
+        return self.pp * self.virtual_stages
+
+    def stages_of(self, pp_rank: int) -> list[int]:
+        """Which stages a pipeline rank holds: strided, or folded like a V for the zero-bubble schedule."""
+        if self.schedule == "zero_bubble" and self.pp > 1:
+            return [pp_rank, self.stages - 1 - pp_rank]
+        return list(range(pp_rank, self.stages, self.pp))
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [f"{self.degrees} ({self.degrees.world_size} ranks)", f"ZeRO {self.zero}"]
+        if self.pp > 1:
+            cut = "+".join(str(end - begin) for begin, end in self.stage_layers)
+            parts.append(f"{self.schedule} over {cut} layers")
+        parts.append(f"{self.gbs} sequences a step = {self.mbs} × {self.grad_accum} × dp {self.degrees.dp}")
+        return ", ".join(parts)
+
+
+def make_plan(job: JobSpec) -> Plan:
+    """The plan of a job that names its layout and in which `contradictions` finds nothing."""
+    p, model, data = job.parallel, job.model, job.data
+    assert model is not None
+    assert data is not None
+    # The embedding is a look-up: it costs memory traffic, not FLOPs; the head is a full matmul.
+    cuts = partition(
+        [layer_flops_per_token(model, data.seq_len)] * model.layers,
+        p.pp * _virtual_stages(p),
+        first=2.0 * model.hidden,
+        last=head_flops_per_token(model),
+    )
+    grad_accum = _grad_accum(p, job.train)
+    return Plan(
+        pp=p.pp,
+        dp_replicate=p.dp_replicate,
+        dp_shard=p.dp_shard,
+        cp=p.cp,
+        tp=p.tp,
+        zero=p.zero if p.zero is not None else _default_zero(p),
+        schedule=p.schedule,
+        virtual_stages=_virtual_stages(p),
+        stage_layers=[(cut.start, cut.stop) for cut in cuts],
+        mbs=job.train.mbs,
+        gbs=job.train.mbs * _degrees(p).dp * grad_accum,
+        grad_accum=grad_accum,
+        seq_len=data.seq_len,
+    )
+
+
+def with_layout(job: JobSpec, plan: Plan) -> JobSpec:
+    """The job with the figures that the plan settled written into it."""
+    parallel: dict[str, Any] = {
+        "zero": plan.zero,
+        "virtual_stages": plan.virtual_stages,
+        "microbatches": plan.grad_accum,
+    }
+    return job.model_copy(
+        update={
+            "parallel": job.parallel.model_copy(update=parallel),
+            "train": job.train.model_copy(update={"gbs": plan.gbs}),
+        }
+    )
+
+
+def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[Problem]:
+    """Everything in a job that does not go together; what needs a broken or absent section is left out."""
+    absent = {name for name in ("model", "data") if getattr(job, name) is None} | set(broken)
+    return [
+        problem
+        for check, sections in _CHECKS
+        if absent.isdisjoint(sections)
+        for problem in check(*(getattr(job, section) for section in sections))
+    ]
+
+
+def _degrees(p: ParallelSpec) -> Degrees:
+    return Degrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
+
+
+def _default_zero(p: ParallelSpec) -> int:
+    if p.dp_shard == 1:
+        return 0
+    # Under pp every microbatch would gather the parameters again; keeping them is the usual choice.
+    return 3 if p.pp == 1 else 1
+
+
+def _virtual_stages(p: ParallelSpec) -> int:
+    return p.virtual_stages or (_VIRTUAL[p.schedule] if p.pp > 1 else 1)
+
+
+def _grad_accum(p: ParallelSpec, train: TrainSpec) -> int:
+    """Microbatches a step and data rank; 0 when gbs does not come out even."""
+    if train.gbs is None:
+        return p.microbatches or p.pp
+    count, rest = divmod(train.gbs, train.mbs * _degrees(p).dp)
+    return 0 if rest else count
+
+
+def _check_ranks(p: ParallelSpec, resources: ResourcesSpec) -> list[Problem]:
+    world, per_node, nodes = _degrees(p).world_size, resources.ranks_per_node, resources.nodes
+    if per_node is None or per_node * nodes == world:
+        return []
+    text = (
+        f"{_degrees(p)} is {world} rank{'s' * (world > 1)}, but resources asks for nodes {nodes}"
+        f" × ranks_per_node {per_node} = {nodes * per_node}; change a degree, or leave out ranks_per_node"
+    )
+    return [Problem("parallel", text)]
+
+
+def _check_zero(p: ParallelSpec) -> list[Problem]:
+    if p.zero == 0 and p.dp_shard > 1:
+        text = f"0 shards nothing, but dp_shard is {p.dp_shard}; use dp_replicate instead, or zero 1, 2 or 3"
+        return [Problem("parallel.zero", text)]
+    if p.zero and p.dp_shard == 1:
+        text = f"{p.zero} needs dp_shard above 1, which is 1; raise dp_shard, or leave zero out"
+        return [Problem("parallel.zero", text)]
+    return []
+
+
+def _check_model(model: ModelSpec) -> list[Problem]:
+    problems = []
+    limits = dict.fromkeys(("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context"), MAX_WIDTH)
+    for name, limit in (limits | {"layers": MAX_LAYERS}).items():
+        if getattr(model, name) > limit:
+            problems.append(Problem(f"model.{name}", f"must be at most {limit}"))
+    if model.heads % model.kv_heads:
+        text = f"{model.kv_heads} does not divide heads {model.heads}; use one of {_divisors(model.heads)}"
+        problems.append(Problem("model.kv_heads", text))
+    if model.head_dim % 2:
+        text = f"{model.head_dim} is odd; rotary positions need an even width"
+        problems.append(Problem("model.head_dim", text))
+    return problems
+
+
+def _check_seq_len(model: ModelSpec, data: DataSpec) -> list[Problem]:
+    if data.seq_len <= model.context:
+        return []
+    text = f"{data.seq_len} is longer than model.context {model.context}; use at most {model.context}"
+    return [Problem("data.seq_len", text)]
+
+
+def _check_tp(p: ParallelSpec, model: ModelSpec, data: DataSpec) -> list[Problem]:
+    sizes = {
+        f"model.{name}": getattr(model, name) for name in ("heads", "kv_heads", "hidden", "ffn", "vocab")
+    }
+    sizes["data.seq_len"] = data.seq_len  # sequence parallel cuts it between the blocks
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % p.tp]
+    if not odd:
+        return []
+    return [
+        Problem(
+            "parallel.tp", f"{p.tp} does not divide {', '.join(odd)}; use {_divisors(gcd(*sizes.values()))}"
+        )
+    ]
+
+
+def _check_layers(p: ParallelSpec, model: ModelSpec) -> list[Problem]:
+    virtual = _virtual_stages(p)
+    if p.pp == 1 or p.pp * virtual <= model.layers:
+        return []
+    stages = f"pp {p.pp} × virtual_stages {virtual} = {p.pp * virtual}" if virtual > 1 else f"pp {p.pp}"
+    text = f"{stages} stages need as many layers, but the model has {model.layers}; use fewer stages"
+    return [Problem("parallel.pp", text)]
+
+
+def _check_batch(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+    if train.gbs is None:
+        return []
+    dp = _degrees(p).dp
+    unit, count = train.mbs * dp, _grad_accum(p, train)
+    if not count:
+        nearest = max(1, (train.gbs + unit // 2) // unit) * unit
+        text = (
+            f"{train.gbs} is not a multiple of mbs {train.mbs} × dp {dp} = {unit}; the nearest is {nearest}"
+        )
+        return [Problem("train.gbs", text)]
+    if p.microbatches not in (None, count):
+        text = (
+            f"{p.microbatches} contradicts train.gbs {train.gbs} = mbs {train.mbs} × dp {dp} × {count};"
+            f" use {count}, or leave one of the two out"
+        )
+        return [Problem("parallel.microbatches", text)]
+    return []
+
+
+def _check_virtual_stages(p: ParallelSpec) -> list[Problem]:
+    virtual = _virtual_stages(p)
+    if p.pp == 1:
+        suits, allowed = virtual == 1, "1 under pp 1"
+    elif p.schedule == "interleaved":
+        suits, allowed = virtual > 1, "2 or more for interleaved"
+    else:
+        suits, allowed = virtual == _VIRTUAL[p.schedule], f"{_VIRTUAL[p.schedule]} for {p.schedule}"
+    return [] if suits else [Problem("parallel.virtual_stages", f"must be {allowed}, not {virtual}")]
+
+
+def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+    count, schedule = _grad_accum(p, train), p.schedule
+    if count == 0 or p.pp == 1 or schedule == "gpipe":
+        return []
+    if count < p.pp:
+        text = f"{schedule} needs at least pp {p.pp} microbatches a step, there are {count}"
+    elif schedule == "interleaved" and count % (count // p.pp):
+        text = f"interleaved cannot cut {count} microbatches into equal rounds; use a multiple of pp {p.pp}"
+    else:
+        return []
+    return [Problem("parallel.schedule", f"{text}; change train.gbs, train.mbs or parallel.microbatches")]
+
+
+def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+    if p.schedule != "zero_bubble" or p.pp == 1:
+        return []
+    problems = []
+    if train.recompute != "none":
+        text = (
+            f"{train.recompute} under zero_bubble would run every block's forward twice more (its backward"
+            " is split in two); use recompute none, or another schedule"
+        )
+        problems.append(Problem("train.recompute", text))
+    if train.compile:
+        text = "a compiled block cannot split its backward as zero_bubble does; use another schedule"
+        problems.append(Problem("train.compile", text))
+    return problems
+
+
+def _check_steps(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+    problems = []
+    if train.warmup > train.steps:
+        text = f"{train.warmup} is more than train.steps {train.steps}; use at most {train.steps}"
+        problems.append(Problem("train.warmup", text))
+    if train.profile is not None:
+        if train.profile.start > train.steps:
+            text = f"{train.profile.start} comes after the last step {train.steps}; start earlier"
+            problems.append(Problem("train.profile.start", text))
+        world = _degrees(p).world_size
+        if max(train.profile.ranks) >= world:
+            text = f"{max(train.profile.ranks)} is no rank of this job; use 0 to {world - 1}"
+            problems.append(Problem("train.profile.ranks", text))
+    return problems
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
+
+
+_CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
+    (_check_ranks, ("parallel", "resources")),
+    (_check_zero, ("parallel",)),
+    (_check_model, ("model",)),
+    (_check_seq_len, ("model", "data")),
+    (_check_tp, ("parallel", "model", "data")),
+    (_check_layers, ("parallel", "model")),
+    (_check_batch, ("parallel", "train")),
+    (_check_virtual_stages, ("parallel",)),
+    (_check_microbatches, ("parallel", "train")),
+    (_check_zero_bubble, ("parallel", "train")),
+    (_check_steps, ("parallel", "train")),
+)

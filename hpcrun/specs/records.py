@@ -1,0 +1,121 @@
+"""Files that stages on different machines read: whole files appear at once, .jsonl files grow by lines."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+
+
+def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file aside, sync it and rename it, so that a reader sees the old or the new, never a part."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON value as a whole file."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file, or None when it does not exist (yet); UsageError when it is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UsageError(f"{path}: is damaged: {error}; remove it") from None
+
+
+class LineWriter:
+    """The one writer of a .jsonl file: each record is one write of one whole line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        size = os.fstat(self._descriptor).st_size
+        # A line torn by a crash would swallow the next one: end it first.
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            os.write(self._descriptor, b"\n")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; OSError when it did not fit."""
+        line = (json.dumps(record) + "\n").encode()
+        if os.write(self._descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+
+    def close(self) -> None:
+        """Sync and close."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a .jsonl file; torn lines are dropped."""
+    reader = LineReader(path)
+    yield from reader.read()
+
+
+class LineReader:
+    """Follows a .jsonl file as it grows."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self.path = path
+        self.offset = offset
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole records that came since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self.offset += end
+        records = []
+        for line in data[:end].splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                records.append(record)
+        return records
+
+
+def last_of_each_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of steps in order, without evaluations; where attempts overlap, the newest one's stands."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for record in records:
+        step = record.get("step")
+        if isinstance(step, int) and record.get("kind", "step") == "step":
+            known = by_step.get(step)
+            if known is None or record.get("attempt", 0) >= known.get("attempt", 0):
+                by_step[step] = record
+    return [by_step[step] for step in sorted(by_step)]

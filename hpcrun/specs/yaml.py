@@ -1,0 +1,208 @@
+"""YAML as people mean it: no surprise types, no duplicate keys, and a line number for every key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcrun.errors import Problem, SpecError, UsageError
+
+MAX_VALUES = 20_000
+"""A document that unfolds to more is a mistake or an attack (aliases of aliases)."""
+MAX_DEPTH = 20
+
+_CORE = "tag:yaml.org,2002:"
+_RESOLVERS = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+)
+# NUL and halves of surrogate pairs can be written as escapes, but no file name or UTF-8 file can hold them.
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's core types only: `no`, `012` and `4:00` stay text, `3e-4` is a number."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - so it is declared in the base class
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that a reader of YAML 1.1 or of the core types would take for a number or a bool."""
+
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        resolver = yaml.resolver.Resolver()
+        kind: str = resolver.resolve(yaml.ScalarNode, data, (True, False))  # type: ignore[no-untyped-call]
+        style = None if kind == f"{_CORE}str" else "'"
+        # PyYAML loses line breaks such as \x85 and \u2028 in the other styles.
+        return self.represent_scalar(f"{_CORE}str", data, style=style if data.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+for _kind, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_CORE + _kind, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed mapping, and where each of its (dotted) keys stands."""
+
+    values: dict[str, Any]
+    places: dict[str, str]
+
+    def where(self, key: str) -> str:
+        """File and line of a dotted key, or of the nearest parent that was written down."""
+        while key and key not in self.places:
+            key = key.rpartition(".")[0]
+        return self.places.get(key, "")
+
+
+def load_document(path: Path) -> Document:
+    """Read a YAML file into a Document; UsageError when it cannot be read."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_document(text, str(path))
+
+
+def parse_document(text: str, name: str) -> Document:
+    """Parse one YAML mapping; every duplicate key and every syntax error names file and line."""
+    node = _compose(text, name)
+    if not isinstance(node, yaml.MappingNode):
+        found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value" if node else "empty"
+        raise SpecError([Problem("", f"is {found}; write keys with values, such as `name: first-run`", name)])
+    builder = _Builder(name)
+    values = builder.mapping(node, "", 0)
+    if builder.problems:
+        raise SpecError(builder.problems)
+    return Document(values, builder.places)
+
+
+def parse_value(text: str, key: str, name: str) -> Any:
+    """The value of `key=value` on the command line, typed by the same rules; what is no YAML is text."""
+    try:
+        node = _compose(text, name)
+    except SpecError:
+        node = yaml.ScalarNode(_CORE + "str", text)
+    if node is None:
+        return None
+    builder = _Builder(name, numbered=False)
+    value = builder.value(node, key, 0)
+    if builder.problems:
+        raise SpecError(builder.problems)
+    return value
+
+
+def render_document(values: dict[str, Any]) -> str:
+    """A mapping as YAML that parse_document reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}:{mark.line + 1}" if mark else name
+        words = ", ".join(part for part in (error.context, error.problem) if part)
+    except yaml.YAMLError as error:
+        place, words = name, str(error)
+    except (ValueError, OverflowError) as error:  # an escape such as "\UFFFFFFFF" that is no character
+        place, words = name, str(error)
+    except RecursionError:
+        place, words = name, f"nested deeper than {MAX_DEPTH}"
+    raise SpecError([Problem("", f"is not valid YAML: {' '.join(words.split())}", place)])
+
+
+class _Builder:
+    """Walks a node tree into plain values, noting the place of every key and every mistake."""
+
+    def __init__(self, name: str, *, numbered: bool = True) -> None:
+        self.places = {"": name}
+        self.problems: list[Problem] = []
+        self._name = name
+        self._numbered = numbered
+        self._count = 0
+
+    def value(self, node: yaml.Node, key: str, depth: int) -> Any:
+        self._count += 1
+        if depth > MAX_DEPTH or self._count > MAX_VALUES:
+            limit = (
+                f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_VALUES} values"
+            )
+            raise SpecError(
+                [*self.problems, Problem(key, f"{limit}; is it an alias of itself?", self._at(node))]
+            )
+        if isinstance(node, yaml.MappingNode):
+            return self.mapping(node, key, depth)
+        if isinstance(node, yaml.SequenceNode):
+            items = []
+            for index, item in enumerate(node.value):
+                self.places.setdefault(f"{key}.{index}", self._at(item))
+                items.append(self.value(item, f"{key}.{index}", depth + 1))
+            return items
+        return self._scalar(node, key)
+
+    def mapping(self, node: yaml.MappingNode, key: str, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            word = key_node.value
+            if not isinstance(word, str) or not word or not word.isprintable():
+                self._refuse(key_node, key, "a key must be a plain word")
+                continue
+            dotted = f"{key}.{word}" if key else word
+            line = key_node.start_mark.line + 1
+            if word in result:
+                self._refuse(key_node, dotted, f"stands twice, first on line {lines[word]}; remove one")
+                continue
+            lines[word] = line
+            self.places[dotted] = self._at(key_node)
+            result[word] = self.value(value_node, dotted, depth + 1)
+        return result
+
+    def _scalar(self, node: yaml.Node, key: str) -> Any:
+        text = str(node.value)
+        if _NO_TEXT.search(text):
+            self._refuse(node, key, "holds a character that cannot be written as UTF-8")
+            return None
+        try:
+            match node.tag.removeprefix(_CORE):
+                case "str" | "!":
+                    return text
+                case "null":
+                    return None
+                case "bool":
+                    return {"true": True, "false": False}[text.lower()]
+                case "int":
+                    return int(text)
+                case "float":
+                    return float(re.sub(r"\.(?=[in])", "", text.lower()))
+        except (KeyError, ValueError):
+            pass
+        self._refuse(node, key, f"{text[:60]!r} is no plain value of type {node.tag.removeprefix(_CORE)}")
+        return None
+
+    def _at(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}" if self._numbered else self._name
+
+    def _refuse(self, node: yaml.Node, key: str, text: str) -> None:
+        self.problems.append(Problem(key, text, self._at(node)))
