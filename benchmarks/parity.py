@@ -6,20 +6,22 @@ process, written the obvious way. float64 shows mistakes of scale that float32 h
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import harness
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrun.runtime.control import Control
+    from hpcrun.runtime.sharded import ShardedModel
     from hpcrun.specs.load import ResolvedJob
 
 SEQ_LEN, GBS, MODEL = 32, 16, {"vocab": 256, "hidden": 64, "ffn": 96, "layers": 4, "heads": 4, "kv_heads": 2}
@@ -54,7 +56,12 @@ LAYOUTS = (
     Layout("pp 2, zero_bubble", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble")),
     Layout("pp 2, 1f1b, recompute selective", 2, ("parallel.pp=2", "train.recompute=selective")),
     Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2", "model.tied=true"), "tied"),
-    Layout("pp 2, zero_bubble, tied", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.tied=true"), "tied"),
+    Layout(
+        "pp 2, zero_bubble, tied",
+        2,
+        ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.tied=true"),
+        "tied",
+    ),
     Layout("HSDP 2 × 2, ZeRO 3", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
     Layout("HSDP 2 × 2, ZeRO 2", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2", "parallel.zero=2")),
     Layout("tp 2 · pp 2", 4, ("parallel.tp=2", "parallel.pp=2")),
@@ -121,13 +128,11 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
 
 
 def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
-    """Losses and norms of all steps, and the last step's whole gradients as far as this rank has them."""
-    from torch.distributed.tensor import DTensor
-
+    """Losses and norms of all steps; whole gradients of the first and last, as far as this rank has them."""
     from hpcrun.runtime.data import Batches, TokenSource
     from hpcrun.runtime.device import choose_device
     from hpcrun.runtime.optim import learning_rate
-    from hpcrun.runtime.sharded import ShardedModel
+    from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
     from hpcrun.specs.corpus import inspect_corpus
 
     spec, plan = resolved.spec, resolved.plan
@@ -135,7 +140,7 @@ def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
     assert spec.data is not None
     model = ShardedModel(spec.model, plan, spec.train, choose_device("cpu", control), control.rank)
     losses, norms = [], []
-    gradients: dict[str, Tensor] = {}
+    gradients: list[dict[str, Tensor]] = []
     with Batches(
         TokenSource(spec.data, inspect_corpus(spec.data)),
         seq_len=plan.seq_len,
@@ -150,17 +155,27 @@ def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
             loss, norm, _ = model.totals(share)
             losses.append(loss)
             norms.append(norm)
-            if step == spec.train.steps:
-                for parameter, piece in zip(model.optimizer.parameters, model.optimizer.pieces, strict=True):
-                    assert piece.grad is not None
-                    whole = parameter.as_global(piece.grad)
-                    gradients[parameter.name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
+            if step in (1, spec.train.steps):
+                gradients.append(whole_gradients(model))
             model.optimizer.step(learning_rate(spec.train, plan.gbs, step), norm)
-    return {"losses": losses, "norms": norms, "gradients": gradients}
+        evaluated, _ = sum_over_ranks([model.evaluate(*next(batches))] * 2, model.device.torch_device)
+    return {"losses": losses, "norms": norms, "gradients": gradients, "eval": evaluated}
+
+
+def whole_gradients(model: ShardedModel) -> dict[str, Tensor]:
+    """The gradients of this rank's stages, put together over the other axes."""
+    from torch.distributed.tensor import DTensor
+
+    gradients = {}
+    for parameter, piece in zip(model.optimizer.parameters, model.optimizer.pieces, strict=True):
+        assert piece.grad is not None
+        whole = parameter.as_global(piece.grad)
+        gradients[parameter.name] = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
+    return gradients
 
 
 def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
-    """The reference: the whole model and batch in one process, torch's own clip, nothing of our parallel code."""
+    """The reference: whole model and batch in one process, torch's own clip, no parallel code of ours."""
     import torch
 
     from hpcrun.runtime.data import Batches, TokenSource
@@ -180,7 +195,7 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=spec.train.eps)
     losses, norms = [], []
-    gradients: dict[str, Tensor] = {}
+    gradients: list[dict[str, Tensor]] = []
     with Batches(
         TokenSource(spec.data, inspect_corpus(spec.data)),
         seq_len=plan.seq_len,
@@ -195,7 +210,9 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
             optimizer.zero_grad()
             loss = loss_function(model(inputs[0]), targets[0])
             loss.backward()  # type: ignore[no-untyped-call]
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            if step in (1, spec.train.steps):
+                named = model.named_parameters()
+                gradients.append({name: p.grad.clone() for name, p in named if p.grad is not None})
             assert spec.train.grad_clip is not None
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), spec.train.grad_clip))
             for group in optimizer.param_groups:
@@ -203,7 +220,10 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
             optimizer.step()
             losses.append(float(loss.detach()))
             norms.append(norm)
-    return {"losses": losses, "norms": norms, "gradients": gradients}
+        inputs, targets = next(batches)
+        with torch.no_grad():
+            evaluated = float(loss_function(model(inputs[0]), targets[0]))
+    return {"losses": losses, "norms": norms, "gradients": gradients, "eval": evaluated}
 
 
 def launch(ranks: int, precision: str, steps: int, out: Path, only: str) -> None:
@@ -215,7 +235,9 @@ def launch(ranks: int, precision: str, steps: int, out: Path, only: str) -> None
     subprocess.run([*command, *options, "--only", only], check=True, env=environment, timeout=900)
 
 
-def compare(precision: str, steps: int, only: str = "", sizes: tuple[int, ...] = (1, 2, 4, 8)) -> list[dict[str, Any]]:
+def compare(
+    precision: str, steps: int, only: str = "", sizes: tuple[int, ...] = (1, 2, 4, 8)
+) -> list[dict[str, Any]]:
     """Run every layout and measure its distance from the reference."""
     import torch
 
@@ -237,14 +259,15 @@ def compare(precision: str, steps: int, only: str = "", sizes: tuple[int, ...] =
 
 
 def distance(parts: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str, float]:
-    """Largest differences of losses, norms and gradients; every rank's view counts, every gradient must be there."""
-    gradients: dict[str, Tensor] = {}
+    """Largest differences; every rank's view counts, and every gradient must be there."""
     worst = 0.0
-    for part in parts:
-        for name, gradient in part["gradients"].items():
-            gradients[name] = gradient
-            worst = max(worst, float((gradient - reference["gradients"][name]).abs().max()))
-    assert gradients.keys() == reference["gradients"].keys(), "some gradients are missing"
+    for when, expected in enumerate(reference["gradients"]):
+        seen = set()
+        for part in parts:
+            for name, gradient in part["gradients"][when].items():
+                seen.add(name)
+                worst = max(worst, float((gradient - expected[name]).abs().max()))
+        assert seen == expected.keys(), "some gradients are missing"
     pairs = [pair for part in parts for pair in zip(part["losses"], reference["losses"], strict=True)]
     norms = [pair for part in parts for pair in zip(part["norms"], reference["norms"], strict=True)]
     return {
@@ -252,28 +275,48 @@ def distance(parts: list[dict[str, Any]], reference: dict[str, Any]) -> dict[str
         "loss_relative": max(abs(a - b) / b for a, b in pairs),
         "norm_relative": max(abs(a - b) / b for a, b in norms),
         "gradient": worst,
+        "eval": max(abs(part["eval"] - reference["eval"]) for part in parts),
     }
 
 
 def main() -> int:
     """Print the table and one line a claim."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="worlds of one and two ranks, float64 only")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser = harness.options(__doc__)
     parser.add_argument("--only", default="", help="layouts whose name contains this")
-    parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--precision", help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", type=int, help=SUPPRESS)
+    parser.add_argument("--precision", help=SUPPRESS)
+    parser.add_argument("--steps", type=int, help=SUPPRESS)
+    parser.add_argument("--out", type=Path, help=SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of:
         rank_main(arguments.rank_of, arguments.precision, arguments.steps, arguments.out, arguments.only)
         return 0
+    report = harness.Report("parity")
+    report.header()
     sizes = (1, 2) if arguments.quick else (1, 2, 4, 8)
-    rows = compare("fp64", 3, arguments.only, sizes)
-    for row in rows:
-        print(row)
+    try:
+        double = measure(report, "fp64", 3, arguments.only, sizes)
+        single = [] if arguments.quick else measure(report, "fp32", 20, arguments.only, sizes)
+    except (subprocess.SubprocessError, OSError) as error:
+        return harness.fail(str(error))
+    worst = max(max(row["loss"], row["gradient"], row["eval"]) for row in double)
+    what = f"{len(double)} layouts against one process"
+    report.claim(f"float64 loss and gradients of {what}, largest difference", worst, "1e-12", worst <= 1e-12)
+    if single:
+        worst = max(row["loss_relative"] for row in single)
+        report.claim(f"float32 loss over 20 steps of {what}, relative", worst, "1e-5", worst <= 1e-5)
+    report.write(arguments.json)
     return 0
+
+
+def measure(
+    report: harness.Report, precision: str, steps: int, only: str, sizes: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Compare in one precision and print the rows."""
+    rows = compare(precision, steps, only, sizes)
+    for row in rows:
+        report.row(precision=precision, steps=steps, **row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -157,7 +157,21 @@ class Handle:
         return True
 
     def wait_status(self) -> int | None:
-        """The wait status of a process that ended, even one that another reaped; None where unknown."""
+        """The wait status of a process that ended, even one that another reaps; None where unknown."""
+        # Before it is reaped /proc tells, afterwards (since Linux 6.15) the descriptor does.
+        for ask in (self._kept_status, self._zombie_status, self._kept_status):
+            status = ask()
+            if status is not None:
+                return status
+        return None
+
+    def _zombie_status(self) -> int | None:
+        fields = _stat(self.process.pid)
+        if fields and fields[0] == "Z" and int(fields[19]) == self.process.start_ticks:
+            return int(fields[49])
+        return None
+
+    def _kept_status(self) -> int | None:
         if self._descriptor is None:
             return None
         buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(64, b"\0"))
@@ -202,7 +216,7 @@ def processes_with_env(name: str, value: str) -> list[ProcessId]:
 
 
 def started_with(pid: int, name: str) -> str | None:
-    """An environment variable as a process was given it; None when it was not, or when it is not ours to see."""
+    """An environment variable as a process was given it; None without it, or where it is not ours to see."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

@@ -21,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from hpcrun import __version__
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import shim
+from hpcrun.launch.prepare import prepare
 from hpcrun.launch.world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
@@ -47,16 +48,21 @@ def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: 
     control = connect(world)
 
     def open_run() -> list[Any]:
-        spec = load_job(job if job is not None else find_run(str(resume)).spec, overrides).spec
-        run = find_run(resume) if resume else create_run(spec.name)
-        attempt = run.attempt(len(run.attempts()) + 1).create()
-        write_whole(run.spec, render_job(spec))
+        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None)
+        run = prepared.resume or create_run(prepared.spec.name)
+        attempts = run.attempts()
+        attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
+        write_whole(attempt.plan, prepared.plan.model_dump_json(indent=2) + "\n")
         return [str(run.path), attempt.number]
 
     try:
         path, number = control.everywhere(open_run)
         run = RunDir(Path(path))
-        resolved = load_job(job if job is not None else run.spec, overrides)
+        prepared = prepare(job, overrides, resume=run if resume else None, until="plan")
+        # A resumed run's spec is read by all before one of them replaces it.
+        control.barrier()
+        if control.rank == 0:
+            write_whole(run.spec, render_job(prepared.spec))
     except HpcrunError as error:
         if control.rank == 0:
             sys.stderr.write("".join(f"hpcrun: {line}\n" for line in str(error).splitlines()))
@@ -64,6 +70,7 @@ def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: 
         return error.exit_code
     attempt = run.attempt(number)
     requests = shim.enter(attempt, world)
+    resolved = ResolvedJob(prepared.spec, prepared.plan)
     return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved))
 
 

@@ -25,7 +25,7 @@ class ShardedModel:
     """Everything of the training state that torch holds on this rank."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, train: TrainSpec, device: Device, rank: int) -> None:
-        self._spec, self._device = spec, device
+        self._spec, self.device = spec, device
         self.mesh = Mesh(plan, rank, device.torch_device.type, train.precision)
         indices = plan.stages_of(self.mesh.at["pp"])
         self.stages = [build_stage(spec, plan, train, self.mesh, index) for index in indices]
@@ -49,7 +49,7 @@ class ShardedModel:
     def totals(self, share: Tensor) -> tuple[float, float, Tensor]:
         """Loss of the global batch, global gradient norm (same on every rank), and this rank's part of it."""
         squares = self.optimizer.square_sum()
-        loss, square_sum = sum_over_ranks([share, squares], self._device.torch_device)
+        loss, square_sum = sum_over_ranks([share, squares], self.device.torch_device)
         return loss, math.sqrt(square_sum) if square_sum >= 0 else math.nan, squares
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:

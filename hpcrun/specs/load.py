@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ class ResolvedJob:
 
     spec: JobSpec
     plan: Plan
+    document: Document = field(default=Document({}, {}), compare=False, repr=False)
+    """Where its keys are written."""
+
+    def mistake(self, key: str, text: str) -> SpecError:
+        """A mistake that only a look at the machine shows, told with the place of its key."""
+        return SpecError([Problem(key, text, self.document.where(key))])
 
 
 def load_job(path: Path, overrides: Sequence[str] = ()) -> ResolvedJob:
@@ -98,7 +104,7 @@ def _resolve(document: Document, overrides: Sequence[str], base: Path) -> Resolv
         placed = [Problem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
         raise SpecError(sorted(placed, key=_line))
     plan = make_plan(job)
-    return ResolvedJob(with_layout(job, plan), plan)
+    return ResolvedJob(with_layout(job, plan), plan, document)
 
 
 def _line(problem: Problem) -> int:
@@ -120,7 +126,7 @@ def _make_absolute(values: dict[str, Any], keys: Iterable[tuple[str, ...]], base
 def _override(document: Document, override: str) -> list[Problem]:
     dotted, equals, text = override.partition("=")
     *parents, last = path = dotted.split(".")
-    if not equals or not all(path) or not dotted.isprintable():
+    if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
         wanted = "is no override; write key.path=value, for instance train.lr=3e-4"
         return [Problem(json.dumps(override), wanted, _COMMAND_LINE)]
     try:
@@ -133,6 +139,7 @@ def _override(document: Document, override: str) -> list[Problem]:
     for depth, parent in enumerate(parents, start=1):
         if place.get(parent) is None:
             place[parent] = {}
+            document.places.setdefault(".".join(path[:depth]), _COMMAND_LINE)
         if not isinstance(place[parent], dict):
             text = f"{'.'.join(path[:depth])} is {_show(place[parent])} and has no keys; set it as a whole"
             return [Problem(dotted, text, _COMMAND_LINE)]
@@ -170,8 +177,12 @@ def _expand_model(values: dict[str, Any]) -> list[Problem]:
     section = (PRESETS["demo"] if problems else fields) | section
     values["model"] = section
     hidden, heads = section.get("hidden"), section.get("heads")
-    if "head_dim" not in section and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        section["head_dim"] = hidden // heads or 1
+    if "head_dim" in section:
+        return problems
+    # Where one of the two is missing or wrong, that is the mistake, not the width that follows from them.
+    section["head_dim"] = 2
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        section["head_dim"] = max(hidden // heads, 1)
         if hidden % heads:
             problems.append(
                 Problem("model.heads", f"{heads} does not divide hidden {hidden}; or give head_dim")

@@ -56,7 +56,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 class RopeScaling(BaseModel):
     """Llama 3's stretching of the rotary frequencies for contexts longer than the original one."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(gt=0)
@@ -68,7 +68,7 @@ class RopeScaling(BaseModel):
 class ModelSpec(BaseModel):
     """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     vocab: int = Field(gt=0, description="size of the vocabulary")
     hidden: int = Field(gt=0, description="width of the residual stream")
@@ -112,7 +112,7 @@ def model_fields_from_hf(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not supported; use {' or '.join(_FAMILIES)}")
     # transformers 5 keeps the base in rope_parameters, earlier ones beside rope_scaling

@@ -62,7 +62,8 @@ class Plan(BaseModel):
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [f"{self.degrees} ({self.degrees.world_size} ranks)", f"ZeRO {self.zero}"]
+        world = self.degrees.world_size
+        parts = [f"{self.degrees} ({world} ranks)" if world > 1 else "one rank", f"ZeRO {self.zero}"]
         if self.pp > 1:
             cut = "+".join(str(end - begin) for begin, end in self.stage_layers)
             parts.append(f"{self.schedule} over {cut} layers")
@@ -153,9 +154,10 @@ def _check_ranks(p: ParallelSpec, resources: ResourcesSpec) -> list[Problem]:
     world, per_node, nodes = _degrees(p).world_size, resources.ranks_per_node, resources.nodes
     if per_node is None or per_node * nodes == world:
         return []
+    layout = f"{_degrees(p)} is {world} ranks" if world > 1 else "no degree is above 1, that is 1 rank"
     text = (
-        f"{_degrees(p)} is {world} rank{'s' * (world > 1)}, but resources asks for nodes {nodes}"
-        f" × ranks_per_node {per_node} = {nodes * per_node}; change a degree, or leave out ranks_per_node"
+        f"{layout}, but resources asks for nodes {nodes} × ranks_per_node {per_node} = {nodes * per_node};"
+        " change a degree, or leave out ranks_per_node"
     )
     return [Problem("parallel", text)]
 
@@ -209,7 +211,7 @@ def _check_tp(p: ParallelSpec, model: ModelSpec, data: DataSpec) -> list[Problem
 
 def _check_layers(p: ParallelSpec, model: ModelSpec) -> list[Problem]:
     virtual = _virtual_stages(p)
-    if p.pp == 1 or p.pp * virtual <= model.layers:
+    if p.pp * virtual <= model.layers:
         return []
     stages = f"pp {p.pp} × virtual_stages {virtual} = {p.pp * virtual}" if virtual > 1 else f"pp {p.pp}"
     text = f"{stages} stages need as many layers, but the model has {model.layers}; use fewer stages"
@@ -249,7 +251,7 @@ def _check_virtual_stages(p: ParallelSpec) -> list[Problem]:
 
 def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
     count, schedule = _grad_accum(p, train), p.schedule
-    if count == 0 or p.pp == 1 or schedule == "gpipe":
+    if count == 0 or schedule == "gpipe":
         return []
     if count < p.pp:
         text = f"{schedule} needs at least pp {p.pp} microbatches a step, there are {count}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import hpcrun
 from hpcrun.errors import UsageError
 
 
 def shipped(name: str) -> Path:
     """The path of a file below templates/, such as `jobs/demo.yaml`; UsageError lists what there is."""
-    found = importlib.util.find_spec("hpcrun.templates")
-    # Without an installation, templates/ stands beside the package in the checkout.
-    places = found.submodule_search_locations if found else [Path(hpcrun.__path__[0]).parent / "templates"]
-    root = Path(next(iter(places or ())))
+    installed = importlib.util.find_spec("hpcrun.templates")
+    if installed is not None and installed.origin is not None:
+        root = Path(installed.origin).parent
+    else:  # a checkout that runs without an installation
+        root = Path(__file__).parents[2] / "templates"
     path = root / name
     if not path.is_file():
         known = sorted(str(file.relative_to(root)) for file in root.glob("*/*.yaml"))

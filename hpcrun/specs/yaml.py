@@ -27,6 +27,14 @@ _RESOLVERS = (
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
+_HINTS = {
+    r"'\t' that cannot start": "indent with spaces, not with tabs",
+    "mapping values are not allowed": "check the indentation, and put text that holds `: ` in quotes",
+    "expected <block end>": "check the indentation",
+}
+"""What most often lies behind a complaint of the parser."""
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's core types only: `no`, `012` and `4:00` stay text, `3e-4` is a number."""
 
@@ -120,9 +128,14 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     try:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark, began = error.problem_mark or error.context_mark, error.context_mark
         place = f"{name}:{mark.line + 1}" if mark else name
-        words = ", ".join(part for part in (error.context, error.problem) if part)
+        since = f" that began on line {began.line + 1}" if began and mark and began.line < mark.line else ""
+        words = ", ".join(part for part in (f"{error.context or ''}{since}", error.problem) if part)
+        words += "".join(f"; {hint}" for symptom, hint in _HINTS.items() if symptom in words)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        place, words = name, f"line {line} holds the character U+{ord(text[error.position]):04X}"
     except yaml.YAMLError as error:
         place, words = name, str(error)
     except (ValueError, OverflowError) as error:  # an escape such as "\UFFFFFFFF" that is no character

@@ -1,0 +1,42 @@
+# `make demo` and `make test` need Linux and Python 3.11 or newer; everything else is installed into VENV.
+# VENV         where the environment lies (.venv); PYTHON: which interpreter it is made with (python3)
+# TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, this one is far smaller:
+#              make test TORCH_INDEX="--extra-index-url https://download.pytorch.org/whl/cpu"
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+export PYTHON TORCH TORCH_INDEX
+# An activated environment or a caller's paths must not decide what runs here.
+unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET
+
+.PHONY: help demo test lint bench clean
+.NOTPARALLEL:
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)); sed -n '1,/^VENV/s/^# //p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo ## train a small model on eight ranks of this machine
+	@$(VENV)/bin/python -m hpcrun demo
+
+test: lint ## linters, types, then the tests; what .ci/run runs
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/.test ## ruff and mypy
+	$(VENV)/bin/python -m ruff check .
+	$(VENV)/bin/python -m ruff format --check .
+	$(VENV)/bin/python -m mypy
+
+bench: $(VENV)/.test ## every benchmark, quickly
+	@status=0; for script in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(VENV)/bin/python $$script --quick || status=1; done; exit $$status
+
+clean: ## remove the environment, caches and build outputs; runs/ stays
+	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find hpcrun templates tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.demo: setup.cfg pyproject.toml .ci/setup.sh
+	@sh .ci/setup.sh "$(VENV)" train && touch $@
+
+$(VENV)/.test: setup.cfg pyproject.toml .ci/setup.sh
+	@sh .ci/setup.sh "$(VENV)" train,test && touch $@

@@ -1,0 +1,150 @@
+"""How a run looks while it goes on: a progress bar on a terminal, plain lines at a reading pace elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from hpcrun.launch.course import Observer, Outcome
+
+_LINE_EVERY_S = 5.0
+_REFRESH_S = 0.1
+
+
+def make_display(steps: int, stream: TextIO | None = None) -> Observer:
+    """The display that suits where talk goes (stderr): rich is loaded only for a terminal."""
+    stream = stream or sys.stderr
+    return Bar(steps, stream) if stream.isatty() else Lines(steps, stream)
+
+
+class Lines:
+    """One line a tenth of the run or every five seconds, whichever is later; and one for everything rare."""
+
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        self._steps, self._stream = steps, stream
+        self._said_at, self._said_step = float("-inf"), 0
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+        # A terminal that was closed must not take the run with it.
+        with contextlib.suppress(OSError):
+            self._stream.write(f"hpcrun: {text}\n")
+            self._stream.flush()
+
+    def ranks_ready(self, ranks: int, seconds: float) -> None:
+        """All ranks have met."""
+        self.note(f"{ranks} rank{'s' * (ranks > 1)} ready after {seconds:.1f} s")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        kind, step = record.get("kind", "step"), record.get("step", 0)
+        if kind == "eval":
+            self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
+        elif kind == "save":
+            self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
+        elif kind == "step":
+            self._step(step, record)
+
+    def _step(self, step: int, record: dict[str, Any]) -> None:
+        now = time.monotonic()
+        due = now - self._said_at >= _LINE_EVERY_S and step - self._said_step >= self._steps / 100
+        if due or step == self._steps or step - self._said_step >= max(1, self._steps // 10):
+            self._said_at, self._said_step = now, step
+            self.note(f"step {step}/{self._steps}  {describe_step(record, self._steps)}")
+
+    def finished(self, outcome: Outcome) -> None:
+        """The run is over; the command says how it ended."""
+
+
+class Bar(Lines):
+    """A progress bar with the live loss; notes scroll above it."""
+
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        super().__init__(steps, stream)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._drawn = 0.0
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+        if self._progress is None:
+            super().note(text)
+            return
+        with contextlib.suppress(OSError):
+            self._progress.console.print(f"hpcrun: {text}", markup=False, highlight=False)
+
+    def ranks_ready(self, ranks: int, seconds: float) -> None:
+        """All ranks have met: from now on there is something to draw."""
+        super().ranks_ready(ranks, seconds)
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        # No thread of rich's own: the supervisor has one thread, and forks.
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=Console(file=self._stream),
+            auto_refresh=False,
+        )
+        self._task = self._progress.add_task("step", total=self._steps, figures="")
+        self._progress.start()
+
+    def _step(self, step: int, record: dict[str, Any]) -> None:
+        if self._progress is None or self._task is None:
+            return
+        figures = describe_step(record, self._steps)
+        self._progress.update(self._task, completed=step, figures=figures)
+        now = time.monotonic()
+        if now - self._drawn >= _REFRESH_S or step == self._steps:
+            self._drawn = now
+            with contextlib.suppress(OSError):
+                self._progress.refresh()
+
+    def finished(self, outcome: Outcome) -> None:
+        """The run is over: leave the last state of the bar on the screen."""
+        if self._progress is not None:
+            with contextlib.suppress(OSError):
+                self._progress.stop()
+            self._progress = None
+
+
+def describe_step(record: dict[str, Any], steps: int) -> str:
+    """Loss, speed and time left of a step's record; figures that it lacks are left out."""
+    parts = []
+    if (loss := record.get("loss")) is not None:
+        parts.append(f"loss {loss:.4f}")
+    if (rate := record.get("tokens_per_s")) is not None:
+        parts.append(f"{short(rate)} tokens/s")
+    if (mfu := record.get("mfu")) is not None:
+        parts.append(f"mfu {mfu:.1%}")
+    if (seconds := record.get("step_time_s")) is not None:
+        left = seconds * (steps - record.get("step", steps))
+        parts.append(f"{duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
+    return "  ".join(parts)
+
+
+def short(number: float) -> str:
+    """A large number in three figures: 1.23k, 45.6M."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """A time span in its two largest units: 45 s, 12 m 5 s, 3 h 10 m, 2 d 4 h."""
+    whole = round(seconds)
+    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+    for index, (unit, size) in enumerate(units):
+        if whole >= size and unit != "s":
+            smaller, small_size = units[index + 1]
+            rest = whole % size // small_size
+            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"

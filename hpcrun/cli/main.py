@@ -1,0 +1,148 @@
+"""The command: finds the verb, loads its module and no other, and turns errors into lines and exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+from hpcrun import __version__
+from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, HpcrunError, UsageError
+
+
+class Verb(NamedTuple):
+    """Where a verb lives, and its line of help; the module's Typer `app` may hold several verbs."""
+
+    module: str
+    help: str
+    holds_signals: bool = False
+    """Signals wait while the module is loaded; it opens an Inbox, or lets them through."""
+
+
+VERBS = {
+    "train": Verb("hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True),
+    "list": Verb("hpcrun.cli.runs", "the runs, and how far each has come"),
+    "status": Verb("hpcrun.cli.runs", "what a run is doing, or how it ended"),
+    "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it"),
+    "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop"),
+    "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
+    "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
+    "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command and exit; every error that a person can act on is one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except HpcrunError as error:
+        _complain(str(error))
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is still buffered must not complain at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_DONE
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    verb, *rest = arguments or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        _print_help()
+        return EXIT_DONE
+    if verb == "--version":
+        print(f"hpcrun {__version__}")
+        return EXIT_DONE
+    if verb == "_rank":
+        return _be_rank(*rest)
+    if verb not in VERBS:
+        raise UsageError(f"{verb}: no such command{_nearest(verb)}; there are: {', '.join(VERBS)}")
+    return _call(verb, rest)
+
+
+def _call(verb: str, rest: list[str]) -> int:
+    if VERBS[verb].holds_signals:
+        from hpcrun.launch.inbox import hold_back
+
+        hold_back()
+    # Typer would drop the `--`, and with it the difference between our options and another program's.
+    after: list[str] | None = None
+    if "--" in rest:
+        at = rest.index("--")
+        rest, after = rest[:at], rest[at + 1 :]
+    module = importlib.import_module(VERBS[verb].module)
+    import typer
+
+    # The base of all usage errors has had several homes in Typer's releases, but one name.
+    mistake: type[Exception] = next(
+        base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+    )
+    command = typer.main.get_command(module.app)
+    command = getattr(command, "commands", {}).get(verb, command)
+    if after is not None and not getattr(module, "TAKES_COMMAND", False):
+        raise UsageError(f"{verb} takes no command after `--` (found: {' '.join(after)})")
+    try:
+        # Not through its `main`, which would turn a closed pipe and an interrupt into codes of its own.
+        with command.make_context(f"hpcrun {verb}", rest, obj=after) as context:
+            command.invoke(context)
+    except typer.Exit as leave:
+        return leave.exit_code
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except mistake as error:
+        text = str(cast(Any, error).format_message())
+        if type(error).__name__ == "NoArgsIsHelpError":
+            sys.stderr.write(f"{text}\n")
+            return EXIT_USAGE
+        raise UsageError(f"{text} (see `hpcrun {verb} --help`)") from None
+    return EXIT_DONE
+
+
+def _be_rank(run_dir: str, number: str) -> int:
+    """The internal verb `_rank RUN ATTEMPT`: the shim first, so that whatever comes after is logged."""
+    from pathlib import Path
+
+    from hpcrun.launch import shim
+    from hpcrun.launch.world import World, detect_world
+    from hpcrun.specs.rundir import RunDir
+
+    attempt = RunDir(Path(run_dir)).attempt(int(number))
+    world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
+    requests = shim.enter(attempt, world)
+    try:
+        return int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, int(number), requests))
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
+        shim.report_error(attempt, world.rank, error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # An orderly exit would wait in MPI_Finalize for the others.
+        os._exit(shim.exit_code_of(error))
+
+
+def _print_help() -> None:
+    print("usage: hpcrun VERB ...\n\nDistributed training, from the laptop to the cluster.\n")
+    width = max(map(len, VERBS))
+    for name, verb in VERBS.items():
+        print(f"  {name:{width}}  {verb.help}")
+    print(
+        "\n`hpcrun VERB --help` says more. Exit codes: 0 done, 1 a check failed, 2 usage or job file, 3 site,"
+    )
+    print("4 not a number, 5 ranks died, 75 saved (to be resumed), 130 interrupted.")
+
+
+def _nearest(word: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(word, VERBS, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _complain(text: str) -> None:
+    sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))

@@ -1,0 +1,140 @@
+"""`hpcrun train`: run a job here and now, or be a rank of it where a launcher has started many of us."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.errors import EXIT_DONE, EXIT_SAVED, UsageError
+from hpcrun.launch import inbox as signals
+from hpcrun.launch.world import World, detect_world
+
+if TYPE_CHECKING:
+    from hpcrun.launch.course import Outcome
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def train(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="JOB [key=value]...", help="A job file, and what to change in it."),
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest save.")
+    ] = None,
+    print_spec: Annotated[
+        bool, typer.Option("--print-spec", help="Print the resolved job and its layout; start nothing.")
+    ] = False,
+    print_schema: Annotated[
+        bool, typer.Option("--print-schema", help="Print the JSON schema of job files, for editors.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
+) -> None:
+    """Train here and now: hpcrun train job.yaml train.steps=50
+
+    Starts one process a rank of the job's parallel layout and ends when they have. SIGUSR1 saves, SIGUSR2
+    and SIGTERM save and stop (exit code 75), Ctrl-C too (130); a second Ctrl-C ends at once.
+    """
+    if print_schema:
+        from hpcrun.specs.load import job_schema
+
+        print(json.dumps(job_schema(), indent=2))
+        return
+    job, overrides = _job_and_overrides(words or [], resume)
+    if print_spec:
+        signals.let_through()
+        _print_spec(job, overrides, resume)
+        return
+    world = detect_world(os.environ, stdin_is_tty=sys.stdin is not None and sys.stdin.isatty())
+    if world is not None:
+        raise typer.Exit(_be_a_rank(job, overrides, resume, world))
+    outcome = _supervise(job, overrides, resume)
+    if as_json:
+        print(json.dumps(_as_json(outcome)))
+    else:
+        _print_outcome(outcome)
+    if outcome.exit_code not in (EXIT_DONE, EXIT_SAVED):
+        sys.stderr.write("".join(f"hpcrun: {line}\n" for line in outcome.message.splitlines()))
+    raise typer.Exit(outcome.exit_code)
+
+
+def _job_and_overrides(words: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
+    names_job = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
+    if resume is not None:
+        if names_job:
+            raise UsageError(
+                f"{words[0]}: --resume takes the job from the run; give overrides (key=value) only"
+            )
+        return None, words
+    if not names_job:
+        raise UsageError("no job file given; write `hpcrun train JOB.yaml [key=value]...`, or --resume RUN")
+    return Path(words[0]), words[1:]
+
+
+def _print_spec(job: Path | None, overrides: list[str], resume: str | None) -> None:
+    from hpcrun.launch.prepare import prepare
+    from hpcrun.specs.load import render_job
+    from hpcrun.specs.rundir import find_run
+
+    prepared = prepare(job, overrides, resume=find_run(resume) if resume else None, until="plan")
+    print(f"{render_job(prepared.spec).rstrip()}\n# plan: {prepared.plan.describe()}")
+
+
+def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
+    signals.let_through()
+    code = importlib.import_module("hpcrun.runtime.rank").join(job, overrides, resume, world)
+    return int(code)
+
+
+def _supervise(job: Path | None, overrides: list[str], resume: str | None) -> Outcome:
+    # Opened before the rest is loaded: from here on a signal is a message.
+    with signals.Inbox() as inbox:
+        from hpcrun.cli.display import make_display
+        from hpcrun.launch.prepare import prepare
+        from hpcrun.launch.supervisor import Supervisor
+        from hpcrun.specs.rundir import find_run
+
+        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None)
+        display = make_display(prepared.spec.train.steps)
+        display.note(f"{prepared.spec.name}: {prepared.plan.describe()}")
+        outcome = Supervisor(prepared, inbox, display).run()
+        # The outcome stands: a late signal must not change the exit code.
+        signals.hold_back()
+        return outcome
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "run": outcome.run.id,
+        "path": str(outcome.run.path),
+        "attempt": outcome.attempt,
+        "status": outcome.status,
+        "exit_code": outcome.exit_code,
+        "message": outcome.message,
+        "step": outcome.step,
+        "result": outcome.result or None,
+    }
+
+
+def _print_outcome(outcome: Outcome) -> None:
+    result = outcome.result
+    print(f"run   {outcome.run.path}")
+    print(f"ended {outcome.status}{'' if outcome.step is None else f' at step {outcome.step}'}")
+    if result.get("loss") is not None:
+        print(f"loss  {result['loss']:.4f}")
+    before, after = result.get("eval_loss_before"), result.get("eval_loss_after")
+    if after is not None:
+        print(f"eval  {after:.4f}" + (f" (before: {before:.4f})" if before is not None else ""))
+    if outcome.status in ("saved", "interrupted") and result:
+        print(f"go on with: hpcrun train --resume {outcome.run.id}")

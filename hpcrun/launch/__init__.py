@@ -1,0 +1,1 @@
+"""Starts a world of ranks, watches it, and leaves nothing behind."""

@@ -1,0 +1,249 @@
+"""The course of one attempt: what was seen so far, what that means, and what is to be done about it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
+from hpcrun.launch.attempt import (
+    Asked,
+    Finished,
+    Happening,
+    Launch,
+    LauncherEnded,
+    RankEnded,
+    RankGaveUp,
+    RanksMet,
+    RankUp,
+    RunningAttempt,
+)
+from hpcrun.launch.failure import Failure, explain
+from hpcrun.launch.inbox import Inbox
+from hpcrun.specs.records import LineReader, LineWriter
+from hpcrun.specs.rundir import RunDir
+
+Status = Literal["done", "saved", "failed", "interrupted"]
+_Verdict = Literal["finished", "died", "not started", "not stopped", "killed"]
+
+
+class Observer(Protocol):
+    """Who wants to be told how a run goes: the display of the command line, a test."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def ranks_ready(self, ranks: int, seconds: float) -> None:
+        """All ranks have met, so many seconds after the start."""
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl: a step, an evaluation, a save."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """The run is over."""
+
+
+_LAST_LOOK_S = 0.3
+"""When all processes are gone, no file changes any more; the last ones are yet to be read."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the supervisor waits before it acts, in seconds."""
+
+    start_s: float = 600.0
+    """From the launch until every rank is in MPI."""
+    stop_s: float = 120.0
+    """From a request to save and stop until the ranks have agreed that they have."""
+    settle_s: float = 1.0
+    """After a death, for the others to write down what they saw."""
+    leave_s: float = 4.0
+    """After a rank left in order, for rank 0 to write the result."""
+    finish_s: float = 30.0
+    """After the result, for the processes to end."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run: RunDir
+    attempt: int
+    status: Status
+    exit_code: int
+    message: str
+    step: int | None
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class Course:
+    """Follows one attempt from its launch to its outcome."""
+
+    def __init__(
+        self, launch: Launch, observer: Observer, limits: Limits, events: LineWriter, metrics: LineReader
+    ) -> None:
+        self._launch, self._observer, self._limits = launch, observer, limits
+        self._events, self._metrics = events, metrics
+        self._began = time.monotonic()
+        self._ended: list[RankEnded] = []
+        self._launcher: LauncherEnded | None = None
+        self._result: dict[str, Any] | None = None
+        self._asked: list[signal.Signals] = []
+        self._interrupts = 0
+        self._stop: signal.Signals | None = None
+        self._step: int | None = None
+        # Points in time (monotonic) after which we no longer wait; None where nothing is waited for.
+        self._start_by: float | None = self._began + limits.start_s
+        self._stop_by: float | None = None
+        self._settle_by: float | None = None
+        self._finish_by: float | None = None
+
+    def run(self, inbox: Inbox) -> Outcome:
+        """Start the attempt, follow it to its end, and leave nothing of it behind."""
+        self._event("launch", ranks=self._launch.ranks, command=list(self._launch.command))
+        running = RunningAttempt(self._launch, inbox)
+        try:
+            verdict = self._follow(running)
+            missing = running.missing
+        finally:
+            stuck = running.end()
+            self._event("ended", stuck=[one.pid for one in stuck])
+        self._read_metrics()
+        for one in stuck:
+            self._observer.note(f"process {one.pid} of this run could not be ended")
+        outcome = self._outcome(verdict, missing)
+        self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        return outcome
+
+    def _follow(self, running: RunningAttempt) -> _Verdict:
+        for happening in running.watch():
+            self._take(running, happening)
+            verdict = self._verdict(running)
+            if verdict is not None:
+                return verdict
+        raise AssertionError("watch never ends by itself")
+
+    def _take(self, running: RunningAttempt, happening: Happening) -> None:
+        match happening:
+            case RankUp(rank, node, pid):
+                self._event("rank up", rank=rank, node=node, pid=pid)
+                for number in self._asked:
+                    running.signal(number, rank)
+            case RanksMet():
+                self._start_by = None
+                seconds = time.monotonic() - self._began
+                self._event("ranks met", seconds=seconds)
+                self._observer.ranks_ready(self._launch.ranks, seconds)
+            case RankEnded(rank, node, pid, status):
+                self._ended.append(happening)
+                self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)
+                self._settle(self._limits.leave_s if status in (0, None) else self._limits.settle_s)
+            case RankGaveUp(rank):
+                self._event("rank gave up", rank=rank)
+                self._settle(self._limits.settle_s)
+            case LauncherEnded(status):
+                self._launcher = happening
+                self._event("launcher ended", wait_status=status)
+                self._settle(self._limits.settle_s)
+                if running.is_over:
+                    self._settle(_LAST_LOOK_S)
+            case Finished(result):
+                self._result = result
+                self._finish_by = time.monotonic() + self._limits.finish_s
+                self._event("result", **result)
+            case Asked(number):
+                self._ask(running, number)
+            case _:
+                self._read_metrics()
+
+    def _settle(self, seconds: float) -> None:
+        by = time.monotonic() + seconds
+        self._settle_by = by if self._settle_by is None else min(by, self._settle_by)
+
+    def _ask(self, running: RunningAttempt, number: signal.Signals) -> None:
+        self._event("signal", signal=number.name)
+        if number == signal.SIGINT:
+            self._interrupts += 1
+        if number == signal.SIGUSR1:
+            passed, what = signal.SIGUSR1, "save"
+        else:
+            # mpiexec would die of some of these, and the ranks know one word for it.
+            passed, what = signal.SIGUSR2, "save and stop"
+            if self._stop is None:
+                self._stop = number
+                self._stop_by = time.monotonic() + self._limits.stop_s
+        if self._interrupts < 2:
+            again = "; a second interrupt ends them at once" if number == signal.SIGINT else ""
+            self._observer.note(f"{number.name}: asking the ranks to {what}{again}")
+        self._asked.append(passed)
+        running.signal(passed)
+
+    def _verdict(self, running: RunningAttempt) -> _Verdict | None:
+        now = time.monotonic()
+        if self._interrupts > 1:
+            return "killed"
+        if self._result is not None:
+            return "finished" if running.is_over or _passed(self._finish_by, now) else None
+        if _passed(self._settle_by, now):
+            return "died"
+        if _passed(self._stop_by, now):
+            return "not stopped"
+        return "not started" if _passed(self._start_by, now) else None
+
+    def _read_metrics(self) -> None:
+        for record in self._metrics.read():
+            if record.get("attempt") == self._launch.attempt.number:
+                if record.get("kind", "step") == "step":
+                    self._step = record.get("step", self._step)
+                self._observer.step(record)
+
+    def _outcome(self, verdict: _Verdict, missing: list[int]) -> Outcome:
+        if verdict == "finished":
+            return self._finished()
+        if verdict == "killed":
+            text = f"interrupted twice: the ranks were ended without a save{self._at_step()}"
+            return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
+        attempt, ranks = self._launch.attempt, self._launch.ranks
+        if verdict == "died":
+            return self._failed(explain(attempt, ranks, self._ended, self._launcher), "failed")
+        where = f"; logs: {attempt.path / 'logs'}"
+        if verdict == "not started":
+            who = f"ranks {', '.join(map(str, missing[:8]))}" if missing else "all ranks started, but they"
+            what = "did not start" if missing else "did not meet"
+            return self._failed(Failure(f"{who} {what} within {self._limits.start_s:g} s{where}"), "failed")
+        assert self._stop is not None
+        text = (
+            f"the ranks did not stop within {self._limits.stop_s:g} s of {self._stop.name} and were ended"
+            f"{self._at_step()}{where}"
+        )
+        if self._interrupts:
+            return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
+        return self._failed(Failure(text), "failed")
+
+    def _finished(self) -> Outcome:
+        assert self._result is not None
+        step = self._result.get("step", self._step)
+        run, number = self._launch.attempt.run, self._launch.attempt.number
+        if self._result.get("status") != "saved":
+            return Outcome(run, number, "done", EXIT_DONE, f"done at step {step}", step, self._result)
+        text = f"saved at step {step}; go on with: hpcrun train --resume {run.id}"
+        if self._interrupts:
+            return Outcome(run, number, "interrupted", EXIT_INTERRUPTED, text, step, self._result)
+        return Outcome(run, number, "saved", EXIT_SAVED, text, step, self._result)
+
+    def _failed(self, failure: Failure, status: Status) -> Outcome:
+        attempt = self._launch.attempt
+        return Outcome(attempt.run, attempt.number, status, failure.exit_code, failure.message, self._step)
+
+    def _at_step(self) -> str:
+        return "" if self._step is None else f" at step {self._step}"
+
+    def _event(self, event: str, **more: Any) -> None:
+        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": self._launch.attempt.number}
+        self._events.write(now | {"event": event} | more)
+
+
+def _passed(by: float | None, now: float) -> bool:
+    return by is not None and now > by

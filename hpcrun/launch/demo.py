@@ -1,0 +1,100 @@
+"""The demonstration: a run stopped halfway and resumed, and the same one undisturbed, curve against curve."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.launch.course import Observer, Outcome
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.prepare import Prepared, prepare
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.records import last_of_each_step, read_lines
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.shipped import shipped
+
+LEARNED_BELOW = 3.1
+"""Held-out loss, in nats a byte, that shows that the model learnt more than how often each byte occurs."""
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What came out: the interrupted run, the undisturbed one, and whether the promises held."""
+
+    interrupted: RunDir
+    stopped_at: int
+    undisturbed: RunDir
+    first_loss: float
+    last_loss: float
+    eval_before: float
+    eval_after: float
+    resumed_curve: Curve
+    undisturbed_curve: Curve
+
+    @property
+    def learned(self) -> bool:
+        """Whether the model clearly learned."""
+        return self.eval_after < LEARNED_BELOW
+
+    @property
+    def same_curve(self) -> bool:
+        """Whether stopping and resuming left the losses exactly as they would have been."""
+        return self.resumed_curve == self.undisturbed_curve
+
+
+class _StopHalfway:
+    """Passes everything on, and at half of the steps asks the supervisor to stop, as a scheduler would."""
+
+    def __init__(self, observer: Observer, half: int) -> None:
+        self._observer, self._half = observer, half
+        self.note, self.ranks_ready, self.finished = observer.note, observer.ranks_ready, observer.finished
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A line of metrics.jsonl."""
+        self._observer.step(record)
+        if record.get("kind") == "step" and record.get("step") == self._half:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def demonstrate(
+    inbox: Inbox, display: Callable[[Prepared], Observer], say: Callable[[str], None]
+) -> Demonstration | Outcome:
+    """Run it; an Outcome instead of a Demonstration is the run that did not end as it should."""
+    job = shipped("jobs/demo.yaml")
+    prepared = prepare(job)
+    half = prepared.spec.train.steps // 2
+    say(f"1 of 3: train, and stop after about {half} steps")
+    stopped = Supervisor(prepared, inbox, _StopHalfway(display(prepared), half)).run()
+    if stopped.status != "saved" or stopped.step is None:
+        return stopped
+    say(f"2 of 3: resume from step {stopped.step}")
+    again = prepare(None, resume=stopped.run)
+    resumed = Supervisor(again, inbox, display(again)).run()
+    if resumed.status != "done":
+        return resumed
+    say("3 of 3: the same run undisturbed, to compare with")
+    whole = Supervisor(prepared, inbox, display(prepared)).run()
+    if whole.status != "done":
+        return whole
+    curve = _curve(whole.run)
+    return Demonstration(
+        interrupted=stopped.run,
+        stopped_at=stopped.step,
+        undisturbed=whole.run,
+        first_loss=curve[0][1],
+        last_loss=curve[-1][1],
+        eval_before=whole.result["eval_loss_before"],
+        eval_after=resumed.result["eval_loss_after"],
+        resumed_curve=_curve(stopped.run),
+        undisturbed_curve=curve,
+    )
+
+
+def _curve(run: RunDir) -> Curve:
+    steps = [record for record in read_lines(run.metrics) if record.get("kind") == "step"]
+    return [(record["step"], record["loss"]) for record in last_of_each_step(steps)]

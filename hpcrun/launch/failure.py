@@ -1,0 +1,115 @@
+"""Why an attempt failed: of everything that was seen, the one thing that came first, in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.errors import EXIT_RANKS_DIED
+from hpcrun.launch import hydra
+from hpcrun.launch.attempt import LauncherEnded, RankEnded
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import Attempt
+
+# What ranks say when it was a peer that went away.
+_COLLATERAL = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|timed out waiting"
+    r"|peer (closed|went away)|process (has )?failed|remote (error|process exited)",
+    re.IGNORECASE,
+)
+_CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_LOG_TAIL_BYTES = 65536
+_TOGETHER_S = 0.3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One line that names rank, node and cause, and the exit code that goes with it."""
+
+    message: str
+    exit_code: int = EXIT_RANKS_DIED
+    rank: int | None = None
+
+
+def explain(
+    attempt: Attempt, ranks: int, ended: Sequence[RankEnded], launcher: LauncherEnded | None
+) -> Failure:
+    """Find the cause among the ranks' own records and the order in which their processes ended.
+
+    A rank that vanished without a word is the cause, unless another had reported a trouble of its own before;
+    whoever then loses the connection to it is not.
+    """
+    found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
+    errors = sorted((record for record in found if record), key=lambda record: float(record["time"]))
+    own = [record for record in errors if not _COLLATERAL.search(record["message"])]
+    reported = {record["rank"] for record in errors}
+    silent = [one for one in ended if one.rank not in reported]
+    if launcher and os.WIFSIGNALED(launcher.wait_status):
+        # It took with it all who had not gone before.
+        silent = [one for one in silent if one.time < launcher.time - _TOGETHER_S]
+    if silent and not any(record["time"] <= silent[0].time for record in own):
+        return _silent(attempt, silent[0])
+    if errors:
+        return _reported(attempt, (own or errors)[0])
+    return _no_rank(attempt, launcher)
+
+
+def _silent(attempt: Attempt, death: RankEnded) -> Failure:
+    status = death.wait_status
+    if status is None:
+        statuses = hydra.wait_statuses(attempt.launcher_log)
+        status = statuses[death.rank] if death.rank < len(statuses) else None
+    how = "ended" if status is None else hydra.describe_status(status)
+    crash = _CRASH.findall(_tail(attempt, death.rank))
+    if crash and (status is None or os.WIFSIGNALED(status)):
+        how += f": {crash[-1]}"
+    elif status is None or os.WIFEXITED(status):
+        how += " before the run was done"
+    who = f"rank {death.rank} on node {death.node}" + (f" (pid {death.pid})" if death.pid else "")
+    log = attempt.log(death.rank)
+    # Before the shim has moved its output, a rank's last words are in the launcher's log.
+    return Failure(f"{who} {how}; log: {log if log.exists() else attempt.launcher_log}", rank=death.rank)
+
+
+def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
+    rank = record["rank"]
+    who = f"rank {rank} on node {record['node']}"
+    lines = str(record["message"]).strip().splitlines() or ["no message"]
+    if record.get("expected"):
+        message = f"{who}: " + "\n".join(lines)
+    else:
+        message = f"{who}: {record['kind']}: {lines[0]}; log: {attempt.log(rank)}"
+    return Failure(message, record.get("exit_code") or EXIT_RANKS_DIED, rank)
+
+
+def _no_rank(attempt: Attempt, launcher: LauncherEnded | None) -> Failure:
+    if launcher is None:
+        return Failure(f"the ranks did not finish, and none of them said why; logs: {attempt.path / 'logs'}")
+    statuses = hydra.wait_statuses(attempt.launcher_log)
+    # Hydra ends the others with SIGKILL, so a rank that ended in another way is the more telling one.
+    for rank, status in sorted(enumerate(statuses), key=lambda one: one[1] == signal.SIGKILL):
+        if status:
+            how = hydra.describe_status(status)
+            return Failure(f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank)
+    how = hydra.describe_status(launcher.wait_status)
+    said = [
+        line
+        for line in attempt.launcher_log.read_text(errors="replace").splitlines()
+        if line.strip()
+        and not line.startswith(("[mpiexec@", "YOUR APPLICATION", "This typically", "Please see"))
+    ]
+    last = f"; it said last: {said[-1].strip()[:300]}" if said else ""
+    return Failure(f"mpiexec {how} before the run was done{last}; log: {attempt.launcher_log}")
+
+
+def _tail(attempt: Attempt, rank: int) -> str:
+    try:
+        with attempt.log(rank).open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""

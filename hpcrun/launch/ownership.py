@@ -1,0 +1,73 @@
+"""A run directory belongs to one supervisor at a time, and a new one clears up after one that was killed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import UsageError
+from hpcrun.launch.shim import RUN_ID_VARIABLE
+from hpcrun.launch.shm import remove_segments
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+
+
+@contextmanager
+def hold(run: RunDir) -> Iterator[None]:
+    """Own a run directory inside the block; UsageError, with host and pid, when another supervisor does."""
+    try:
+        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{run.path}: cannot be written: {error.strerror}; use a run of your own") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some file systems (Lustre without -o flock) have no locks: there the record has to do.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) or is_running_here(run):
+                raise _taken(run) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def supervisor_of(run: RunDir) -> dict[str, Any]:
+    """What the last supervisor of a run wrote about itself (pid, start_ticks, host, …); empty if nothing."""
+    record = read_json(run.job)
+    return record if isinstance(record, dict) else {}
+
+
+def is_running_here(run: RunDir) -> bool:
+    """Whether the supervisor in the record is a living process of this host."""
+    job = supervisor_of(run)
+    return job.get("host") == os.uname().nodename and process.is_alive(
+        process.ProcessId(job["pid"], job["start_ticks"])
+    )
+
+
+def sweep_leftovers(run: RunDir) -> list[str]:
+    """End what a killed supervisor's attempts have left on this host; a line for each thing found."""
+    notes = []
+    strays = process.processes_with_env(RUN_ID_VARIABLE, run.id)
+    if strays:
+        process.kill_all(strays)
+        notes.append(f"ended {len(strays)} processes that an earlier attempt had left")
+    for attempt in run.attempts():
+        records = [read_json(path) for path in attempt.rank_record(0).parent.glob("rank-*.json")]
+        ours = [record for record in records if record and record.get("node") == os.uname().nodename]
+        for record in ours:
+            remove_segments(record.get("shm", ()), since=record.get("started", 0.0))
+    return notes
+
+
+def _taken(run: RunDir) -> UsageError:
+    job = supervisor_of(run)
+    who = f"by hpcrun on {job['host']} (pid {job['pid']})" if job else "by another hpcrun"
+    return UsageError(
+        f"{run.id} is being run {who}; wait for it, or ask it to save and stop: hpcrun cancel {run.id}"
+    )

@@ -1,0 +1,177 @@
+"""From a job file to what can be launched: the one place that composes spec, plan and what they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.formulas import parameters
+from hpcrun.specs.corpus import inspect_corpus
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import ResolvedJob, load_job
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.rundir import RunDir, runs_root
+
+_STATE_COPIES = 3
+"""A save holds the weights and the two moments of AdamW."""
+_HEADER_LIMIT_BYTES = 100_000_000
+"""Safetensors reads no longer one either."""
+# What a spec.yaml has pinned and a new layout has to find anew, unless it is given with it.
+_FOLLOWS_LAYOUT = {
+    "parallel.microbatches": ("parallel.", "train.mbs", "train.gbs"),
+    "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
+    "parallel.zero": ("parallel.dp_shard",),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that is ready to be launched, as a new run or as the next attempt of an old one."""
+
+    spec: JobSpec
+    plan: Plan
+    resume: RunDir | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes."""
+        return self.plan.degrees.world_size
+
+
+def prepare(
+    job: Path | None,
+    overrides: Sequence[str] = (),
+    *,
+    resume: RunDir | None = None,
+    until: Literal["plan", "launch"] = "launch",
+    world_size: int | None = None,
+) -> Prepared:
+    """Resolve a job file, or the job of a run to be resumed; up to `launch` also check what it will need.
+
+    `world_size` is how many ranks there are already, where somebody else has started them. UsageError
+    (SpecError) says what is wrong with the job or its data, SiteError what the machine lacks.
+    """
+    if resume is not None:
+        resolved = _load_again(resume, overrides)
+    elif job is not None:
+        resolved = load_job(job, overrides)
+    else:
+        raise UsageError("no job file given; write `hpcrun train JOB.yaml`, or --resume RUN")
+    prepared = Prepared(resolved.spec, resolved.plan, resume)
+    if world_size not in (None, prepared.ranks):
+        layout = f"{prepared.plan.degrees} is {prepared.ranks} ranks" if prepared.ranks > 1 else "one rank"
+        text = f"{layout}, but this world has {world_size}; change a degree, or start as many ranks"
+        raise resolved.mistake("parallel", text)
+    if until == "launch":
+        _check_data(resolved)
+        _check_weights(resolved, resume)
+        _check_place(prepared)
+    return prepared
+
+
+def _load_again(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
+    given = {text.partition("=")[0] for text in overrides}
+    released = [
+        f"{key}=null"
+        for key, causes in _FOLLOWS_LAYOUT.items()
+        if key not in given and any(name.startswith(cause) for name in given for cause in causes)
+    ]
+    resolved = load_job(run.spec, [*released, *overrides])
+    ended, steps = run.read_exit() or {}, resolved.spec.train.steps
+    step = ended.get("step")
+    if ended.get("status") == "done" and isinstance(step, int) and step >= steps:
+        raise UsageError(
+            f"{run.id} is done ({step} of {steps} steps); to go on, give it more:"
+            f" --resume {run.id} train.steps={step * 2}"
+        )
+    return resolved
+
+
+def _check_data(resolved: ResolvedJob) -> None:
+    model, data = resolved.spec.model, resolved.spec.data
+    assert model is not None
+    assert data is not None
+    try:
+        corpus = inspect_corpus(data)
+    except UsageError as error:
+        key = "data.text" if data.tokens is None else "data.tokens"
+        raise resolved.mistake(key, str(error)) from None
+    if corpus.vocab is not None and corpus.vocab > model.vocab:
+        source = data.text or data.tokens
+        text = f"{model.vocab} is less than the {corpus.vocab} of {source}; use {corpus.vocab} or more"
+        raise resolved.mistake("model.vocab", text)
+
+
+def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
+    assert resolved.spec.model is not None
+    weights = resolved.spec.model.weights
+    # A run that has saved before starts from its save.
+    if weights is None or (resume is not None and any(resume.checkpoints.glob("*"))):
+        return
+    try:
+        files = [path for path in Path(weights).iterdir() if path.suffix == ".safetensors"]
+        wrong = next((text for path in sorted(files) if (text := _why_incomplete(path))), None)
+    except (FileNotFoundError, NotADirectoryError):
+        wrong = f"{weights} is no directory; give one with safetensors"
+    except OSError as error:
+        wrong = f"{error.filename}: cannot be read: {error.strerror}; give a directory with safetensors"
+    else:
+        wrong = wrong if files else f"{weights} has no *.safetensors in it; give a directory that has"
+    if wrong:
+        raise resolved.mistake("model.weights", wrong)
+
+
+def _why_incomplete(path: Path) -> str | None:
+    """Why a safetensors file cannot be whole, or None; its header says where the last tensor ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= min(size - 8, _HEADER_LIMIT_BYTES) else b""
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        found = f"has {size} bytes, but not the header of a safetensors file"
+    else:
+        if size == expected:
+            return None
+        found = f"has {size} bytes, by its header it should have {expected}"
+    return f"{path} {found}; it is truncated or damaged, download or export it again"
+
+
+def _check_place(prepared: Prepared) -> None:
+    """Whether a run directory can be made, and its saves fit."""
+    root = prepared.resume.path if prepared.resume else runs_root()
+    # os.access, unlike Path.exists, takes a directory that may not be entered for an answer.
+    place = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
+    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    if not writable and prepared.resume is None:
+        found = "may not be written" if place.is_dir() else "is no directory"
+        text = "set HPCRUN_ROOT to a directory that you may write"
+        raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
+    need = _save_bytes(prepared)
+    usage = shutil.disk_usage(place)
+    # A file system that does not know its size (0) has no say.
+    if usage.total and usage.free < need:
+        raise SiteError(
+            f"{place}: {usage.free / 1e9:.1f} GB are free, but the saves of this run need"
+            f" {need / 1e9:.1f} GB; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"
+        )
+
+
+def _save_bytes(prepared: Prepared) -> int:
+    """What the saves of a run take at most at one time."""
+    spec = prepared.spec
+    assert spec.model is not None
+    save = parameters(spec.model) * (8 if spec.train.precision == "fp64" else 4) * _STATE_COPIES
+    every = spec.checkpoint.every
+    # A new save is whole before the oldest one goes.
+    saves = min(spec.checkpoint.keep + 1, spec.train.steps // every) if every else 0
+    need = save * max(saves, int(spec.checkpoint.at_end))
+    return need if prepared.resume is None else min(need, save)

@@ -1,0 +1,147 @@
+"""The first thing in a rank, before torch and MPI: logs, signals, and the record that says who we are."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TextIO
+
+from hpcrun import process
+from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
+from hpcrun.launch.shm import segments_of
+from hpcrun.launch.world import World
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import Attempt
+
+RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
+"""Set by the supervisor in everything it starts: it marks the processes of a run."""
+
+
+@dataclass
+class Requests:
+    """What the rank was asked for so far; whoever has done it takes it back."""
+
+    save: bool = False
+    stop: bool = False
+    interrupted: bool = False
+
+
+_entered: Requests | None = None
+
+
+def enter(attempt: Attempt, world: World) -> Requests:
+    """Make this process a well-behaved rank: from here on signals are requests. A second call does nothing.
+
+    USR1 asks to save now, USR2 and TERM to save and stop, INT the same as an interruption.
+    """
+    global _entered
+    if _entered is None:
+        _entered = Requests()
+        if is_supervised():
+            _die_with_supervisor(attempt)
+            _redirect_output(attempt, world.rank)
+        faulthandler.enable()
+        _install_handlers(_entered)
+        write_json(attempt.rank_record(world.rank), _record(world))
+    return _entered
+
+
+def is_supervised() -> bool:
+    """Whether our own supervisor started this process."""
+    return RUN_ID_VARIABLE in os.environ
+
+
+def note_shared_memory(attempt: Attempt, rank: int) -> None:
+    """Add to the rank's record what it maps in /dev/shm; this also tells the supervisor that MPI is up."""
+    path = attempt.rank_record(rank)
+    write_json(path, read_json(path) | {"shm": sorted(segments_of())})
+
+
+def report_error(attempt: Attempt, rank: int, error: BaseException) -> None:
+    """Write down why this rank gives up; the supervisor makes its message of it."""
+    import traceback
+
+    write_json(
+        attempt.error_record(rank),
+        {
+            "rank": rank,
+            "node": os.uname().nodename,
+            "kind": type(error).__name__,
+            "expected": isinstance(error, HpcrunError),
+            "message": str(error),
+            "exit_code": exit_code_of(error),
+            "traceback": "".join(traceback.format_exception(error)),
+            "time": time.time(),
+        },
+    )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code that belongs to an error."""
+    if isinstance(error, HpcrunError):
+        return error.exit_code
+    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RANKS_DIED
+
+
+def _record(world: World) -> dict[str, Any]:
+    return {
+        "rank": world.rank,
+        "local_rank": world.local_rank,
+        "node": os.uname().nodename,
+        "pid": os.getpid(),
+        "start_ticks": process.start_ticks(os.getpid()),
+        "started": time.time(),
+    }
+
+
+def _die_with_supervisor(attempt: Attempt) -> None:
+    process.die_with_parent(signal.SIGKILL)
+    job = read_json(attempt.run.job) or {}
+    # Whoever died before the line above sends us nothing any more.
+    if job.get("host") == os.uname().nodename and not process.is_alive(
+        process.ProcessId(job["pid"], job["start_ticks"])
+    ):
+        os._exit(EXIT_RANKS_DIED)
+
+
+def _redirect_output(attempt: Attempt, rank: int) -> None:
+    descriptor = os.open(attempt.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(descriptor, number)
+        _line_buffered(stream)
+    os.close(descriptor)
+
+
+def _line_buffered(stream: TextIO) -> None:
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(line_buffering=True)
+
+
+def _install_handlers(requests: Requests) -> None:
+    owner = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            _leave_child(number)
+        elif number == signal.SIGUSR1:
+            requests.save = True
+        else:
+            requests.stop = True
+            requests.interrupted |= number == signal.SIGINT
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+
+
+def _leave_child(number: int) -> None:
+    """In a child that a rank forked (a data worker), TERM and INT end the process as they always do."""
+    if number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

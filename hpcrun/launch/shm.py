@@ -1,0 +1,68 @@
+"""What ranks leave in /dev/shm: killed ones cannot remove it themselves."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+_SHM = "/dev/shm"
+# Only what MPI, UCX, NCCL, torch and Python make there: people keep data sets in /dev/shm too.
+_SEGMENT = re.compile(r"(mpich_|ucx_|torch_|nccl-|psm_|gloo|vader_segment|sm_segment|sem\.mp-)[\w.+-]*\Z")
+_CLOCK_SLACK_S = 1.0
+
+
+def segments_of(pid: int | str = "self") -> set[str]:
+    """The shared memory files that a process maps now; none when there is no such process."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    # address perms offset dev inode path; the path of a file that was removed ends in " (deleted)"
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if f" {_SHM}/" in line}
+    return {path for path in paths if _is_segment(path)}
+
+
+def mpi_segments() -> set[str]:
+    """What MPICH keeps in /dev/shm at this moment, whoever started it."""
+    return {str(path) for path in Path(_SHM).glob("mpich_shm_*")}
+
+
+def unmapped(paths: Iterable[str]) -> set[str]:
+    """Those that no living process maps."""
+    left = set(paths)
+    if left:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                left -= segments_of(entry.name)
+    return left
+
+
+def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:
+    """Remove files that processes of ours left, if newer than `since` (wall clock) and mapped by nobody.
+
+    Gives the paths that were removed.
+    """
+    ours = unmapped(path for path in paths if _is_segment(path) and _is_ours(Path(path), since))
+    for path in ours:
+        Path(path).unlink(missing_ok=True)
+    return sorted(ours)
+
+
+def _is_segment(path: str) -> bool:
+    parent, _, name = path.rpartition("/")
+    return parent == _SHM and _SEGMENT.match(name) is not None
+
+
+def _is_ours(path: Path, since: float) -> bool:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.getuid()
+        and status.st_ctime >= since - _CLOCK_SLACK_S
+    )

@@ -1,0 +1,1 @@
+"""What the package ships for people to copy and edit: example jobs."""

@@ -1,0 +1,229 @@
+"""`hpcrun list`, `status`, `logs`, `cancel` on run directories in every state."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun import process
+from hpcrun.cli.main import main
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import RunDir, create_run
+
+Capture = pytest.CaptureFixture[str]
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def make_run(
+    name: str, *, pid: int | None = None, host: str = "", ended: dict[str, Any] | None = None
+) -> RunDir:
+    run = create_run(name)
+    run.spec.write_text("name: t\n")
+    attempt = run.attempt(1).create()
+    attempt.log(0).write_text("hello\n")
+    if pid is not None:
+        ticks = process.start_ticks(pid) or 1
+        record = {"pid": pid, "start_ticks": ticks, "host": host or os.uname().nodename, "steps": 10}
+        write_json(run.job, record)
+    if ended is not None:
+        write_json(run.exit, {"exit_code": 0, "message": "", "attempt": 1, "step": 4} | ended)
+    return run
+
+
+def write_metrics(run: RunDir, *records: dict[str, Any]) -> None:
+    run.metrics.write_text("".join(json.dumps({"attempt": 1, **record}) + "\n" for record in records))
+
+
+def status_of(run: RunDir, capsys: Capture) -> dict[str, Any]:
+    assert call("status", run.id, "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1
+    return told
+
+
+@pytest.fixture
+def gone() -> int:
+    with subprocess.Popen(["true"]) as child:
+        pass
+    return child.pid
+
+
+@pytest.fixture
+def supervisor() -> Iterator[subprocess.Popen[str]]:
+    """Stands in for a supervisor: stops at TERM with 75, ends at the second interrupt with 130."""
+    code = (
+        "import signal, sys, time\n"
+        "asked = []\n"
+        "def interrupt(*_):\n"
+        "    asked.append(1)\n"
+        "    if len(asked) == 2: sys.exit(130)\n"
+        "signal.signal(signal.SIGINT, interrupt)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        yield child
+        child.kill()
+
+
+def test_every_state_is_told_apart(gone: int, capsys: Capture) -> None:
+    assert status_of(make_run("running", pid=os.getpid()), capsys)["state"] == "running"
+    dead = status_of(make_run("dead", pid=gone), capsys)
+    assert dead["state"] == "dead"
+    assert f"hpcrun train --resume {dead['id']}" in dead["message"]
+    away = status_of(make_run("away", pid=os.getpid(), host="n99"), capsys)
+    assert away["state"] == "unknown"
+    assert "started on n99" in away["message"]
+    failed = make_run(
+        "failed", pid=gone, ended={"status": "failed", "exit_code": 5, "message": "rank 1 died"}
+    )
+    told = status_of(failed, capsys)
+    assert (told["state"], told["exit_code"], told["message"], told["step"]) == (
+        "failed",
+        5,
+        "rank 1 died",
+        4,
+    )
+    assert status_of(make_run("strange"), capsys)["state"] == "unknown"
+
+
+def test_a_world_of_another_launcher_is_known_by_its_result(capsys: Capture) -> None:
+    run = make_run("joined")
+    write_json(run.attempt(1).result, {"attempt": 1, "status": "saved", "step": 3})
+    assert status_of(run, capsys)["state"] == "saved"
+
+
+def test_a_pid_that_another_process_has_now_is_no_supervisor(capsys: Capture) -> None:
+    run = make_run("reused", pid=os.getpid())
+    record = json.loads(run.job.read_text())
+    write_json(run.job, record | {"start_ticks": record["start_ticks"] - 1})
+    assert status_of(run, capsys)["state"] == "dead"
+
+
+def test_progress_is_that_of_the_last_lines(capsys: Capture) -> None:
+    run = make_run("r", pid=os.getpid())
+    filler = [{"step": 9, "loss": 9.0, "filler": "x" * 1000}] * 100
+    write_metrics(
+        run,
+        *filler,
+        {"kind": "step", "step": 3, "loss": 1.5},
+        {"kind": "eval", "step": 3, "eval_loss": 1.25},
+        {"kind": "save", "step": 3},
+    )
+    with run.metrics.open("a") as file:
+        file.write('{"step": 4, "lo')
+    told = status_of(run, capsys)
+    assert (told["step"], told["steps"], told["loss"], told["eval_loss"]) == (3, 10, 1.5, 1.25)
+    assert call("status", run.id) == 0
+    out = capsys.readouterr().out
+    assert "state    running\n" in out
+    assert "step     3 of 10\n" in out
+
+
+def test_the_list_has_every_run_even_a_damaged_one(gone: int, runs_root: Path, capsys: Capture) -> None:
+    assert call("list") == 0
+    assert capsys.readouterr().out == f"no runs under {runs_root}\n"
+    first = make_run("first", pid=gone, ended={"status": "done"})
+    write_metrics(first, {"step": 4, "loss": 1.25})
+    os.utime(first.spec, (1, 1))
+    second = make_run("second")
+    second.job.write_text('{"pid": ')
+    (runs_root / "no-run").mkdir()
+    assert call("list") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["RUN", "STATE", "ATTEMPT", "STEP", "LOSS", "AGE"]
+    assert lines[1][:5] == [first.id, "done", "1", "4/10", "1.2500"]
+    assert lines[2][:2] == [second.id, "unknown"]
+    assert call("list", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["id"] for run in told["runs"]] == [first.id, second.id]
+    assert "is damaged" in told["runs"][1]["message"]
+
+
+def test_a_run_is_named_by_path_id_or_beginning(runs_root: Path, capsys: Capture) -> None:
+    one, two = make_run("one"), make_run("two")
+    twin = make_run("two")
+    for word in (str(one.path), one.id, "one"):
+        assert call("status", word) == 0
+        assert str(one.path) in capsys.readouterr().out
+    assert call("status", two.id) == 0
+    capsys.readouterr()
+    assert call("status", "tw") == 2
+    err = capsys.readouterr().err
+    assert "names 2 runs" in err
+    assert twin.id in err
+    assert call("status", "three") == 2
+    assert "three: no such run under" in capsys.readouterr().err
+
+
+def test_logs_of_a_rank_and_an_attempt(capsys: Capture) -> None:
+    run = make_run("r")
+    run.attempt(2).create().log(1).write_text("second, rank 1\n")
+    run.attempt(2).launcher_log.write_text("mpiexec says\n")
+    assert call("logs", run.id, "--attempt", "1") == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert call("logs", run.id, "--rank", "1") == 0
+    assert capsys.readouterr().out == "second, rank 1\n"
+    assert call("logs", run.id) == 0
+    assert capsys.readouterr().out == "mpiexec says\n", "before rank 0 has a log, the launcher's"
+    assert call("logs", run.id, "--rank", "7") == 2
+    assert "there are: launcher.log, rank-1.log" in capsys.readouterr().err
+    assert call("logs", run.id, "--attempt", "3") == 2
+    assert "has no attempt 3; there are 1, 2" in capsys.readouterr().err
+
+
+def test_following_a_log_ends_with_the_run(supervisor: subprocess.Popen[str], runs_root: Path) -> None:
+    run = make_run("r", pid=supervisor.pid)
+    root = str(Path(process.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpcrun", "logs", run.id, "-f"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": root},
+    ) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline() == "hello\n"
+        assert follower.poll() is None
+        with run.attempt(1).log(0).open("a") as file:
+            file.write("last words\n")
+        supervisor.kill()
+        supervisor.wait()
+        assert follower.stdout.read() == "last words\n"
+    assert follower.returncode == 0
+
+
+def test_cancel_asks_to_save_and_stop(supervisor: subprocess.Popen[str], capsys: Capture) -> None:
+    run = make_run("r", pid=supervisor.pid)
+    assert call("cancel", run.id) == 0
+    assert capsys.readouterr().out == f"{run.id}: asked pid {supervisor.pid} to save and stop\n"
+    assert supervisor.wait(20) == 75
+
+
+def test_cancel_now_does_not_wait_for_a_save(supervisor: subprocess.Popen[str], capsys: Capture) -> None:
+    run = make_run("r", pid=supervisor.pid)
+    assert call("cancel", run.id, "--now") == 0
+    assert capsys.readouterr().out == f"{run.id}: ended without a save\n"
+    assert supervisor.wait(20) == 130
+
+
+def test_what_does_not_run_here_cannot_be_cancelled(gone: int, capsys: Capture) -> None:
+    done = make_run("done", pid=gone, ended={"status": "done"})
+    assert call("cancel", done.id) == 2
+    assert "is not running here, it is done" in capsys.readouterr().err
+    away = make_run("away", pid=os.getpid(), host="n99")
+    assert call("cancel", away.id) == 2
+    assert "started on n99" in capsys.readouterr().err

@@ -1,0 +1,82 @@
+"""Files that several processes read: whole or not at all, and lines that may be torn."""
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import LineReader, LineWriter, last_of_each_step, read_json, read_lines, write_json
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names alone are wanted
+
+
+def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    before = open_descriptors()
+    writer = LineWriter(path)
+    writer.write({"step": 3})
+    writer.close()
+    assert open_descriptors() == before
+    assert [record["step"] for record in read_lines(path)] == [1, 3]
+
+
+def test_a_reader_follows_by_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    reader = LineReader(path)
+    assert reader.read() == []
+    path.write_bytes(b'{"a": 1}\n{"a"')
+    assert reader.read() == [{"a": 1}]
+    with path.open("ab") as file:
+        file.write(b": 2}\n")
+    assert reader.read() == [{"a": 2}]
+    assert reader.read() == []
+
+
+def test_a_line_that_does_not_fit_is_an_error() -> None:
+    writer = LineWriter(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left") as error:
+        writer.write({"step": 1})
+    assert error.value.errno == errno.ENOSPC
+
+
+def test_a_whole_file_is_replaced_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"old": True})
+    with pytest.raises(TypeError):
+        write_json(path, {"new": object()})
+    assert read_json(path) == {"old": True}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+    assert read_json(tmp_path / "absent.json") is None
+
+
+def test_a_failed_write_leaves_nothing_aside(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(OSError, match=r"x\.json"):
+        write_json(tmp_path / "x.json", 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"a": ')
+    with pytest.raises(UsageError, match=r"x\.json: is damaged"):
+        read_json(tmp_path / "x.json")
+
+
+def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None:
+    records: list[dict[str, Any]] = [
+        {"attempt": 1, "kind": "step", "step": 1, "loss": 9},
+        {"attempt": 1, "kind": "step", "step": 2, "loss": 8},
+        {"attempt": 2, "kind": "step", "step": 2, "loss": 7},
+        {"attempt": 2, "kind": "eval", "step": 2, "eval_loss": 6},
+        {"attempt": 1, "step": 3, "loss": 5},
+    ]
+    steps = last_of_each_step(records)
+    assert [(record["step"], record["loss"]) for record in steps] == [(1, 9), (2, 7), (3, 5)]
+    assert json.dumps(steps)

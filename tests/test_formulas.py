@@ -1,0 +1,69 @@
+"""Parameter counts against published models, and the identities between the FLOP formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrun.formulas import (
+    head_flops_per_token,
+    layer_flops_per_token,
+    layer_parameters,
+    parameters,
+    peak_flops,
+    train_flops_per_token,
+)
+from hpcrun.specs.model import PRESETS, ModelSpec
+
+
+def preset(name: str, **changes: Any) -> ModelSpec:
+    fields = PRESETS[name] | changes
+    return ModelSpec.model_validate({"head_dim": fields["hidden"] // fields["heads"]} | fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-1b", 1_235_814_400)],
+)
+def test_parameter_counts_are_those_of_the_published_weights(name: str, count: int) -> None:
+    assert parameters(preset(name)) == count
+
+
+def test_a_layer_more_is_a_layer_s_parameters_more_and_tying_saves_the_head() -> None:
+    model, deeper = preset("demo"), preset("demo", layers=5)
+    assert parameters(deeper) - parameters(model) == layer_parameters(model)
+    assert parameters(model) - parameters(preset("demo", tied=True)) == model.vocab * model.hidden
+
+
+def test_training_flops_are_six_a_weight_and_the_attention_core() -> None:
+    model, seq_len = preset("llama3-8b"), 8192
+    norms = (2 * model.layers + 1) * model.hidden
+    weights = parameters(model) - model.vocab * model.hidden - norms  # the embedding is a look-up
+    core = 12 * model.layers * seq_len * model.heads * model.head_dim
+    assert train_flops_per_token(model, seq_len, causal=False) == 6 * weights + core
+    assert train_flops_per_token(model, seq_len) == 6 * weights + core / 2
+
+
+def test_a_step_is_three_forwards_of_blocks_and_head() -> None:
+    model = preset("demo")
+    forward = model.layers * layer_flops_per_token(model, 256) + head_flops_per_token(model)
+    assert train_flops_per_token(model, 256) == 3 * forward
+    assert head_flops_per_token(model) == 2 * model.hidden * model.vocab
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", "fp64", None),
+        ("a device of tomorrow", "bf16", None),
+        ("cpu", "fp32", None),
+    ],
+)
+def test_peaks_are_known_or_none(device: str, precision: str, flops: float | None) -> None:
+    assert peak_flops(device, precision) == flops

@@ -1,0 +1,136 @@
+"""Who may import whom: the table of rooms as data, held against the syntax trees of the whole package."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hpcrun"
+
+LEVELS = (
+    {"errors", "units", "hostlist", "mesh", "formulas", "process"},
+    {"specs"},
+    {"slurm"},
+    {"fabric"},
+    {"planner", "tuning", "checkpoint"},
+    {"launch"},
+    {"runtime"},
+    {"bench"},
+    {"cli"},
+    {"__main__"},
+)
+"""Rooms from the ground up: imports go strictly down, or stay inside the room. The ground is one room."""
+
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+FACE = "__init__"
+"""hpcrun/__init__.py resolves names from any room on first use; the rooms take nothing but its dunders."""
+
+RESTRICTED = {
+    "torch": {"runtime", "bench"},
+    "mpi4py": {"runtime", "bench"},
+    "numpy": {"runtime", "bench", "checkpoint", "planner"},
+}
+DEFERRED_ONLY = {("numpy", "checkpoint"), ("numpy", "planner")}
+
+Import = tuple[int, str, bool]
+"""Line, dotted name, and whether it stands inside a function."""
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[Import]:
+    """Every import in a module of the package, relative ones resolved, `from a import b` as a.b."""
+
+    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            if isinstance(child, ast.Import):
+                yield from ((child.lineno, alias.name, inside) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
+                base = ".".join([*above, *([child.module] if child.module else [])])
+                yield from ((child.lineno, f"{base}.{alias.name}", inside) for alias in child.names)
+            else:
+                yield from walk(child, inside)
+
+    yield from walk(tree, False)
+
+
+def offences(source: str, module: str) -> list[str]:
+    """What a module, given by its path below the package, imports and must not."""
+    room = Path(module).parts[0].removesuffix(".py")
+    package = ".".join(("hpcrun", *Path(module).parts[:-1]))
+    if room == FACE:
+        return []
+    if room not in LEVEL:
+        return [f"{module}: {room} is no room of the table"]
+    found = []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ast.Name("hpcrun"), name) if name not in LEVEL and not name.startswith("__"):
+                found.append(f"{module}:{node.lineno}: hpcrun.{name} is for users, not for rooms")
+    for line, name, deferred in imports(tree, package):
+        top, _, rest = name.partition(".")
+        place = f"{module}:{line}: {name}"
+        if top == "hpcrun" and rest not in ("", "__version__"):
+            target = rest.partition(".")[0]
+            if target not in LEVEL:
+                found.append(f"{place} is no room")
+            elif target != room and LEVEL[target] >= LEVEL[room] and LEVEL[room] > 0:
+                found.append(f"{place}: {room} stands on level {LEVEL[room]}, {target} on {LEVEL[target]}")
+            elif LEVEL[room] == 0 < LEVEL[target]:
+                found.append(f"{place}: {room} stands on the ground")
+        if room not in RESTRICTED.get(top, {room}):
+            found.append(f"{place}: only in {', '.join(sorted(RESTRICTED[top]))}")
+        if (top, room) in DEFERRED_ONLY and not deferred:
+            found.append(f"{place}: only inside a function")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("specs/a.py", "from hpcrun.errors import UsageError", False),
+        ("specs/a.py", "from hpcrun.specs.b import x", False),
+        ("specs/a.py", "from . import b", False),
+        ("specs/a.py", "from ..errors import x", False),
+        ("process.py", "from hpcrun.errors import SiteError", False),
+        ("launch/a.py", "from hpcrun import __version__", False),
+        ("launch/a.py", "import hpcrun\nhpcrun.__file__", False),
+        ("checkpoint/a.py", "def f():\n    import numpy", False),
+        ("runtime/a.py", "import torch.nn as nn", False),
+        ("__init__.py", "from hpcrun.cli import main", False),
+        ("specs/a.py", "from hpcrun.launch import world", True),
+        ("specs/a.py", "def f():\n    from hpcrun.cli.main import main", True),
+        ("specs/a.py", "if x:\n    import hpcrun.runtime.rank", True),
+        ("specs/a.py", "from hpcrun import slurm", True),
+        ("specs/a.py", "from .. import launch", True),
+        ("specs/a.py", "from ..launch import world", True),
+        ("specs/a.py", "import hpcrun\nhpcrun.submit", True),
+        ("specs/a.py", "from hpcrun import submit", True),
+        ("mesh.py", "from hpcrun.specs import job", True),
+        ("planner/a.py", "from hpcrun.tuning import rules", True),
+        ("tuning/a.py", "from hpcrun.checkpoint import x", True),
+        ("launch/a.py", "def f():\n    import hpcrun.runtime.rank", True),
+        ("cellar/a.py", "", True),
+        ("launch/a.py", "import torch", True),
+        ("cli/a.py", "def f():\n    from mpi4py import MPI", True),
+        ("specs/a.py", "def f():\n    import numpy as np", True),
+        ("checkpoint/a.py", "import numpy", True),
+    ],
+)
+def test_the_rules_themselves(module: str, source: str, wrong: bool) -> None:
+    assert bool(offences(source, module)) is wrong
+
+
+def test_imports_go_strictly_down() -> None:
+    modules = sorted(PACKAGE.rglob("*.py"))
+    assert len(modules) > 10
+    found = [
+        offence
+        for path in modules
+        for offence in offences(path.read_text(encoding="utf-8"), str(path.relative_to(PACKAGE)))
+    ]
+    assert not found, "\n".join(found)
