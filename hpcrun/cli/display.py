@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from hpcrun.launch.course import Observer, Outcome
+    from hpcrun.launch.course import Outcome
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.1
 
 
-def make_display(steps: int, stream: TextIO | None = None) -> Observer:
+def make_display(steps: int, stream: TextIO | None = None) -> Lines:
     """The display that suits where talk goes (stderr): rich is loaded only for a terminal."""
     stream = stream or sys.stderr
     return Bar(steps, stream) if stream.isatty() else Lines(steps, stream)
@@ -45,6 +45,8 @@ class Lines:
         kind, step = record.get("kind", "step"), record.get("step", 0)
         if kind == "eval":
             self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
+        elif kind == "start":
+            self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
         elif kind == "save":
             self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
         elif kind == "step":
@@ -59,6 +61,10 @@ class Lines:
 
     def finished(self, outcome: Outcome) -> None:
         """The run is over; the command says how it ended."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the screen as it should stay."""
 
 
 class Bar(Lines):
@@ -107,8 +113,8 @@ class Bar(Lines):
             with contextlib.suppress(OSError):
                 self._progress.refresh()
 
-    def finished(self, outcome: Outcome) -> None:
-        """The run is over: leave the last state of the bar on the screen."""
+    def close(self) -> None:
+        """Leave the last state of the bar on the screen."""
         if self._progress is not None:
             with contextlib.suppress(OSError):
                 self._progress.stop()

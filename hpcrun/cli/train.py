@@ -6,12 +6,13 @@ import importlib
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.errors import EXIT_DONE, EXIT_SAVED, UsageError
+from hpcrun.errors import UsageError
 from hpcrun.launch import inbox as signals
 from hpcrun.launch.world import World, detect_world
 
@@ -63,13 +64,14 @@ def train(
         print(json.dumps(_as_json(outcome)))
     else:
         _print_outcome(outcome)
-    if outcome.exit_code not in (EXIT_DONE, EXIT_SAVED):
+    if not outcome.result:
         sys.stderr.write("".join(f"hpcrun: {line}\n" for line in outcome.message.splitlines()))
     raise typer.Exit(outcome.exit_code)
 
 
 def _job_and_overrides(words: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
-    names_job = bool(words) and ("=" not in words[0] or Path(words[0]).is_file())
+    # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
+    names_job = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))  # noqa: PTH113
     if resume is not None:
         if names_job:
             raise UsageError(
@@ -107,7 +109,8 @@ def _supervise(job: Path | None, overrides: list[str], resume: str | None) -> Ou
         prepared = prepare(job, overrides, resume=find_run(resume) if resume else None)
         display = make_display(prepared.spec.train.steps)
         display.note(f"{prepared.spec.name}: {prepared.plan.describe()}")
-        outcome = Supervisor(prepared, inbox, display).run()
+        with closing(display):
+            outcome = Supervisor(prepared, inbox, display).run()
         # The outcome stands: a late signal must not change the exit code.
         signals.hold_back()
         return outcome

@@ -65,8 +65,9 @@ def prepare(
         raise UsageError("no job file given; write `hpcrun train JOB.yaml`, or --resume RUN")
     prepared = Prepared(resolved.spec, resolved.plan, resume)
     if world_size not in (None, prepared.ranks):
-        layout = f"{prepared.plan.degrees} is {prepared.ranks} ranks" if prepared.ranks > 1 else "one rank"
-        text = f"{layout}, but this world has {world_size}; change a degree, or start as many ranks"
+        ranks, degrees = prepared.ranks, prepared.plan.degrees
+        takes = f"{degrees} takes {ranks} ranks" if ranks > 1 else "takes 1 rank"
+        text = f"{takes}, but this world has {world_size}; change a degree, or start {ranks}"
         raise resolved.mistake("parallel", text)
     if until == "launch":
         _check_data(resolved)

@@ -12,7 +12,7 @@ from typing import Any
 
 import hpcrun
 from hpcrun import process
-from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError
 from hpcrun.launch.attempt import Launch
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.hydra import find_mpiexec
@@ -59,6 +59,11 @@ class Supervisor:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 _record_exit(run, "failed", failure.exit_code, str(failure))
                 raise failure from error
+            except KeyboardInterrupt:
+                _record_exit(
+                    run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started"
+                )
+                raise
             _record_exit(
                 run, outcome.status, outcome.exit_code, outcome.message, outcome.attempt, outcome.step
             )

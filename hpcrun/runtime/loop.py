@@ -65,6 +65,8 @@ class Trainer:
         start, position = self._restore()
         steps, every = self._job.train.steps, self._job.train.eval.every
         result: dict[str, Any] = {"status": "done", "first_step": start + 1, "step": start}
+        device = {"device": str(self._device.torch_device), "device_name": self._device.name}
+        self._write({"kind": "start", "step": start, **device, "reason": self._device.reason})
         if start == 0:
             result["eval_loss_before"] = self._evaluate(0)
         with self._batches(position) as batches, self._profiler:

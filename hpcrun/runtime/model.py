@@ -6,12 +6,12 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from hpcrun.specs.model import ModelSpec
 
@@ -137,14 +137,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, S, h) to (B, S, h); what backward needs is kept or computed again as `recompute` says."""
-        # inside the block and not around it, so that parameter names stay as they are;
-        # where gradients are off, checkpoint keeps nothing anyway
+        # inside the block and not around it, so that parameter names stay as they are
         if self.recompute == "none":
             return self._forward(x, cos, sin)
-        contexts = _selective_contexts if self.recompute == "selective" else noop_context_fn
-        out: Tensor = checkpoint(
-            self._forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
+        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        # the compiler wants to see which contexts are meant, and none where there are none
+        if self.recompute == "selective":
+            out: Tensor = checkpoint(self._forward, x, cos, sin, context_fn=_selective_contexts, **settings)
+        else:
+            out = checkpoint(self._forward, x, cos, sin, **settings)
         return out
 
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -163,6 +163,10 @@ def _apply_tensor_parallel(module: Decoder, tp: DeviceMesh) -> None:
             input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
         )
     parallelize_module(module, tp, styles)
+    if module.embed_tokens is not None:
+        # What comes out is a view that still waits for its collective; neither a compiled block nor FSDP's
+        # hooks can take that.
+        module.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.clone())
     module.seq_shards = tp.size()
     module.tie_weights()
 

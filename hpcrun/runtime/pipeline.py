@@ -142,6 +142,17 @@ class _Stage(PipelineStage):
         )
         self._zero = plan.zero
 
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """Gradients for a neighbour on this rank; an evaluation has none, which torch takes for a mistake."""
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Gradients from a neighbour on this rank, if there is a backward at all."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -48,7 +47,8 @@ def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: 
     control = connect(world)
 
     def open_run() -> list[Any]:
-        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None)
+        earlier = find_run(resume) if resume else None
+        prepared = prepare(job, overrides, resume=earlier, world_size=control.size)
         run = prepared.resume or create_run(prepared.spec.name)
         attempts = run.attempts()
         attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
@@ -104,9 +104,6 @@ def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved
     prepare_torch(job.train.seed, control)
     open_groups(control, device)
     shim.note_shared_memory(attempt, control.rank)
-    if control.rank == 0:
-        said = {"device": str(device.torch_device), "device_name": device.name, "reason": device.reason}
-        write_json(attempt.path / "device.json", said | {"torch": torch.__version__})
     source = TokenSource(job.data, inspect_corpus(job.data))
     result = Trainer(job, plan, attempt, control, device, source, requests).run()
     control.barrier()
@@ -142,9 +139,7 @@ def prepare_torch(seed: int, control: Control) -> None:
     torch.manual_seed(seed * 1_000_003 + control.rank)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // control.local_size))
-    # Both are said once a rank by layouts in ordinary use, and neither is anything to act on: nothing here
-    # works in place on an embedding's output, and a dimension sharded over two axes takes two gathers.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # A dimension that is sharded over two axes takes two gathers; nothing to act on.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 

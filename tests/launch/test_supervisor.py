@@ -193,13 +193,17 @@ def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
 
 
 def test_a_killed_launcher_is_not_blamed_on_a_rank(site: Site) -> None:
+    sessions: list[int] = []
+
     def kill() -> None:
         (mpiexec,) = (one for one in process.descendants(os.getpid()) if parent_of(one.pid) == os.getpid())
+        sessions.append(os.getsid(mpiexec.pid))
         os.kill(mpiexec.pid, signal.SIGKILL)
 
     outcome = site.run("wait", observer=Recorder(on_ready=kill))
     assert outcome.exit_code == 5
     assert outcome.message.startswith("mpiexec was killed by signal 9 (SIGKILL)")
+    assert os.getsid(0) not in sessions, "an interrupt at the terminal is for us alone"
 
 
 def parent_of(pid: int) -> int:

@@ -173,7 +173,16 @@ def test_first_values_depend_on_seed_and_name_alone() -> None:
 
 def test_first_values_stay_the_same_from_release_to_release() -> None:
     value = initial_value(SPEC, "layers.0.mlp.up_proj.weight", (48, 32), seed=0)
-    assert value[0, :3].tolist() == pytest.approx([-0.01284353, -0.00381379, 0.00060752], rel=1e-5)
+    assert value[0, :3].tolist() == pytest.approx([0.01756194, 0.02028012, 0.01845155], rel=1e-5)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 700), slice(300, 1100), slice(1023, 1025), slice(2000, 2500)])
+def test_a_rank_draws_its_rows_as_they_stand_in_the_whole(rows: slice) -> None:
+    # 1024 columns: a block of draws is 1024 rows, and the last one is cut short
+    name, shape = "layers.0.mlp.up_proj.weight", (2500, 1024)
+    whole = initial_value(SPEC, name, shape, seed=3)
+    assert torch.equal(initial_value(SPEC, name, shape, seed=3, rows=rows), whole[rows])
+    assert not torch.equal(whole[:1024], whole[1024:2048])
 
 
 @pytest.mark.parametrize(
