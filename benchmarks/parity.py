@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import SUPPRESS
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,35 +27,44 @@ if TYPE_CHECKING:
 SEQ_LEN, GBS, MODEL = 32, 16, {"vocab": 256, "hidden": 64, "ffn": 96, "layers": 4, "heads": 4, "kv_heads": 2}
 
 
+MODELS = {
+    "plain": (),
+    "tied": ("model.tied=true",),
+    "deep": ("model.layers=8",),
+    "uneven": ("model.hidden=30", "model.head_dim=16", "model.ffn=41", "model.vocab=257"),
+}
+"""What a layout's model differs in: sizes that four shards do not divide, and layers enough for eight stages."""
+
+
 @dataclass(frozen=True)
 class Layout:
-    """One line of the table: its name and what it changes in the job."""
+    """One line of the table: its name, its degrees, and which model it trains."""
 
     name: str
     ranks: int
-    overrides: tuple[str, ...] = ()
-    reference: str = field(default="plain")
+    degrees: tuple[str, ...] = ()
+    model: str = "plain"
 
 
 LAYOUTS = (
     Layout("1", 1),
     Layout("1, recompute full", 1, ("train.recompute=full",)),
     Layout("1, recompute selective", 1, ("train.recompute=selective",)),
-    Layout("1, tied", 1, ("model.tied=true",), "tied"),
+    Layout("1, tied", 1, (), "tied"),
     Layout("dp_replicate 2", 2, ("parallel.dp_replicate=2",)),
     Layout("dp_shard 2, ZeRO 1", 2, ("parallel.dp_shard=2", "parallel.zero=1")),
     Layout("dp_shard 2, ZeRO 2", 2, ("parallel.dp_shard=2", "parallel.zero=2")),
     Layout("dp_shard 2, ZeRO 3", 2, ("parallel.dp_shard=2", "parallel.zero=3")),
-    Layout("dp_shard 2, ZeRO 3, tied", 2, ("parallel.dp_shard=2", "model.tied=true"), "tied"),
+    Layout("dp_shard 2, ZeRO 3, tied", 2, ("parallel.dp_shard=2"), "tied"),
     Layout("tp 2", 2, ("parallel.tp=2",)),
     Layout("tp 2, recompute full", 2, ("parallel.tp=2", "train.recompute=full")),
-    Layout("tp 2, tied", 2, ("parallel.tp=2", "model.tied=true"), "tied"),
+    Layout("tp 2, tied", 2, ("parallel.tp=2"), "tied"),
     Layout("pp 2, gpipe", 2, ("parallel.pp=2", "parallel.schedule=gpipe")),
     Layout("pp 2, 1f1b", 2, ("parallel.pp=2", "parallel.schedule=1f1b")),
     Layout("pp 2, interleaved", 2, ("parallel.pp=2", "parallel.schedule=interleaved")),
     Layout("pp 2, zero_bubble", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble")),
     Layout("pp 2, 1f1b, recompute selective", 2, ("parallel.pp=2", "train.recompute=selective")),
-    Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2", "model.tied=true"), "tied"),
+    Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2"), "tied"),
     Layout(
         "pp 2, zero_bubble, tied",
         2,
@@ -73,11 +82,14 @@ LAYOUTS = (
         4,
         ("parallel.dp_shard=2", "parallel.pp=2", "parallel.zero=2", "parallel.schedule=interleaved"),
     ),
+    Layout("dp_shard 4, ZeRO 3, uneven sizes", 4, ("parallel.dp_shard=4",), "uneven"),
+    Layout("pp 4, interleaved, 8 layers", 4, ("parallel.pp=4", "parallel.schedule=interleaved"), "deep"),
+    Layout("pp 4, zero_bubble, 8 layers", 4, ("parallel.pp=4", "parallel.schedule=zero_bubble"), "deep"),
     Layout("dp_shard 2 · tp 2 · pp 2", 8, ("parallel.dp_shard=2", "parallel.tp=2", "parallel.pp=2")),
     Layout(
         "dp_replicate 2 · tp 2 · pp 2, tied",
         8,
-        ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2", "model.tied=true"),
+        ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2"),
         "tied",
     ),
 )
@@ -104,7 +116,7 @@ def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
             "seed": 7,
         },
     }
-    return parse_job(render_document(values), layout.name, layout.overrides)
+    return parse_job(render_document(values), layout.name, (*MODELS[layout.model], *layout.degrees))
 
 
 def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> None:
@@ -241,10 +253,7 @@ def compare(
     """Run every layout and measure its distance from the reference."""
     import torch
 
-    references = {
-        "plain": train_plainly(job(LAYOUTS[0], precision, steps)),
-        "tied": train_plainly(job(LAYOUTS[3], precision, steps)),
-    }
+    references = {name: train_plainly(job(Layout(name, 1, model=name), precision, steps)) for name in MODELS}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sizes:
@@ -254,7 +263,7 @@ def compare(
             if layout.ranks not in sizes or only not in layout.name:
                 continue
             parts = [torch.load(Path(folder) / f"{index}.{rank}.pt") for rank in range(layout.ranks)]
-            rows.append({"layout": layout.name, **distance(parts, references[layout.reference])})
+            rows.append({"layout": layout.name, **distance(parts, references[layout.model])})
     return rows
 
 

@@ -5,7 +5,9 @@ A step is either wholly there, with its record written last, or it is not there 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import shutil
 import stat
 import warnings
@@ -63,24 +65,26 @@ class Checkpointer:
         aside.rename(final)
         sync_directory(self._root)
         for old in saved_steps(self._root)[: -self._keep]:
-            # Renamed first: a deletion that is cut short must not look like a committed step.
-            doomed = old.path.with_name(f".{old.path.name}.deleted")
-            old.path.rename(doomed)
-            shutil.rmtree(doomed)
+            # Renamed first: a deletion that is cut short must not look like a committed step. The new step
+            # stands, so what cannot be deleted now is left to the next save.
+            with contextlib.suppress(OSError):
+                doomed = old.path.with_name(f".{old.path.name}.deleted")
+                old.path.rename(doomed)
+                shutil.rmtree(doomed)
 
     def load(self, saved: Saved, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> None:
         """Fill the state's tensors in place from a saved step, whatever layout wrote it; random state last.
 
         `expected` names every tensor of the whole job with its whole shape; nothing else may be stored.
         """
-        check_owner(saved.path)
-        reader = FileSystemReader(saved.path)
-        stored = reader.read_metadata().state_dict_metadata
+        stored = _read_metadata(saved)
         _check_entries(saved, stored, expected)
         entries: dict[str, Any] = dict(state)
-        mine = f"rng.{self._control.rank}"
-        if saved.world_size == self._control.size and mine in stored:
-            entries[mine] = _rng_state()
+        mine, random_state = f"rng.{self._control.rank}", _rng_state()
+        # Another kind of device keeps another kind of random state.
+        same_world = saved.world_size == self._control.size and mine in stored
+        if same_world and stored[mine].size == random_state.shape:
+            entries[mine] = random_state
         with _quiet():
             self._on_all(lambda: dcp_load(entries, storage_reader=FileSystemReader(saved.path)))
         if mine in entries:
@@ -95,8 +99,7 @@ class Checkpointer:
 
 def load_weights(saved: Saved) -> dict[str, Tensor]:
     """The whole weights of a saved step on one process, by canonical name; needs no process group."""
-    check_owner(saved.path)
-    stored = FileSystemReader(saved.path).read_metadata().state_dict_metadata
+    stored = _read_metadata(saved)
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in stored.items()
@@ -122,11 +125,22 @@ def _prepare(final: Path, aside: Path) -> bool:
     """Whether the step is there already; else an empty place to write it."""
     if (final / RECORD).is_file():
         return True
-    for leftover in (final, aside):
+    for leftover in (final, *aside.parent.glob(".step-*")):
         if leftover.exists():
             shutil.rmtree(leftover)
     aside.mkdir(parents=True, mode=0o700)
     return False
+
+
+def _read_metadata(saved: Saved) -> dict[str, Any]:
+    """What a saved step holds, by name; SiteError when that cannot be read."""
+    check_owner(saved.path)
+    try:
+        return dict(FileSystemReader(saved.path).read_metadata().state_dict_metadata)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise SiteError(
+            f"{saved.path}: is damaged ({error}); remove that directory to go on from the save before it"
+        ) from None
 
 
 def _check_entries(saved: Saved, stored: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:

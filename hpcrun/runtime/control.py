@@ -13,11 +13,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.errors import SiteError, UsageError
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _SPINS = 50
 """Polls of a pending MPI request before the first sleep: a message that is nearly there costs no sleep."""
-_NAP_S = (0.0001, 0.002)
-"""Shortest and longest sleep between polls."""
+_NAP_S = (0.0001, 0.0004)
+"""Shortest and longest sleep between polls; a collective takes several, on one rank after the other."""
 
 
 class Control(ABC):
@@ -63,8 +63,12 @@ class Control(ABC):
         """Rank 0's value on every rank."""
 
     @abstractmethod
+    def start_agreeing(self, flags: int) -> Callable[[], int]:
+        """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+
     def agree(self, flags: int) -> int:
-        """The union (bitwise or) of every rank's flags, the same on every rank."""
+        """The union of every rank's flags, the same on every rank."""
+        return self.start_agreeing(flags)()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -88,7 +92,7 @@ class Control(ABC):
         return outcome["value"]
 
     @abstractmethod
-    def store(self, timeout: timedelta) -> Store:
+    def store(self) -> Store:
         """The store through which torch's process groups meet."""
 
     @abstractmethod
@@ -144,22 +148,27 @@ class MPIControl(Control):
         self._wait(self._comm.Ibcast(message, root=0))
         return json.loads(message.tobytes())
 
-    def agree(self, flags: int) -> int:
-        """The union (bitwise or) of every rank's flags, the same on every rank."""
-        mine, all_ = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
-        self._wait(self._comm.Iallreduce(mine, all_, op=self._mpi.BOR))
-        return int(all_[0])
+    def start_agreeing(self, flags: int) -> Callable[[], int]:
+        """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        mine, union = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
+        request = self._comm.Iallreduce(mine, union, op=self._mpi.BOR)
 
-    def store(self, timeout: timedelta) -> Store:
+        def finish() -> int:
+            self._wait(request)
+            return int(union[0])
+
+        return finish
+
+    def store(self) -> Store:
         """Rank 0 opens a store on a free port, MPI tells the others where."""
         server: TCPStore | None = None
         address: tuple[str, int] = ("", 0)
         if self.rank == 0:
             host = "127.0.0.1" if self.one_node else socket.getfqdn()
-            server = TCPStore(host, 0, self.size, True, timeout, wait_for_workers=False)
+            server = TCPStore(host, 0, self.size, True, default_pg_timeout, wait_for_workers=False)
             address = (host, server.port)
         host, port = self.broadcast(address)
-        return server or TCPStore(host, port, self.size, False, timeout, wait_for_workers=False)
+        return server or TCPStore(host, port, self.size, False, default_pg_timeout, wait_for_workers=False)
 
     def abort(self, code: int) -> None:
         """MPI_Abort: the launcher takes every rank down."""
@@ -169,9 +178,9 @@ class MPIControl(Control):
 
 
 class StoreControl(Control):
-    """Control over a TCPStore, where ranks were started without MPI (torchrun, srun --mpi=none)."""
+    """Control over a TCPStore, for ranks that torchrun started: there is no MPI among them."""
 
-    def __init__(self, world: World, timeout: timedelta = timedelta(minutes=10)) -> None:
+    def __init__(self, world: World) -> None:
         for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
             os.environ.setdefault(name, str(value))
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -181,13 +190,20 @@ class StoreControl(Control):
                 " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
             )
         super().__init__(world.rank, world.size)
-        self._store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        self._store, _, _ = next(
+            iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout))
+        )
         self._control = PrefixStore("hpcrun", self._store)
         self._round = 0
         self._find_neighbours()
 
     def _meet(self, contribution: int) -> int:
-        """Add to a sum that counts arrivals in its low bits; the last to arrive publishes it."""
+        """Add to a sum that counts arrivals in its low bits, and wait for all."""
+        self._arrive(contribution)
+        return self._published(self._round)
+
+    def _arrive(self, contribution: int) -> None:
+        """Add to the sum of the next round; the last to arrive publishes it."""
         self._round += 1
         total = self._control.add(f"{self._round}/sum", contribution)
         if total % _ARRIVALS == self.size:
@@ -196,7 +212,9 @@ class StoreControl(Control):
                 # Everyone has read the round before the last: to arrive here they had to.
                 self._control.delete_key(f"{self._round - 2}/sum")
                 self._control.delete_key(f"{self._round - 2}/done")
-        return int(self._control.get(f"{self._round}/done"))
+
+    def _published(self, number: int) -> int:
+        return int(self._control.get(f"{number}/done"))
 
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -221,13 +239,18 @@ class StoreControl(Control):
             self._control.delete_key(key)
         return json.loads(text)
 
-    def agree(self, flags: int) -> int:
-        """The union (bitwise or) of every rank's flags, the same on every rank."""
-        contribution = 1 + sum(_ARRIVALS ** (bit + 1) for bit in range(2) if flags >> bit & 1)
-        total = self._meet(contribution) // _ARRIVALS
-        return (1 if total % _ARRIVALS else 0) | (2 if total // _ARRIVALS else 0)
+    def start_agreeing(self, flags: int) -> Callable[[], int]:
+        """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        self._arrive(1 + sum(_ARRIVALS ** (bit + 1) for bit in range(2) if flags >> bit & 1))
+        number = self._round
 
-    def store(self, timeout: timedelta) -> Store:
+        def finish() -> int:
+            votes = self._published(number) // _ARRIVALS
+            return (1 if votes % _ARRIVALS else 0) | (2 if votes // _ARRIVALS else 0)
+
+        return finish
+
+    def store(self) -> Store:
         """The store that brought the ranks together."""
         return PrefixStore("groups", self._store)
 

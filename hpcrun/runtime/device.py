@@ -48,7 +48,8 @@ def choose_device(wanted: str, control: Control) -> Device:
     views = control.allgather([control.node, uuids])
     mine = [view for node, view in views if node == control.node]
     index = _own_gpu(mine, control.local_rank)
-    everyone = all(control.allgather(index is not None))
+    fitted = control.allgather(index is not None)
+    everyone = all(fitted)
     if wanted == "cpu":
         return _cpu("asked for")
     if everyone and index is not None:
@@ -59,11 +60,17 @@ def choose_device(wanted: str, control: Control) -> Device:
         return Device(device, "cpu:gloo,cuda:nccl", name, reason)
     if wanted == "cuda":
         raise SiteError(
-            f"device: cuda, but {control.node} shows {len(set(uuids))} GPUs to {control.local_size} ranks;"
+            f"device: cuda, but there are {_shortage(views, fitted)};"
             " use device: cpu, fewer ranks a node, or a torch built for CUDA"
         )
-    shown = f"{len(set(uuids))} GPUs for {control.local_size} ranks on {control.node}"
-    return _cpu(shown if uuids else "no GPU here")
+    return _cpu(_shortage(views, fitted) if any(uuids for _, uuids in views) else "no GPU here")
+
+
+def _shortage(views: list[tuple[str, list[str]]], fitted: list[bool]) -> str:
+    """What the first node lacks whose ranks have no GPU of their own."""
+    node = views[fitted.index(False)][0]
+    here = [uuids for other, uuids in views if other == node]
+    return f"{len({uuid for uuids in here for uuid in uuids})} GPUs for {len(here)} ranks on {node}"
 
 
 def _cpu(reason: str) -> Device:

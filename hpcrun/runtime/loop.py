@@ -69,13 +69,14 @@ class Trainer:
         self._write({"kind": "start", "step": start, **device, "reason": self._device.reason})
         if start == 0:
             result["eval_loss_before"] = self._evaluate(0)
+        self._profiler.step(start)
         with self._batches(position) as batches, self._profiler:
             for step in range(start + 1, steps + 1):
-                result |= {"step": step, "loss": self._step(step, batches)}
-                if every and step % every == 0 and step < steps:
-                    self._evaluate(step)
-                asked = self._control.agree(self._asked())
+                loss, asked = self._step(step, batches)
+                result |= {"step": step, "loss": loss}
                 last = step == steps
+                if every and step % every == 0 and not last:
+                    self._evaluate(step)
                 due = self._job.checkpoint.every and step % self._job.checkpoint.every == 0
                 if asked or due or (last and self._job.checkpoint.at_end):
                     self._save(step, batches.position)
@@ -99,10 +100,7 @@ class Trainer:
         )
 
     def _asked(self) -> int:
-        requests = self._requests
-        asked = (_SAVE if requests.save else 0) | (_STOP if requests.stop else 0)
-        requests.save = False
-        return asked
+        return (_SAVE if self._requests.save else 0) | (_STOP if self._requests.stop else 0)
 
     def _restore(self) -> tuple[int, int]:
         newest = self._checkpoints.newest()
@@ -114,10 +112,12 @@ class Trainer:
     def _load(self, saved: Saved) -> None:
         optimizer = self._model.optimizer
         self._checkpoints.load(saved, optimizer.state(), self._model.expected_entries())
-        optimizer.set_step(saved.step)
+        optimizer.loaded(saved.step)
         self._saved_step = saved.step
 
     def _save(self, step: int, position: int) -> None:
+        # Whoever asked for a save, on whichever rank, gets this one.
+        self._requests.save = False
         if step == self._saved_step:
             return
         begin = time.monotonic()
@@ -131,24 +131,30 @@ class Trainer:
         yield
         self._clock[part] = time.perf_counter() - begin
 
-    def _step(self, step: int, batches: Batches) -> float:
+    def _step(self, step: int, batches: Batches) -> tuple[float, int]:
+        """One step; returns the loss and what any rank was asked for before it."""
         begin = time.perf_counter()
         self._clock = {}
+        # On its way while the step computes, so that agreeing costs no waiting.
+        asked = self._control.start_agreeing(self._asked())
         with self._timed("data"):
             inputs, targets = next(batches)
         with self._timed("forward_backward"):
             share = self._model.forward_backward(inputs, targets)
+            self._device.synchronize()
         with self._timed("reduce"):
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._report_not_a_number(step, loss, share, squares)
+            self._report_not_a_number(step, loss, norm, share, squares)
         lr = learning_rate(self._job.train, self._plan.gbs, step)
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
+        with self._timed("agree"):
+            agreed = asked()
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
-        return loss
+        return loss, agreed
 
     def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         tokens_per_s = self._plan.gbs * self._plan.seq_len / seconds
@@ -171,7 +177,9 @@ class Trainer:
         if self._metrics is not None:
             self._metrics.write({"attempt": self._attempt, "time": time.time(), **record})
 
-    def _report_not_a_number(self, step: int, loss: float, share: Tensor, squares: Tensor) -> None:
+    def _report_not_a_number(
+        self, step: int, loss: float, norm: float, share: Tensor, squares: Tensor
+    ) -> None:
         finite = [bool(share.isfinite()), bool(squares.isfinite())]
         views = self._control.allgather([*finite, self._control.node])
         what, column = ("loss", 0) if not math.isfinite(loss) else ("gradient norm", 1)
@@ -179,7 +187,7 @@ class Trainer:
         ranks = [f"rank {rank} on {view[2]}" for rank, view in enumerate(views) if not view[column]]
         newest = self._checkpoints.newest()
         kept = f"the save of step {newest.step} is kept" if newest else "there was no save yet"
-        value = loss if what == "loss" else float("nan")
+        value = loss if what == "loss" else norm
         raise NotANumberError(
             f"step {step}: {what} is {value} on {', '.join(ranks[:8]) or 'the sum of all ranks'}; {kept}."
             " Lower train.lr, raise train.warmup, or look at the data of this step"
@@ -187,7 +195,8 @@ class Trainer:
 
     def _evaluate(self, step: int) -> float | None:
         """Mean loss over held-out sequences, the same ones at every call and on every layout."""
-        plan, wanted = self._plan, self._job.train.eval.sequences
+        plan, wanted, model = self._plan, self._job.train.eval.sequences, self._job.model
+        assert model is not None
         available = self._source.corpus.eval_sequences
         rounds = min(available, wanted or available) // plan.gbs
         if rounds == 0:
@@ -199,6 +208,7 @@ class Trainer:
             dp_rank=self._model.mesh.dp_rank,
             dp_size=plan.degrees.dp,
             sequences=rounds * plan.gbs,
+            vocab=model.vocab,
         )
         begin = time.perf_counter()
         shape = (plan.grad_accum, plan.mbs, plan.seq_len)

@@ -98,9 +98,12 @@ class Attention(nn.Module):
         """Attend; the tables are plain tensors over the whole sequence, also under tensor parallelism."""
         q, k, v = (self._heads(projection(x)) for projection in (self.q_proj, self.k_proj, self.v_proj))
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        if q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+            # CUDA's only kernel for grouped heads in full precision keeps an S × S matrix; this does not.
+            groups = q.shape[2] // k.shape[2]
+            k, v = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         projected: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return projected
 

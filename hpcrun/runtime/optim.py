@@ -108,10 +108,16 @@ class Optimizer:
                 entries[f"optimizer.{parameter.name}.{moment}"] = parameter.as_global(moments[moment])
         return entries
 
-    def set_step(self, step: int) -> None:
-        """Tell AdamW how many updates its moments have seen (after a load)."""
-        for piece in self.pieces:
-            self._adamw.state[piece]["step"].fill_(float(step))
+    def loaded(self, step: int) -> None:
+        """Complete what a load into `state` has filled: the updates counted, and a tied weight held twice."""
+        named = {p.name: piece for p, piece in zip(self.parameters, self.pieces, strict=True)}
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            moments, source = self._adamw.state[piece], named[parameter.name]
+            moments["step"].fill_(float(step))
+            if source is not piece:
+                piece.detach().copy_(source.detach())
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    moments[moment].copy_(self._adamw.state[source][moment])
 
 
 class TiedWeights:

@@ -87,9 +87,9 @@ class Mesh:
         self.dp_rank = plan.degrees.dp_rank(rank)
         sizes = dict(zip(AXES, plan.degrees.shape, strict=True))
         wide = [axis for axis in AXES if sizes[axis] > 1]
-        # FSDP carries the mixed precision and wants a shard axis under every replica axis.
-        self.data_parallel = plan.degrees.dp > 1 or precision == "bf16"
-        if self.data_parallel and "dp_shard" not in wide:
+        # FSDP carries the shards and the mixed precision; replicas alone are cheaper without it.
+        self.uses_fsdp = plan.dp_shard > 1 or precision == "bf16"
+        if self.uses_fsdp and "dp_shard" not in wide:
             wide = [axis for axis in AXES if axis in wide or axis == "dp_shard"]
         self.torch_mesh: DeviceMesh | None = None
         if wide:
@@ -128,8 +128,8 @@ def build_stage(spec: ModelSpec, plan: Plan, train: TrainSpec, mesh: Mesh, index
     if train.compile:
         for block in module.layers.values():
             block.compile()
-    if mesh.data_parallel:
-        _apply_data_parallel(module, plan, train, mesh)
+    if mesh.uses_fsdp:
+        _apply_fsdp(module, plan, train, mesh)
     return module
 
 
@@ -171,8 +171,8 @@ def _apply_tensor_parallel(module: Decoder, tp: DeviceMesh) -> None:
     module.tie_weights()
 
 
-def _apply_data_parallel(module: Decoder, plan: Plan, train: TrainSpec, mesh: Mesh) -> None:
-    """FSDP2 block by block; replicas are its outer axis, ZeRO 0 is a shard axis of one."""
+def _apply_fsdp(module: Decoder, plan: Plan, train: TrainSpec, mesh: Mesh) -> None:
+    """FSDP2 block by block for shards and for mixed precision, with replicas as its outer axis."""
     dp = mesh.submesh("dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy()
     if train.precision == "bf16":
@@ -229,7 +229,7 @@ def local_parameters(stages: list[Decoder], plan: Plan) -> Iterator[LocalParamet
                 pieces = math.prod(
                     parameter.device_mesh.size(dim)
                     for dim, placement in enumerate(parameter.placements)
-                    if placement.is_shard() or not placement.is_replicate()
+                    if not placement.is_replicate()
                 )
             canonical = canonical_name(module.spec, name)
             yield LocalParameter(canonical, parameter, replicas // pieces, canonical == name)

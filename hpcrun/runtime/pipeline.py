@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hpcrun.runtime.model import Decoder, loss_function
 from hpcrun.runtime.parallel import Mesh, loss_context
+from hpcrun.runtime.replicas import ReplicaReducer
 from hpcrun.specs.plan import Plan
 
 _SCHEDULES: dict[str, Any] = {
@@ -36,10 +38,15 @@ class Engine:
     def __init__(
         self, stages: list[Decoder], plan: Plan, mesh: Mesh, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.stages, self.plan, self.device = stages, plan, device
+        self._stages, self._plan, self._device = stages, plan, device
         indices = plan.stages_of(mesh.at["pp"])
         self._has_input = 0 in indices
-        self.has_loss = plan.stages - 1 in indices
+        self._has_loss = plan.stages - 1 in indices
+        self._replicas: ReplicaReducer | None = None
+        replicas = mesh.group("dp_replicate")
+        if replicas is not None and not mesh.uses_fsdp:
+            parameters = [parameter for stage in stages for parameter in stage.parameters()]
+            self._replicas = ReplicaReducer(parameters, replicas)
         self._schedule: Any = None
         if plan.pp > 1:
             group = mesh.group("pp")
@@ -57,56 +64,68 @@ class Engine:
 
     def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Divided here and not in the gradients afterwards: one pass over the weights less.
-        return loss_function(logits, targets) / self.plan.grad_accum
+        return loss_function(logits, targets) / self._plan.grad_accum
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of this rank's batch, (grad_accum, mbs, S) tokens; zero on a rank without the last stage."""
-        with loss_context(self.plan):
+        with loss_context(self._plan):
             if self._schedule is not None:
-                return self._pipeline(self._schedule.step, inputs, targets)
-            total = torch.zeros((), dtype=torch.float64)
-            for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-                self._prepare_backward(last=index == len(inputs) - 1)
-                loss = self._share_of_loss(self.stages[0](x.to(self.device)), y.to(self.device))
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += _plain(loss)
-            return total
+                loss = self._pipeline(self._schedule.step, inputs, targets)
+            else:
+                loss = self._microbatches(inputs, targets)
+            if self._replicas is not None:
+                self._replicas.finish()
+            return loss
+
+    def _microbatches(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for index, (x, y) in enumerate(self._placed(inputs, targets)):
+            self._prepare_backward(last=index == len(inputs) - 1)
+            loss = self._share_of_loss(self._stages[0](x), y)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += _plain(loss)
+        return total
+
+    def _placed(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The microbatches on the device, moved at once: a copy for each would stop the queue each time."""
+        return zip(inputs.to(self._device), targets.to(self._device), strict=True)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same without backward."""
-        with loss_context(self.plan):
+        with loss_context(self._plan):
             if self._schedule is not None:
                 return self._pipeline(self._schedule.eval, inputs, targets)
             losses = [
-                _plain(self._share_of_loss(self.stages[0](x.to(self.device)), y.to(self.device)))
-                for x, y in zip(inputs, targets, strict=True)
+                _plain(self._share_of_loss(self._stages[0](x), y)) for x, y in self._placed(inputs, targets)
             ]
             return torch.stack(losses).sum()
 
     def _pipeline(self, run: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        first = (inputs.flatten(0, 1).to(self.device),) if self._has_input else ()
+        first = (inputs.flatten(0, 1).to(self._device),) if self._has_input else ()
         last: dict[str, Any] = {}
-        if self.has_loss:
-            last = {"target": targets.flatten(0, 1).to(self.device), "losses": losses}
+        if self._has_loss:
+            last = {"target": targets.flatten(0, 1).to(self._device), "losses": losses}
         run(*first, **last, return_outputs=False)
         return (
             torch.stack([_plain(loss) for loss in losses]).sum()
             if losses
-            else torch.zeros((), dtype=torch.float64)
+            else torch.zeros((), dtype=torch.float64, device=self._device)
         )
 
     def _prepare_backward(self, *, last: bool) -> None:
         """ZeRO as FSDP's switches: 1 reduces gradients once a step, 2 every time, 3 drops parameters too."""
-        module = self.stages[0]
+        if self._replicas is not None:
+            self._replicas.arm(last)
+        module = self._stages[0]
         if not isinstance(module, FSDPModule):
             return
         module.set_is_last_backward(last)
-        module.set_requires_gradient_sync(last or self.plan.zero >= 2)
+        module.set_requires_gradient_sync(last or self._plan.zero >= 2)
         # Replicas only need the sum of the step.
         module.set_requires_all_reduce(last)
-        module.set_reshard_after_backward(last or self.plan.zero == 3)
+        module.set_reshard_after_backward(last or self._plan.zero == 3)
 
 
 class _Stage(PipelineStage):
@@ -173,4 +192,4 @@ class _Stage(PipelineStage):
 
 def _plain(loss: Tensor) -> Tensor:
     loss = loss.detach()
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).to("cpu", torch.float64)
+    return (loss.full_tensor() if isinstance(loss, DTensor) else loss).to(torch.float64)

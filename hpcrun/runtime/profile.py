@@ -19,7 +19,6 @@ class StepProfiler:
         self._trace = directory / f"rank-{rank}.json"
 
     def __enter__(self) -> StepProfiler:
-        self.step(0)
         return self
 
     def __exit__(

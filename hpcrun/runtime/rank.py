@@ -9,9 +9,8 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from hpcrun import __version__
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import shim
-from hpcrun.launch.prepare import prepare
+from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launch.world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
@@ -30,9 +29,6 @@ from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, create_run, find_run
-
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""How long a collective of torch waits for a peer; the launcher sees a dead one long before."""
 
 
 def main(run_dir: str, number: int, requests: shim.Requests) -> int:
@@ -45,33 +41,41 @@ def main(run_dir: str, number: int, requests: shim.Requests) -> int:
 def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: World) -> int:
     """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 makes the run."""
     control = connect(world)
-
-    def open_run() -> list[Any]:
-        earlier = find_run(resume) if resume else None
-        prepared = prepare(job, overrides, resume=earlier, world_size=control.size)
-        run = prepared.resume or create_run(prepared.spec.name)
-        attempts = run.attempts()
-        attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
-        write_whole(attempt.plan, prepared.plan.model_dump_json(indent=2) + "\n")
-        return [str(run.path), attempt.number]
-
+    prepared, problem = None, None
     try:
-        path, number = control.everywhere(open_run)
-        run = RunDir(Path(path))
-        prepared = prepare(job, overrides, resume=run if resume else None, until="plan")
-        # A resumed run's spec is read by all before one of them replaces it.
-        control.barrier()
-        if control.rank == 0:
-            write_whole(run.spec, render_job(prepared.spec))
+        until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
+        earlier = find_run(resume) if resume else None
+        prepared = prepare(job, overrides, resume=earlier, world_size=control.size, until=until)
     except HpcrunError as error:
-        if control.rank == 0:
-            sys.stderr.write("".join(f"hpcrun: {line}\n" for line in str(error).splitlines()))
-        control.barrier()
-        return error.exit_code
-    attempt = run.attempt(number)
+        problem = [error.exit_code, str(error)]
+    # All leave together, or none: a rank that left alone would leave the others waiting.
+    problems = [(rank, *found) for rank, found in enumerate(control.allgather(problem)) if found]
+    if problems or prepared is None:
+        return _refuse(control, *problems[0])
+    run_path, number = control.everywhere(lambda: _open_run(prepared))
+    attempt = RunDir(Path(run_path)).attempt(number)
     requests = shim.enter(attempt, world)
     resolved = ResolvedJob(prepared.spec, prepared.plan)
     return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved))
+
+
+def _refuse(control: Control, rank: int, code: int, text: str) -> int:
+    """Say once what the first rank with a problem has to say."""
+    if control.rank == 0:
+        who = f"rank {rank}: " if rank else ""
+        sys.stderr.write("".join(f"hpcrun: {who}{line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+    control.barrier()
+    return code
+
+
+def _open_run(prepared: Prepared) -> list[Any]:
+    run = prepared.resume or create_run(prepared.spec.name)
+    attempts = run.attempts()
+    attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
+    write_whole(run.spec, render_job(prepared.spec))
+    write_whole(attempt.plan, prepared.plan.model_dump_json(indent=2) + "\n")
+    return [str(run.path), attempt.number]
 
 
 def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> int:
@@ -92,19 +96,20 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
 
 
 def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved: ResolvedJob) -> int:
-    check_same_job(control, resolved)
     job, plan = resolved.spec, resolved.plan
+    assert job.data is not None
+    corpus = inspect_corpus(job.data)
+    check_same_job(control, resolved, corpus.fingerprint)
     if plan.degrees.world_size != control.size:
         raise UsageError(
             f"parallel: {plan.degrees} is {plan.degrees.world_size} ranks, but this world has {control.size};"
             " change a degree, or start as many ranks"
         )
-    assert job.data is not None
     device = choose_device(job.device, control)
     prepare_torch(job.train.seed, control)
     open_groups(control, device)
     shim.note_shared_memory(attempt, control.rank)
-    source = TokenSource(job.data, inspect_corpus(job.data))
+    source = TokenSource(job.data, corpus)
     result = Trainer(job, plan, attempt, control, device, source, requests).run()
     control.barrier()
     if control.rank == 0:
@@ -116,9 +121,10 @@ def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved
     return EXIT_DONE if result["status"] == "done" else EXIT_SAVED
 
 
-def check_same_job(control: Control, resolved: ResolvedJob) -> None:
-    """Every rank must have resolved the same job with the same code; else say who differs in what."""
-    view = resolved.spec.model_dump(mode="json") | {"hpcrun": __version__, "torch": torch.__version__}
+def check_same_job(control: Control, resolved: ResolvedJob, data: str) -> None:
+    """Every rank must mean the same job, see the same data and run the same code; else say who differs."""
+    code = {"hpcrun": __version__, "torch": torch.__version__, "files of the data": data}
+    view = resolved.spec.model_dump(mode="json") | code
     digest = hashlib.sha256(json.dumps(view, sort_keys=True).encode()).hexdigest()
     digests = control.allgather(digest)
     if len(set(digests)) == 1:
@@ -136,7 +142,7 @@ def check_same_job(control: Control, resolved: ResolvedJob) -> None:
 
 def prepare_torch(seed: int, control: Control) -> None:
     """Random state, threads, and quiet about what is known."""
-    torch.manual_seed(seed * 1_000_003 + control.rank)
+    torch.manual_seed((seed * 1_000_003 + control.rank) % 2**63)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // control.local_size))
     # A dimension that is sharded over two axes takes two gathers; nothing to act on.
@@ -153,9 +159,8 @@ def open_groups(control: Control, device: Device) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         device.backend,
-        store=control.store(GROUP_TIMEOUT),
+        store=control.store(),
         rank=control.rank,
         world_size=control.size,
-        timeout=GROUP_TIMEOUT,
         device_id=device.torch_device if device.is_cuda else None,
     )

@@ -275,6 +275,12 @@ def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
     if train.compile:
         text = "a compiled block cannot split its backward as zero_bubble does; use another schedule"
         problems.append(Problem("train.compile", text))
+    if (p.zero if p.zero is not None else 0) >= 2:
+        text = (
+            f"{p.zero} reduces gradients after every whole backward, which zero_bubble splits in two;"
+            " use zero 1, or another schedule"
+        )
+        problems.append(Problem("parallel.zero", text))
     return problems
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,3 +290,50 @@ def test_transformers_computes_the_same_from_an_export(laboratory: Laboratory, f
     evals = [record["eval_loss"] for record in read_lines(finished_run.metrics) if record["kind"] == "eval"]
     first = next(r["eval_loss"] for r in read_lines(again.run.metrics) if r["kind"] == "eval")
     assert first == pytest.approx(evals[-1], rel=1e-5)
+
+
+def test_a_tied_weight_that_a_rank_holds_twice_is_restored_twice(laboratory: Laboratory) -> None:
+    words = ("model.tied=true", "model.layers=4", "parallel.dp_shard=1", "parallel.pp=2")
+    layout = (*words, "parallel.schedule=zero_bubble", "train.steps=6", "checkpoint.every=3")
+    whole = laboratory.train(str(laboratory.job), "name=vee", *layout)
+    assert whole.code == 0, whole.stderr
+    expected, run = whole.losses(), whole.run
+    # As if it had been stopped at step 3.
+    shutil.rmtree(run.checkpoints / "step-00000006")
+    run.metrics.unlink()
+    run.exit.unlink()
+    resumed = laboratory.train("--resume", run.id)
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.losses() == {step: loss for step, loss in expected.items() if step > 3}
+
+
+def test_a_rank_whose_job_is_wrong_takes_the_others_with_it(laboratory: Laboratory) -> None:
+    mpiexec = (str(BIN / "mpiexec"), "-launcher", "fork", "-n", "1")
+    other = [sys.executable, "-m", "hpcrun", "train", "missing.yaml"]
+    ended = laboratory.train(str(laboratory.job), "name=half", ":", "-n", "1", *other, launcher=mpiexec)
+    assert ended.code == 2
+    assert ended.stderr == "hpcrun: rank 1: missing.yaml: no such file\n"
+    assert not [path for path in laboratory.root.iterdir() if path.name.startswith("half")]
+
+
+def test_a_damaged_save_is_refused_in_one_line(laboratory: Laboratory) -> None:
+    single = ("name=damaged", "parallel.dp_shard=1", "train.steps=2")
+    ended = laboratory.train(str(laboratory.job), *single)
+    assert ended.code == 0, ended.stderr
+    (save,) = ended.run.checkpoints.iterdir()
+    metadata = save / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:100])
+    again = laboratory.train("--resume", ended.run.id, "train.steps=4")
+    assert again.code == 3
+    (line,) = [line for line in again.stderr.splitlines() if "damaged" in line and "remove" in line]
+    assert str(save) in line
+    assert "Traceback" not in again.stderr
+
+
+def test_leftovers_of_a_broken_save_go_with_the_next(laboratory: Laboratory) -> None:
+    single = ("parallel.dp_shard=1", "train.steps=2")
+    ended = laboratory.train(str(laboratory.job), "name=leftover", *single)
+    (ended.run.checkpoints / ".step-00000001.1").mkdir()
+    again = laboratory.train("--resume", ended.run.id, "train.steps=3", "checkpoint.keep=1")
+    assert again.code == 0, again.stderr
+    assert [path.name for path in again.run.checkpoints.iterdir()] == ["step-00000003"]
