@@ -33,7 +33,7 @@ MODELS = {
     "deep": ("model.layers=8",),
     "uneven": ("model.hidden=30", "model.head_dim=16", "model.ffn=41", "model.vocab=257"),
 }
-"""What a layout's model differs in: sizes that four shards do not divide, and layers enough for eight stages."""
+"""What a layout trains: among others sizes that four shards do not divide, and layers for eight stages."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ LAYOUTS = (
     Layout("dp_shard 2, ZeRO 1", 2, ("parallel.dp_shard=2", "parallel.zero=1")),
     Layout("dp_shard 2, ZeRO 2", 2, ("parallel.dp_shard=2", "parallel.zero=2")),
     Layout("dp_shard 2, ZeRO 3", 2, ("parallel.dp_shard=2", "parallel.zero=3")),
-    Layout("dp_shard 2, ZeRO 3, tied", 2, ("parallel.dp_shard=2"), "tied"),
+    Layout("dp_shard 2, ZeRO 3, tied", 2, ("parallel.dp_shard=2",), "tied"),
     Layout("tp 2", 2, ("parallel.tp=2",)),
     Layout("tp 2, recompute full", 2, ("parallel.tp=2", "train.recompute=full")),
-    Layout("tp 2, tied", 2, ("parallel.tp=2"), "tied"),
+    Layout("tp 2, tied", 2, ("parallel.tp=2",), "tied"),
     Layout("pp 2, gpipe", 2, ("parallel.pp=2", "parallel.schedule=gpipe")),
     Layout("pp 2, 1f1b", 2, ("parallel.pp=2", "parallel.schedule=1f1b")),
     Layout("pp 2, interleaved", 2, ("parallel.pp=2", "parallel.schedule=interleaved")),
     Layout("pp 2, zero_bubble", 2, ("parallel.pp=2", "parallel.schedule=zero_bubble")),
     Layout("pp 2, 1f1b, recompute selective", 2, ("parallel.pp=2", "train.recompute=selective")),
-    Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2"), "tied"),
+    Layout("pp 2, 1f1b, tied", 2, ("parallel.pp=2",), "tied"),
     Layout(
         "pp 2, zero_bubble, tied",
         2,
-        ("parallel.pp=2", "parallel.schedule=zero_bubble", "model.tied=true"),
+        ("parallel.pp=2", "parallel.schedule=zero_bubble"),
         "tied",
     ),
     Layout("HSDP 2 × 2, ZeRO 3", 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),

@@ -25,6 +25,8 @@ from hpcrun.specs.rundir import Attempt
 _TICK_S = 0.1
 _LOOK_AROUND_S = 0.25
 """How often files are looked at while nothing wakes us."""
+_CALM_S = 0.5
+"""The same while all ranks train: a death wakes us at once, and ranks need the cores more than we do."""
 _STARTING_S = 0.03
 """The same until every rank has been seen."""
 _LOST_S = 1.0
@@ -158,8 +160,9 @@ class RunningAttempt:
         while True:
             starting = len(self._ranks) + len(self._lost) < self.launch.ranks
             pause = _STARTING_S if starting else _LOOK_AROUND_S
+            wait = _CALM_S if self._is_calm() else min(pause, _TICK_S)
             # The kernel gives them in the order in which they became ready: who died first stands first.
-            woken = [key.data for key, _ in self._selector.select(min(pause, _TICK_S))]
+            woken = [key.data for key, _ in self._selector.select(wait)]
             happened: list[Happening] = [Asked(number) for number in self._inbox.read()]
             yield from happened
             ended = list(self._find_ended([rank for rank in woken if rank is not None]))
@@ -168,6 +171,10 @@ class RunningAttempt:
                 yield from self._look_around()
             if not happened and not ended:
                 yield Tick()
+
+    def _is_calm(self) -> bool:
+        troubled = self._finished or self._launcher_ended or self._gave_up or self._lost
+        return self._met and not troubled and not any(rank.ended for rank in self._ranks.values())
 
     def signal(self, number: int, rank: int | None = None) -> int:
         """Send a signal to one rank or to all that are up; says how many got it."""

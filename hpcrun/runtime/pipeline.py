@@ -47,6 +47,8 @@ class Engine:
         if replicas is not None and not mesh.uses_fsdp:
             parameters = [parameter for stage in stages for parameter in stage.parameters()]
             self._replicas = ReplicaReducer(parameters, replicas)
+        # FSDP averages gradients, the reducer sums them.
+        self._summed_over = replicas.size() if self._replicas is not None and replicas is not None else 1
         self._schedule: Any = None
         if plan.pp > 1:
             group = mesh.group("pp")
@@ -64,7 +66,7 @@ class Engine:
 
     def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Divided here and not in the gradients afterwards: one pass over the weights less.
-        return loss_function(logits, targets) / self._plan.grad_accum
+        return loss_function(logits, targets) / (self._plan.grad_accum * self._summed_over)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of this rank's batch, (grad_accum, mbs, S) tokens; zero on a rank without the last stage."""
@@ -75,7 +77,7 @@ class Engine:
                 loss = self._microbatches(inputs, targets)
             if self._replicas is not None:
                 self._replicas.finish()
-            return loss
+            return loss * self._summed_over
 
     def _microbatches(self, inputs: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -95,11 +97,11 @@ class Engine:
         """The same without backward."""
         with loss_context(self._plan):
             if self._schedule is not None:
-                return self._pipeline(self._schedule.eval, inputs, targets)
+                return self._pipeline(self._schedule.eval, inputs, targets) * self._summed_over
             losses = [
                 _plain(self._share_of_loss(self._stages[0](x), y)) for x, y in self._placed(inputs, targets)
             ]
-            return torch.stack(losses).sum()
+            return torch.stack(losses).sum() * self._summed_over
 
     def _pipeline(self, run: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Gradients averaged over full replicas while the backward still runs.
+"""Gradients summed over full replicas while the backward still runs.
 
 FSDP can do this too (a shard axis of one), but waits for every bucket on devices without streams; DDP wraps a
 whole module, which neither a pipeline stage nor a tensor-parallel parameter is.
@@ -37,7 +37,7 @@ class ReplicaReducer:
         self._armed = on
 
     def finish(self) -> None:
-        """Send what has not left yet, wait for all, and put the averages into `.grad`."""
+        """Send what has not left yet, wait for all, and put the sums into `.grad`."""
         for bucket in self._buckets:
             if bucket.work is None:
                 bucket.send(self._group)
@@ -71,7 +71,6 @@ class _Bucket:
                 view.view(gradient.shape) for view, gradient in zip(flat, gradients, strict=True)
             )
         torch._foreach_copy_(list(self._views), gradients)
-        self._buffer.mul_(1.0 / group.size())
         self.work = dist.all_reduce(self._buffer, group=group, async_op=True)
 
     def receive(self) -> None:
@@ -96,13 +95,13 @@ def _packed(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
 
 
 def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a parameter without a gradient cannot be averaged"
+    assert tensor is not None, "a parameter without a gradient cannot be summed"
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(gradient: Tensor | None, local: Tensor) -> Tensor:
-    """The averaged piece in the place of a gradient; sums over other axes that are still open stay open."""
+    """The summed piece in the place of a gradient; sums over other axes that are still open stay open."""
     if not isinstance(gradient, DTensor):
         return local
     return DTensor.from_local(
