@@ -337,3 +337,28 @@ def test_leftovers_of_a_broken_save_go_with_the_next(laboratory: Laboratory) -> 
     again = laboratory.train("--resume", ended.run.id, "train.steps=3", "checkpoint.keep=1")
     assert again.code == 0, again.stderr
     assert [path.name for path in again.run.checkpoints.iterdir()] == ["step-00000003"]
+
+
+def test_a_rank_killed_in_a_step_takes_the_run_down_and_leaves_nothing(laboratory: Laboratory) -> None:
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir())
+    process = laboratory.start(str(laboratory.job), "name=killed", "train.steps=100000")
+    record: dict[str, Any] = {}
+    while process.poll() is None:
+        found = [path for path in laboratory.root.iterdir() if path.name.startswith("killed")]
+        if found and any(line["kind"] == "step" for line in read_lines(RunDir(found[0]).metrics)):
+            record = json.loads(RunDir(found[0]).attempt(1).rank_record(1).read_text())
+            os.kill(record["pid"], signal.SIGKILL)
+            break
+        time.sleep(0.02)
+    # The bound of the promise, not a measurement: every other rank is gone within ten seconds.
+    stdout, stderr = process.communicate(timeout=10)
+    assert process.returncode == 5, stderr
+    assert f"rank 1 on node {record['node']}" in stderr
+    assert "SIGKILL" in stderr
+    assert "Traceback" not in stdout + stderr
+    ranks = RunDir(found[0]).attempt(1).path / "ranks"
+    pids = [json.loads(path.read_text())["pid"] for path in ranks.glob("rank-?.json")]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert set(shared.iterdir()) <= before
