@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
 from hpcrun.launch.inbox import Inbox
 
@@ -52,11 +55,19 @@ def _print_summary(result: Demonstration, seconds: float) -> None:
     print(f"held-out loss   {result.eval_before:.3f} -> {result.eval_after:.3f}{verdict}")
     print(f"stopped at step {result.stopped_at}, resumed; the {len(result.resumed_curve)} losses are {same}")
     print(f"run directory   {result.interrupted.path}")
+    again, run = command_name(), result.interrupted.id
     print("\nNext:")
-    print(f"  hpcrun status {result.interrupted.id}")
-    print(f"  hpcrun ckpt ls {result.interrupted.id}")
-    print(f"  hpcrun ckpt export {result.interrupted.id} --out my-model    (a Hugging Face directory)")
-    print("  hpcrun train templates/jobs/demo.yaml train.steps=200 parallel.pp=1 parallel.dp_shard=1")
+    print(f"  {again} status {run}")
+    print(f"  {again} ckpt ls {run}")
+    print(f"  {again} ckpt export {run} --out my-model      # a Hugging Face directory")
+    print(f"  {again} train {_demo_job()} train.steps=200 parallel.pp=1 parallel.dp_shard=1")
+
+
+def _demo_job() -> str:
+    from hpcrun.specs.shipped import shipped
+
+    job = shipped("jobs/demo.yaml")
+    return os.path.relpath(job) if job.is_relative_to(Path.cwd()) else str(job)
 
 
 def _plot(resumed: Curve, undisturbed: Curve, stopped_at: int) -> str:

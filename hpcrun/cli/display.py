@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -134,6 +137,17 @@ def describe_step(record: dict[str, Any], steps: int) -> str:
         left = seconds * (steps - record.get("step", steps))
         parts.append(f"{duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
     return "  ".join(parts)
+
+
+def command_name() -> str:
+    """How to call us again from this shell: by name where that finds this installation, else by path."""
+    ours = Path(sys.executable).parent / "hpcrun"
+    found = shutil.which("hpcrun")
+    if found is not None and os.path.realpath(found) == os.path.realpath(ours):
+        return "hpcrun"
+    if not ours.exists():
+        return f"{sys.executable} -m hpcrun"
+    return os.path.relpath(ours) if ours.is_relative_to(Path.cwd()) else str(ours)
 
 
 def short(number: float) -> str:

@@ -140,4 +140,6 @@ def _print_outcome(outcome: Outcome) -> None:
     if after is not None:
         print(f"eval  {after:.4f}" + (f" (before: {before:.4f})" if before is not None else ""))
     if outcome.status in ("saved", "interrupted") and result:
-        print(f"go on with: hpcrun train --resume {outcome.run.id}")
+        from hpcrun.cli.display import command_name
+
+        print(f"go on with: {command_name()} train --resume {outcome.run.id}")
