@@ -5,6 +5,7 @@ Messages are small JSON values. Nothing here moves tensors, and nothing here bur
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.shm import segments_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -174,6 +177,10 @@ class MPIControl(Control):
         """MPI_Abort: the launcher takes every rank down."""
         sys.stdout.flush()
         sys.stderr.flush()
+        # Abort leaves MPI's shared memory lying about; whoever still maps it does so without its name.
+        for segment in segments_of():
+            with contextlib.suppress(OSError):
+                Path(segment).unlink()
         self._comm.Abort(code)
 
 

@@ -187,7 +187,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_save(laborato
 def test_ranks_with_different_jobs_are_told_apart(laboratory: Laboratory) -> None:
     mpiexec = (str(BIN / "mpiexec"), "-launcher", "fork", "-n", "1")
     other = [sys.executable, "-m", "hpcrun", "train", str(laboratory.job), "train.lr=0.5"]
+    before = set(Path("/dev/shm").iterdir())
     ended = laboratory.train(str(laboratory.job), ":", "-n", "1", *other, launcher=mpiexec)
+    assert set(Path("/dev/shm").iterdir()) <= before
     assert ended.code == 2
     assert "rank 1 has train.lr = 0.5" in ended.stderr or "rank 0 has train.lr" in ended.stderr
     assert "Traceback" not in ended.stderr
