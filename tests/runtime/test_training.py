@@ -52,6 +52,7 @@ class Laboratory:
 
     def __init__(self, path: Path) -> None:
         self.path, self.root = path, path / "runs"
+        self.root.mkdir()
         text = path / "text"
         text.mkdir()
         for name in ("argparse", "ast", "asyncio/tasks"):
@@ -78,9 +79,9 @@ class Laboratory:
     def stop_at(self, step: int, *words: str) -> Ended:
         """Train, and ask for a stop with SIGTERM as soon as a step is recorded."""
         process = self.start(*words)
-        before = set(self.root.iterdir()) if self.root.exists() else set()
+        before = set(self.root.iterdir())
         while process.poll() is None:
-            new = set(self.root.iterdir()) - before if self.root.exists() else set()
+            new = set(self.root.iterdir()) - before
             if new and any(record.get("step", 0) >= step for record in read_lines(RunDir(new.pop()).metrics)):
                 process.send_signal(signal.SIGTERM)
                 break
