@@ -1,0 +1,1 @@
+"""Slurm from outside: what its commands print, by version, as plain values."""

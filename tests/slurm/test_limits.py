@@ -1,0 +1,69 @@
+"""The limits that partitions and the controller set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hpcrun.hostlist import expand
+from hpcrun.slurm.limits import Configuration, parse_config, parse_partitions
+from hpcrun.slurm.versions import Version
+
+Captured = Callable[[str, str], str]
+
+
+def test_partitions(captured: Captured, version: str) -> None:
+    first, *others = parse_partitions(captured(version, "show-partition"))
+    assert (first.name, first.is_default, first.state, first.nodes) == ("main", True, "UP", "n[01-08]")
+    assert (first.max_time_s, first.max_nodes, first.default_time_s) == (math.inf, math.inf, None)
+    assert (first.total_nodes, first.total_cpus, first.max_memory_per_node_mib) == (8, 64, math.inf)
+    assert first.node_memory_mib == 64000
+    assert (first.exclusive, first.preempt_mode, first.topology) == (False, "OFF", "")
+    assert [(other.name, other.is_default, other.topology) for other in others] == (
+        [("blk", False, "nvlink")] if version == "25.11.7" else []
+    )
+
+
+def test_a_partition_with_limits() -> None:
+    (partition,) = parse_partitions(
+        "PartitionName=short Default=NO DefaultTime=00:30:00 MaxNodes=16 MaxTime=365-00:00:00"
+        " Nodes=,c005,c[007-008]"
+        " OverSubscribe=EXCLUSIVE State=DRAIN TotalNodes=3 MaxMemPerNode=8G TRES=cpu=6,mem=3M,node=3\n"
+    )
+    assert (partition.default_time_s, partition.max_nodes, partition.max_time_s) == (1800, 16, 365 * 86400)
+    assert (partition.max_memory_per_node_mib, partition.exclusive, partition.state) == (8192, True, "DRAIN")
+    # memory that the cluster does not count comes out as 1 MB a node
+    assert partition.node_memory_mib == 1
+    assert expand(partition.nodes) == ("c005", "c007", "c008")
+
+
+CONFIG = """\
+Configuration data as of 2026-11-29T15:06:51
+AccountingStorageType   = accounting_storage/none
+ClusterName             = lab
+JobRequeue              = 1
+KillWait                = 30 sec
+MaxArraySize            = 1001
+MpiDefault              = none
+PreemptParameters       = send_user_signal,youngest_first
+SLURM_VERSION           = 22.05.8
+SchedulerParameters     = bf_max_job_test=100,default_queue_depth=50
+TopologyPlugin          = topology/tree
+
+Slurmctld(primary) at login1 is UP
+"""
+
+
+def test_the_configuration() -> None:
+    config = parse_config(CONFIG)
+    assert (config.version, config.cluster, config.max_array_size) == (Version(22, 5, 8), "lab", 1001)
+    assert (config.kill_wait_s, config.requeue, config.sends_user_signal) == (30, True, True)
+    assert (config.accounting, config.mpi_default, config.topology) == (False, "", "tree")
+    assert config.values["SchedulerParameters"] == "bf_max_job_test=100,default_queue_depth=50"
+
+
+def test_a_newer_configuration_and_none() -> None:
+    config = parse_config("AccountingStorageType = (null)\nPreemptParameters = (null)\nJobRequeue = 0\n")
+    assert (config.accounting, config.sends_user_signal, config.requeue) == (False, False, False)
+    assert parse_config("AccountingStorageType = accounting_storage/slurmdbd\n").accounting is True
+    assert parse_config("slurm_load_ctl_conf error: Unable to contact slurm controller\n") == Configuration()

@@ -1,0 +1,155 @@
+"""Nodes of both releases, read from all that scontrol and sinfo print about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpcrun.slurm.nodes import (
+    NodeState,
+    parse_gpus,
+    parse_node_state,
+    parse_nodes_json,
+    parse_scontrol_nodes,
+    parse_sinfo,
+    parse_sinfo_table,
+)
+
+Captured = Callable[[str, str], str]
+ALL = [f"n{number:02}" for number in range(1, 9)]
+
+
+def test_scontrol_show_node(captured: Captured, version: str) -> None:
+    nodes = parse_scontrol_nodes(captured(version, "show-nodes-oneline"))
+    assert [node.name for node in nodes] == ALL
+    assert {(node.cpus, node.memory_mib, node.gpus, node.version) for node in nodes} == {
+        (8, 64000, 4, version)
+    }
+    assert {node.state.usable for node in nodes} == {True}
+    assert nodes[0].state.name == "MIXED"
+    new = version == "25.11.7"
+    assert {node.partitions for node in nodes} == {("main", "blk") if new else ("main",)}
+    assert {node.features for node in nodes} == {("rack1",) if new else ()}
+    # a reason stays behind when the node is back in service
+    assert [node.reason for node in nodes if node.reason] == (
+        ["xid 79 on gpu 2 [root@2026-11-29T15:06:10]", "link flap [root@2026-11-29T15:06:10]"] if new else []
+    )
+
+
+def test_a_drained_node(captured: Captured, version: str) -> None:
+    (node,) = parse_scontrol_nodes(captured(version, "show-node-drained"))
+    assert node.state == NodeState("IDLE", ("DRAIN", "PLANNED"))
+    assert node.state.usable is False
+    assert node.reason.startswith("xid 79 on gpu 2 [root@")
+    assert node.cpus == 8
+
+
+def test_a_reason_cannot_pass_for_other_fields() -> None:
+    (node,) = parse_scontrol_nodes(
+        "NodeName=n1 CPUTot=8\n   State=DOWN\n   Reason=a State=IDLE\n   State=IDLE\n"
+    )
+    assert (node.state.name, node.reason) == ("DOWN", "a State=IDLE")
+
+
+def test_sinfo_lists_a_node_once(captured: Captured, version: str) -> None:
+    nodes = parse_sinfo(captured(version, "sinfo-N"))
+    assert [node.name for node in nodes] == ALL
+    assert {(node.cpus, node.memory_mib, node.gpus) for node in nodes} == {(8, 64000, 4)}
+    assert {node.partitions for node in nodes} == {("main", "blk") if version == "25.11.7" else ("main",)}
+    assert {node.state.usable for node in nodes} == {True}
+    assert nodes[0].state.name == "MIXED"
+
+
+def test_sinfo_in_another_layout(captured: Captured, version: str) -> None:
+    nodes = {node.name: node for node in parse_sinfo(captured(version, "sinfo-drain"), "%N|%T|%t|%E")}
+    assert {name for name, node in nodes.items() if not node.state.usable} == {"n07", "n08"}
+    assert nodes["n07"].reason == "xid 79 on gpu 2"
+    assert nodes["n08"].state.name == "DOWN"
+    assert nodes["n01"].gpus is None
+
+
+def test_sinfo_s_own_tables(captured: Captured, version: str) -> None:
+    groups = parse_sinfo_table(captured(version, "sinfo"))
+    assert {(group.partition, group.nodes) for group in groups} >= {
+        ("main", "n[03-08]"),
+        ("main", "n[01-02]"),
+    }
+    assert len(groups) == (4 if version == "25.11.7" else 2)
+    assert {group.state.usable for group in groups} == {True}
+    reasons = parse_sinfo_table(captured(version, "sinfo-R"))
+    assert [(group.nodes, group.reason) for group in reasons] == [
+        ("n07", "xid 79 on gpu 2"),
+        ("n08", "link flap"),
+    ]
+
+
+def test_json_agrees_with_text(captured: Captured, version: str) -> None:
+    text = {node.name: node for node in parse_scontrol_nodes(captured(version, "show-nodes-oneline"))}
+    found = parse_nodes_json(captured(version, "sinfo-json"))
+    assert sorted(node.name for node in found) == ALL
+    for node in found:
+        same = text[node.name]
+        assert (node.cpus, node.memory_mib, node.gpus) == (same.cpus, same.memory_mib, same.gpus)
+        assert (node.state.name, node.features) == (same.state.name, same.features)
+        assert set(node.partitions) == set(same.partitions)
+
+
+def test_json_of_scontrol(captured: Captured) -> None:
+    nodes = parse_nodes_json(captured("25.11.7", "show-nodes-json"))
+    assert [node.name for node in nodes] == ALL
+    assert {(node.gpus, node.version, node.state.usable) for node in nodes} == {(4, "25.11.7", True)}
+    assert parse_nodes_json(captured("22.05.8", "show-nodes-json")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "usable"),
+    [
+        ("IDLE", "IDLE", True),
+        ("idle", "IDLE", True),
+        ("alloc", "ALLOCATED", True),
+        ("mix-", "MIXED", True),
+        ("plnd", "PLANNED", True),
+        ("comp", "COMPLETING", True),
+        ("idle~", "IDLE", True),
+        ("down*", "DOWN", False),
+        ("idle*", "IDLE", False),
+        ("drain", "DRAIN", False),
+        ("drng", "ALLOCATED", False),
+        ("draining@", "ALLOCATED", False),
+        ("maint", "MAINTENANCE", False),
+        ("boot^", "REBOOT_ISSUED", False),
+        ("MIXED+DRAIN", "MIXED", False),
+        ("IDLE+CLOUD+POWERED_DOWN", "IDLE", True),
+        ("ALLOCATED+MAINTENANCE", "ALLOCATED", False),
+        ("DOWN+LEVITATING", "DOWN", False),
+        ("IDLE+LEVITATING", "IDLE", None),
+        ("unk", "unknown", None),
+        ("", "unknown", None),
+        ("ßß*", "unknown", False),
+    ],
+)
+def test_node_states(text: str, name: str, usable: bool | None) -> None:
+    state = parse_node_state(text)
+    if name == "unknown" and usable is False:
+        name = "NOT_RESPONDING"
+    assert (state.name, state.usable) == (name, usable)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "kind"),
+    [
+        ("gpu:4", 4, ""),
+        ("gpu:h100:8(S:0-1)", 8, "h100"),
+        ("gpu:a100:2(IDX:0,3)", 2, "a100"),
+        ("gres:gpu:2", 2, ""),
+        ("gres/gpu:2", 2, ""),
+        ("gpu:a:1,gpu:b:2,nic:1", 3, "a"),
+        ("gpu", 1, ""),
+        ("(null)", 0, ""),
+        ("", 0, ""),
+        ("nic:2,gpumem:40G", 0, ""),
+    ],
+)
+def test_gpus(text: str, count: int, kind: str) -> None:
+    assert parse_gpus(text) == (count, kind)

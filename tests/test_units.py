@@ -1,0 +1,164 @@
+"""Times and memory: Slurm's forms, our own, what Slurm prints, and what nobody should write."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpcrun.errors import UsageError
+from hpcrun.units import (
+    Memory,
+    TimeLimit,
+    mib,
+    parse_memory,
+    parse_time,
+    read_memory,
+    read_time,
+    render_memory,
+    render_time,
+)
+
+HOUR, DAY = 3600, 86400
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90 * 60),
+        ("4:30:00", 4.5 * HOUR),
+        ("2-0", 2 * DAY),
+        ("2-12", 2.5 * DAY),
+        ("1-12:30", DAY + 12.5 * HOUR),
+        ("1-02:03:04", DAY + 2 * HOUR + 184),
+        ("365-00:00:00", 365 * DAY),
+        ("90m", 90 * 60),
+        ("2h", 2 * HOUR),
+        ("1d12h", 1.5 * DAY),
+        ("1D2H3M4S", DAY + 2 * HOUR + 184),
+        (" 30s ", 30),
+        ("UNLIMITED", math.inf),
+        ("infinite", math.inf),
+        ("-1", math.inf),
+    ],
+)
+def test_a_time_in_each_form(text: str, seconds: float) -> None:
+    assert parse_time(text) == TimeLimit(seconds)
+
+
+def test_minutes_and_seconds_that_look_like_hours_are_warned_about() -> None:
+    limit = parse_time("4:00", "job.yaml:3 time")
+    assert limit.seconds == 240
+    assert limit.warning == (
+        "job.yaml:3 time: 4:00 is 4 minutes; write 4:00:00 for hours and minutes, 00:04:00 to be clear"
+    )
+    assert "1 minute 30 seconds;" in parse_time("1:30").warning
+
+
+def test_zero_is_no_limit_for_slurm_and_that_is_said() -> None:
+    for text in ("0", "0:00", "0m"):
+        limit = parse_time(text)
+        assert limit.seconds == math.inf
+        assert "no limit" in limit.warning
+
+
+@pytest.mark.parametrize(
+    "text", ["", "h", "1h30", "12h1d", "1:2:3:4", "1-", "-2", "1.5h", "2 h", "four", "1-2-3", "٤", "9" * 5000]
+)
+def test_what_is_no_time_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^time: .* is no time; write 90m, 2h, 1d12h, H:M:S") as raised:
+        parse_time(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_minutes_round_up_as_in_slurm() -> None:
+    assert parse_time("61s").minutes == 2
+    assert parse_time("1d").minutes == 1440
+    assert parse_time("UNLIMITED").minutes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0:00", 0),
+        ("9:56", 596),
+        ("00:10:00", 600),
+        ("1-00:00:00", DAY),
+        ("00:00.250", 0.25),
+        ("UNLIMITED", math.inf),
+        ("infinite", math.inf),
+        ("Partition_Limit", None),
+        ("INVALID", None),
+        ("N/A", None),
+        ("NONE", None),
+        ("", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_a_time_that_slurm_printed(text: str, seconds: float | None) -> None:
+    assert read_time(text) == seconds
+
+
+def test_a_rendered_time_is_read_back_without_a_warning() -> None:
+    assert render_time(240) == "00:04:00"
+    assert render_time(1.5 * DAY) == "1-12:00:00"
+    assert render_time(0.2) == "00:00:01"
+    for seconds in (1, 59, 60, 3599, 86399, 86400, 10**7, math.inf):
+        assert parse_time(render_time(seconds)) == TimeLimit(seconds)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("512M", 512),
+        ("512", 512),
+        ("1.5G", 1536),
+        ("64GiB", 65536),
+        ("64GB", 65536),
+        ("2t", 2 * 2**20),
+        ("1P", 2**30),
+        ("1025K", 2),
+        ("1048576B", 1),
+        ("1048577b", 2),
+        ("0.1G", 103),
+        ("0", 0),
+    ],
+)
+def test_memory_as_people_write_it_rounds_up_to_mib(text: str, expected: int) -> None:
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1.G", "1,5G", "lots", "1GG", "1 G", "9" * 5000])
+def test_what_is_no_memory_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"^job.yaml:2 mem: .* is no amount of memory; write 512M, 1.5G or 64GiB"
+    ):
+        parse_memory(text, "job.yaml:2 mem")
+
+
+def test_bytes_round_up() -> None:
+    assert [mib(0), mib(1), mib(2**20), mib(2**20 + 1)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8G", Memory(8192)),
+        ("62.50G", Memory(64000)),
+        ("64000", Memory(64000)),
+        ("64000+", Memory(64000)),
+        ("0n", Memory(0, "node")),
+        ("4000Mc", Memory(4000, "cpu")),
+        ("16Gn", Memory(16384, "node")),
+        ("UNLIMITED", None),
+        ("N/A", None),
+        ("", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_memory_that_slurm_printed(text: str, expected: Memory | None) -> None:
+    assert read_memory(text) == expected
+
+
+def test_sbatch_gets_whole_numbers() -> None:
+    assert [render_memory(amount) for amount in (0, 512, 1536, 65536)] == ["0M", "512M", "1536M", "64G"]
