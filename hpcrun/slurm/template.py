@@ -1,0 +1,315 @@
+"""The sbatch templates that admins own: where they lie, what they extend, and their text for one job.
+
+A value never becomes shell code: whatever a template prints is quoted, except what a template itself has
+written (blocks, macros) and an admin's own lines. The quoting holds in every place of a script, also where a
+template has put quotes of its own around a value, in comments and in here-documents: there the value may come
+out with backslashes in it, but it is never run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import BaseLoader, StrictUndefined, TemplateSyntaxError, nodes
+from jinja2.exceptions import TemplateError, TemplateNotFound, TemplateRuntimeError, UndefinedError
+from jinja2.runtime import Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.cluster import config_directories
+
+SUFFIX = ".sbatch.j2"
+BLOCKS = ("directives", "setup", "environment", "launch", "teardown")
+"""What a site may override of the shipped base."""
+LAYERS = 16
+"""A template that extends through more files than this goes in a circle."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_PIECES = re.compile(
+    r"(?P<safe>[A-Za-z0-9_@%+=:,./-]+)|(?P<control>[\0-\x1f\x7f`]+)|(?P<wide>[^\0-\x7f]+)|(?P<other>.)"
+)
+_BROKEN_DIRECTIVE = re.compile(r"^#SBATCH.*(?<!\\)(?:\\\\)*\$'", re.MULTILINE)
+_HINT = "`hpcrun template show --context` lists the values"
+
+
+class Code(str):
+    """Shell text that is written as it stands: what a template says, and an admin's own lines.
+
+    All that can be done to it gives plain text again, which is quoted.
+    """
+
+    __slots__ = ()
+
+
+def quote(value: str) -> str:
+    """One shell word, on one line, that is nowhere in a script taken for code; sbatch reads it alike."""
+    if not value:
+        return "''"
+    return "".join(_quote_piece(match) for match in _PIECES.finditer(value))
+
+
+def _quote_piece(match: re.Match[str]) -> str:
+    text = match[0]
+    if match["safe"]:
+        return text
+    if match["control"]:  # and backticks, which between backticks stand for themselves only in this form
+        return "$'" + "".join(f"\\{ord(character):03o}" for character in text) + "'"
+    # Not a backslash: in a plain locale it would hold for the first byte of a character alone.
+    return f"'{text}'" if match["wide"] else f"\\{text}"
+
+
+@dataclass(frozen=True)
+class Template:
+    """One template file: its name, whose it is, and where it lies."""
+
+    name: str
+    origin: str
+    path: Path
+
+    @property
+    def key(self) -> str:
+        """How a template names it in `extends`: site/train.sbatch.j2; a file on its own goes by its path."""
+        return str(self.path) if self.origin == "path" else f"{self.origin}/{self.name}"
+
+
+class Library:
+    """The templates of the user, the site and the package, nearest first."""
+
+    def __init__(self, directories: Mapping[str, Path] | None = None) -> None:
+        self.directories = dict(config_directories() if directories is None else directories)
+
+    def shipped(self) -> Library:
+        """The same without anything of the user's or the site's."""
+        return Library({"shipped": self.directories["shipped"]})
+
+    def templates(self) -> list[Template]:
+        """Every template that a job can name, by name; the first of several of one name is taken."""
+        found = []
+        for origin, directory in self.directories.items():
+            for path in directory.glob(f"*{SUFFIX}"):
+                if not path.name.startswith("_") and _NAME.fullmatch(path.name):
+                    found.append(Template(path.name, origin, path))
+        order = list(self.directories)
+        return sorted(found, key=lambda one: (one.name.removesuffix(SUFFIX), order.index(one.origin)))
+
+    def find(self, word: str) -> Template:
+        """The template of a name (train), of a name with its origin (shipped/train), or of a path."""
+        for spelling in (word, f"{word}{SUFFIX}"):
+            template = self._look_up(spelling)
+            if template is not None:
+                return template
+        path = Path(word)
+        if path.is_file():
+            return Template(path.name, "path", path.absolute())
+        names = ", ".join(dict.fromkeys(one.name.removesuffix(SUFFIX) for one in self.templates()))
+        raise UsageError(f"{word}: no such template or file; there are: {names}")
+
+    def _look_up(self, key: str) -> Template | None:
+        origin, slash, name = key.partition("/")
+        origins = [origin] if slash else list(self.directories)
+        name = name if slash else origin
+        if not _NAME.fullmatch(name) or not name.endswith(SUFFIX):
+            return None
+        for one in origins:
+            path = self.directories[one] / name if one in self.directories else None
+            if path is not None and path.is_file():
+                return Template(name, one, path)
+        return None
+
+    def chain(self, template: Template) -> tuple[Template, ...]:
+        """The template and all that it extends, in this order; UsageError for one that cannot be read."""
+        layers = [template]
+        with self._told(template):
+            while (parent := self._parent(layers[-1])) is not None:
+                layers.append(parent)
+                if parent in layers[:-1] or len(layers) > LAYERS:
+                    inner = layers[-2]
+                    own = f"; write shipped/{inner.name} for the one that comes with hpcrun"
+                    raise UsageError(
+                        f"{inner.path}: extends itself{own if inner.name == parent.name else ''}"
+                    )
+        return tuple(layers)
+
+    def _parent(self, template: Template) -> Template | None:
+        extends = next(self._tree(template).find_all(nodes.Extends), None)
+        if extends is None:
+            return None
+        if not isinstance(extends.template, nodes.Const):
+            wrong = "extends must name a template in quotes"
+            raise TemplateSyntaxError(wrong, extends.lineno, template.key, str(template.path))
+        name = str(extends.template.value)
+        parent = self._look_up(name)
+        if parent is None:
+            wrong = f"extends {name}, which does not exist"
+            raise TemplateSyntaxError(wrong, extends.lineno, template.key, str(template.path))
+        return parent
+
+    def _tree(self, template: Template) -> nodes.Template:
+        return self._environment.parse(read_source(template), template.key, str(template.path))
+
+    def block_place(self, template: Template, block: str) -> str:
+        """File and line of a block as the template has it: where it was overridden last, else the base's."""
+        layers = self.chain(template)
+        for layer in layers:
+            for found in self._tree(layer).find_all(nodes.Block):
+                if found.name == block:
+                    return f"{layer.path}:{found.lineno}"
+        return str(template.path)
+
+    def text_place(self, template: Template, line: str, block: str) -> str:
+        """File and line that a line of the script came from, as far as its text shows; else the block's."""
+        best, place = 2, ""
+        for layer in self.chain(template):
+            for number, source in enumerate(read_source(layer).split("\n"), start=1):
+                head = re.split(r"\{[{%#]", source, maxsplit=1)[0].strip()
+                if len(head) > best and line.strip().startswith(head):
+                    best, place = len(head), f"{layer.path}:{number}"
+        return place or self.block_place(template, block)
+
+    def render(self, template: Template, values: Mapping[str, Any]) -> str:
+        """The script; UsageError with file and line for whatever is wrong with the template."""
+        self.chain(template)
+        with self._told(template):
+            text = str(self._environment.get_template(template.key).render(values))
+        broken = _BROKEN_DIRECTIVE.search(text)
+        if broken:
+            line = text[broken.start() :].partition("\n")[0]
+            place = self.text_place(template, line, "directives")
+            raise UsageError(
+                f"{place}: a directive may not hold a line break, control character or backtick: {line}"
+            )
+        return text
+
+    @cached_property
+    def _environment(self) -> _Environment:
+        return _Environment(self._load)
+
+    def _load(self, key: str) -> tuple[str, str]:
+        path = Path(key)
+        template = Template(path.name, "path", path) if path.is_absolute() else self._look_up(key)
+        if template is None:
+            raise TemplateNotFound(key)
+        return read_source(template), str(template.path)
+
+    @contextmanager
+    def _told(self, template: Template) -> Iterator[None]:
+        """Turn what Jinja finds into one line with file and line."""
+        try:
+            yield
+        except TemplateSyntaxError as error:
+            where = f"{error.filename or template.path}:{error.lineno}"
+            raise UsageError(f"{where}: {_one_line(error.message or 'is no template')}") from None
+        except TemplateNotFound as error:
+            text = f"{error.name} does not exist"
+            raise UsageError(f"{self._line_of(error, template)}: {text}") from None
+        except TemplateError as error:
+            hint = f"; {_HINT}" if isinstance(error, UndefinedError) else ""
+            text = _one_line(error.message or type(error).__name__)
+            raise UsageError(f"{self._line_of(error, template)}: {text}{hint}") from None
+        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            text = f"{type(error).__name__}: {_one_line(str(error))}"
+            raise UsageError(f"{self._line_of(error, template)}: {text}") from None
+
+    def _line_of(self, error: Exception, template: Template) -> str:
+        """The innermost template line of a traceback, in which Jinja has put the lines of templates."""
+        folders = {str(folder) for folder in [*self.directories.values(), template.path.parent]}
+        place, trace = str(template.path), error.__traceback__
+        while trace is not None:
+            name = trace.tb_frame.f_code.co_filename
+            if name == str(template.path) or (name.endswith(".j2") and str(Path(name).parent) in folders):
+                place = f"{name}:{trace.tb_lineno}"
+            trace = trace.tb_next
+        return place
+
+
+def read_source(template: Template) -> str:
+    """The text of a template; UsageError when it cannot be read."""
+    try:
+        # Not read_text, which would hide line ends of another system.
+        return template.path.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{template.path}: is not text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{template.path}: cannot be read: {error.strerror}") from None
+
+
+class _Loader(BaseLoader):
+    def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
+        self._load = load
+
+    def get_source(self, environment: Any, template: str) -> tuple[str, str, Callable[[], bool]]:
+        source, path = self._load(template)
+        tree = environment.parse(source, template, path)
+        for kind, tag in ((nodes.FilterBlock, "filter"), (nodes.ScopedEvalContextModifier, "autoescape")):
+            found = next(tree.find_all(kind), None)
+            if found is not None:
+                wrong = f"the tag {tag} would get round the quoting; filter single values instead"
+                raise TemplateSyntaxError(wrong, found.lineno, template, path)
+        return source, path, lambda: True
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja in which what a template has written is Code, and everything else is quoted when printed."""
+
+    # Blocks, macros and whole scripts are put together by this.
+    concat = staticmethod(lambda pieces: Code("".join(pieces)))
+
+    def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
+        super().__init__(
+            loader=_Loader(load),
+            undefined=StrictUndefined,
+            finalize=_printed,
+            autoescape=False,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        self.filters |= {"words": _words, "unquoted": _unquoted}
+
+
+def _printed(value: Any) -> str:
+    """What `{{ value }}` writes; None and mappings are mistakes."""
+    if isinstance(value, Code | Undefined):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return " ".join(quote(_plain(one)) for one in value)
+    return quote(_plain(value))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | int | float):
+        return str(value)
+    if value is None:
+        raise TemplateRuntimeError("the value is null for this job; put it under {% if ... %}")
+    raise TemplateRuntimeError(f"a {type(value).__name__} cannot be printed; print its items")
+
+
+def _words(value: Iterable[Any]) -> str:
+    """A list as one text that shlex.split takes apart again: for a variable that holds a command."""
+    return shlex.join(_plain(one) for one in value)
+
+
+def _unquoted(value: Any) -> Code:
+    """A value as it stands: the admin vouches that it is no shell code."""
+    text = _plain(value)
+    if not text.isprintable():
+        raise TemplateRuntimeError("unquoted: the value holds a line break or control character")
+    return Code(text)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def quoted_words(words: Sequence[str]) -> str:
+    """A command line as templates print a list."""
+    return " ".join(map(quote, words))

@@ -1,0 +1,299 @@
+"""ClusterSpec: what an admin says about a cluster once, so that no user and no script has to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
+
+from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.specs.load import _EXPLAINED, _nearest, _show
+from hpcrun.specs.shipped import shipped
+from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
+from hpcrun.units import parse_memory, parse_time
+
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
+Directory = Annotated[str, StringConstraints(pattern=r"^[/$~][^\x00-\x1f]*$")]
+
+
+def _readable(parse: Callable[[str], object]) -> AfterValidator:
+    """Text that one of the unit parsers takes; kept as it was written."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except UsageError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
+        return text
+
+    return AfterValidator(check)
+
+
+Time = Annotated[str, _readable(parse_time)]
+Memory = Annotated[str, _readable(parse_memory)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class PartitionSpec(_Section):
+    """One partition: what its nodes have, and the most that a job may ask of it."""
+
+    default: bool = Field(default=False, description="taken when a job names none; one at most")
+    max_time: Time | None = Field(default=None, description="longest time limit, such as 2-00:00:00")
+    max_nodes: int | None = Field(default=None, ge=1, description="most nodes of a job")
+    gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs of a node")
+    gpu_type: Word | None = Field(default=None, description="the type's name in Slurm, such as h100")
+    cpus_per_node: int | None = Field(default=None, ge=1, description="CPUs of a node")
+    mem_per_node: Memory | None = Field(default=None, description="memory of a node, such as 2000G")
+    exclusive: bool = Field(default=False, description="ask for whole nodes")
+    qos: Word | None = Field(default=None, description="quality of service when a job names none")
+
+
+class GpuSpec(_Section):
+    """How GPUs are asked for."""
+
+    request: Literal["gpus-per-node", "gres", "gpus-per-task", "none"] = Field(
+        default="gpus-per-node", description="the sbatch option; gpus-per-task hides peers from each other"
+    )
+    typed: bool = Field(default=False, description="put the partition's gpu_type into the request")
+    bind: str | None = Field(default="none", description="srun --gpu-bind; null: say nothing")
+
+
+class MpiSpec(_Section):
+    """The MPI library of the ranks, and what starts them."""
+
+    library: Literal["mpich", "openmpi", "intel", "cray", "none"] = Field(
+        default="mpich", description="what mpi4py picks at run time"
+    )
+    libmpi: Directory | None = Field(default=None, description="path of the library (MPI4PY_LIBMPI)")
+    pmi: Literal["pmi2", "pmix", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "none"] = Field(
+        default="pmi2", description="srun --mpi; mpich speaks pmi2, Open MPI pmix"
+    )
+    launcher: Literal["hydra", "srun", "mpirun"] = Field(default="hydra", description="what starts the ranks")
+
+
+class PythonSpec(_Section):
+    """The interpreter on the compute nodes."""
+
+    path: Directory | None = Field(default=None, description="default: the one that submits")
+    checks: list[str] = Field(default=[], description="modules that must import there, such as torch")
+
+
+class ContainerSpec(_Section):
+    """How ranks run in containers; supervisor and agents stay outside."""
+
+    runtime: Literal["pyxis", "apptainer", "singularity", "none"] = Field(default="none")
+    mounts: list[str] = Field(default=[], description="SOURCE:TARGET[:ro], for every job")
+    options: list[str] = Field(default=[], description="further words for the runtime")
+
+
+class ModulesSpec(_Section):
+    """Environment modules."""
+
+    init: list[str] = Field(default=[], description="shell lines that define `module`; the admin's code")
+    purge: bool = Field(default=False, description="`module purge` first")
+    load: list[Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$")]] = Field(
+        default=[], description="loaded for every job, before the job's own"
+    )
+
+
+class NetworkSpec(_Section):
+    """What traffic between nodes runs over."""
+
+    interface: Word | None = Field(default=None, description="IP interface, such as ib0 or eth0")
+    hcas: list[Word] = Field(default=[], description="InfiniBand or RoCE devices, such as mlx5_0")
+    fabric_suffix: str = Field(
+        default="", pattern=r"^[A-Za-z0-9.-]*$", description="added to a node's name for its fabric address"
+    )
+
+
+class LevelSpec(_Section):
+    """One level of the network, from the node upwards."""
+
+    name: Word = Field(description="leaf, spine, core, ...")
+    bandwidth_GBps: float = Field(gt=0, description="of one node's link at this level, one direction")
+    oversubscription: float = Field(default=1.0, ge=1, description="traffic below over capacity above")
+    latency_us: float | None = Field(default=None, gt=0, description="added by this level, one way")
+
+
+class TopologySpec(_Section):
+    """Where the shape of the network is known from, and what its levels carry."""
+
+    source: Literal["slurm", "file", "names", "none"] = Field(
+        default="slurm", description="scontrol, a topology file, node names, or one flat switch"
+    )
+    file: Directory | None = Field(default=None, description="topology.conf or topology.yaml, for `file`")
+    pattern: str | None = Field(
+        default=None, description="regular expression on node names with a group `leaf`, for `names`"
+    )
+    levels: list[LevelSpec] = Field(default=[], description="from the leaf upwards")
+
+
+class FileSystemSpec(_Section):
+    """One file system as jobs see it."""
+
+    path: Directory = Field(description="where it is; $USER and ~ are replaced")
+    kind: Literal["lustre", "gpfs", "beegfs", "nfs", "weka", "local", "other"] = Field(default="other")
+    shared: bool = Field(default=True, description="the same on login and compute nodes")
+    purged_days: int | None = Field(default=None, ge=1, description="files older than this are removed")
+
+
+class ClusterSpec(_Section):
+    """A cluster's profile."""
+
+    name: Word = Field(description="the cluster, as jobs name it")
+    default: bool = Field(default=False, description="taken when a job names no cluster")
+    slurm_cluster: Word | None = Field(default=None, description="sbatch -M; null: the local one")
+    slurm_version: str | None = Field(
+        default=None, pattern=r"^[0-9]{2}\.[0-9]{2}(\.[0-9]+)?$", description="such as 24.05, in quotes"
+    )
+    slurm_module: Word | None = Field(default=None, description="module that holds the Slurm commands")
+    account: Word | None = Field(default=None, description="account when a job names none")
+    partitions: dict[Word, PartitionSpec] = Field(default={}, description="by name")
+    gpus: GpuSpec = GpuSpec()
+    mpi: MpiSpec = MpiSpec()
+    python: PythonSpec = PythonSpec()
+    container: ContainerSpec = ContainerSpec()
+    modules: ModulesSpec = ModulesSpec()
+    network: NetworkSpec = NetworkSpec()
+    topology: TopologySpec = TopologySpec()
+    file_systems: dict[Word, FileSystemSpec] = Field(default={}, description="by name: scratch, home, ...")
+    quota: list[str] = Field(default=[], description="command that prints the user's quota, as words")
+    root: Directory | None = Field(default=None, description="where run directories are made")
+    log_roots: list[Directory] = Field(default=[], description="places for run directories; empty: any")
+    setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
+    teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
+    env: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+        default={}, description="environment of every job; the job's own wins"
+    )
+
+    @property
+    def default_partition(self) -> str | None:
+        """The partition of a job that names none, as far as the profile says."""
+        return next((name for name, partition in self.partitions.items() if partition.default), None)
+
+
+def load_cluster(path: Path) -> ClusterSpec:
+    """Read a profile; SpecError lists every mistake with file, line and key."""
+    return _resolve(load_document(path))
+
+
+def parse_cluster(text: str, name: str) -> ClusterSpec:
+    """The same for text that is already in memory."""
+    return _resolve(parse_document(text, name))
+
+
+def render_cluster(cluster: ClusterSpec) -> str:
+    """A profile as YAML, defaults included; parse_cluster reads it back to the same profile."""
+    return render_document(cluster.model_dump(mode="json"))
+
+
+def config_directories() -> dict[str, Path]:
+    """Where people keep templates and profiles, nearest first: user, site, shipped; they need not exist."""
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return {
+        # unlike Path.expanduser, this one does not raise where there is no home
+        "user": Path(os.path.expanduser(config)) / "hpcrun",  # noqa: PTH111
+        "site": Path(os.environ.get("HPCRUN_SITE") or "/etc/hpcrun"),
+        "shipped": shipped("jobs/demo.yaml").parents[1],
+    }
+
+
+def all_profiles() -> list[Path]:
+    """Every profile of the user and of the site; a user's file hides the site's of the same name."""
+    found: dict[str, Path] = {}
+    for origin, directory in config_directories().items():
+        if origin != "shipped":
+            for path in sorted((directory / "profiles").glob("*.yaml")):
+                found.setdefault(path.name, path)
+    return list(found.values())
+
+
+def find_cluster(name: str | None = None) -> ClusterSpec | None:
+    """The profile of this name or path; without one the default or only one, or None where there is none."""
+    if name is not None and (name.endswith((".yaml", ".yml")) or "/" in name):
+        return load_cluster(Path(name))
+    clusters = {path: load_cluster(path) for path in all_profiles()}
+    known = ", ".join(cluster.name for cluster in clusters.values()) or "none"
+    if name is not None:
+        wanted = [cluster for cluster in clusters.values() if cluster.name == name]
+        if not wanted:
+            raise UsageError(f"{name}: no profile of this name; there are: {known}")
+        return wanted[0]
+    chosen = [path for path, cluster in clusters.items() if cluster.default] or list(clusters)
+    if len(chosen) > 1:
+        places = ", ".join(map(str, chosen))
+        raise UsageError(
+            f"{places}: which is the cluster? name one of {known}, or set `default: true` in one"
+        )
+    return clusters[chosen[0]] if chosen else None
+
+
+def _resolve(document: Document) -> ClusterSpec:
+    # A key with nothing after it, all its lines commented out, stands for its defaults.
+    given = {k: v for k, v in document.values.items() if v is not None or k not in ClusterSpec.model_fields}
+    try:
+        cluster = ClusterSpec.model_validate(given)
+    except ValidationError as error:
+        problems = [_problem(details) for details in error.errors(include_url=False)]
+    else:
+        problems = list(_contradictions(cluster))
+        if not problems:
+            return cluster
+    raise SpecError([Problem(one.key, one.text, document.where(one.key)) for one in problems])
+
+
+def _contradictions(cluster: ClusterSpec) -> Iterable[Problem]:
+    defaults = [name for name, partition in cluster.partitions.items() if partition.default]
+    for name in defaults[1:]:
+        yield Problem(
+            f"partitions.{name}.default", f"{defaults[0]} is the default already; keep one of the two"
+        )
+    topology, mpi = cluster.topology, cluster.mpi
+    for source, key in (("file", "file"), ("names", "pattern")):
+        if topology.source == source and getattr(topology, key) is None:
+            yield Problem(f"topology.{key}", f"is missing; topology.source is {source}")
+    if mpi.launcher == "hydra" and mpi.library in ("openmpi", "cray"):
+        yield Problem("mpi.launcher", f"hydra does not start {mpi.library}; use srun or mpirun")
+    if mpi.launcher == "srun" and mpi.library == "mpich" and mpi.pmi.startswith("pmix"):
+        yield Problem("mpi.pmi", f"mpich does not speak {mpi.pmi}; use pmi2")
+    if cluster.gpus.typed:
+        for name, partition in cluster.partitions.items():
+            if partition.gpus_per_node and partition.gpu_type is None:
+                yield Problem(f"partitions.{name}.gpu_type", "is missing; gpus.typed asks for it")
+
+
+def _problem(details: ErrorDetails) -> Problem:
+    path = [str(part) for part in details["loc"] if part != "[key]"]
+    kind, context = details["type"], details.get("ctx", {})
+    if kind == "extra_forbidden":
+        text = f"unknown key{_nearest(path[-1], _fields_at(path[:-1]))}"
+    elif kind == "literal_error":
+        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        text = f"{_show(details['input'])} is not allowed{_nearest(str(details['input']), allowed)}"
+    else:
+        text = _EXPLAINED.get(kind, "{found} is not allowed").format(found=_show(details["input"]), **context)
+        field = _fields_at(path[:-1]).get(path[-1])
+        meaning = field.description if field else None
+        text += f" ({meaning})" if meaning and kind != "value_error" else ""
+    return Problem(".".join(path), text)
+
+
+def _fields_at(path: Sequence[str]) -> dict[str, Any]:
+    """The fields of the section that a path leads to, through named sections (partitions) and lists."""
+    current: Any = ClusterSpec
+    for part in path:
+        if isinstance(current, type) and issubclass(current, BaseModel):
+            field = current.model_fields.get(part)
+            current = field.annotation if field else None
+        else:
+            inner = get_args(current)
+            current = inner[-1] if inner else None
+    is_section = isinstance(current, type) and issubclass(current, BaseModel)
+    return dict(current.model_fields) if is_section else {}

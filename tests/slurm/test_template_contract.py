@@ -1,0 +1,295 @@
+"""`check`: every point of the contract, broken once; and what the context refuses to hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hpcrun.slurm.contract import (
+    ScriptContext,
+    check,
+    describe_context,
+    fixture,
+    from_profile,
+    render_script,
+    shipped_counterpart,
+)
+from hpcrun.slurm.template import SUFFIX, Library, read_source
+from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.shipped import shipped
+
+JOBS = [
+    "array",
+    "command",
+    "command-apptainer",
+    "command-pyxis",
+    "function",
+    "train",
+    "train-apptainer",
+    "train-pyxis",
+]
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with bash and no sbatch, whatever this machine has; commands can be added to it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "env", "cat"):
+        (folder / name).symlink_to(f"/bin/{name}" if Path(f"/bin/{name}").exists() else f"/usr/bin/{name}")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    (tmp_path / "site").mkdir()
+    return Library({"site": tmp_path / "site", "shipped": Library().directories["shipped"]})
+
+
+Found = Callable[..., list[str]]
+
+
+@pytest.fixture
+def found(library: Library) -> Found:
+    """Check a site's own template of some text, and get what is wrong with it."""
+
+    def call(text: str, name: str = "mine", **options: str) -> list[str]:
+        folder = library.directories["site"]
+        (folder / f"{name}{SUFFIX}").write_bytes(text.encode())
+        problems = check(library, library.find(name), **options)  # type: ignore[arg-type]
+        return [str(problem).replace(f"{folder}/", "") for problem in problems]
+
+    return call
+
+
+def extends(block: str, text: str, base: str = "train") -> str:
+    return f'{{% extends "shipped/{base}{SUFFIX}" %}}\n\n{{% block {block} %}}\n{text}\n{{% endblock %}}\n'
+
+
+def test_every_template_that_is_shipped_is_here(library: Library) -> None:
+    names = [one.name.removesuffix(SUFFIX) for one in library.shipped().templates()]
+    assert names == sorted([*JOBS, "base"])
+
+
+@pytest.mark.parametrize("name", [*JOBS, "base"])
+def test_what_is_shipped_keeps_its_contract(name: str, library: Library) -> None:
+    template = library.find(name)
+    assert check(library, template) == []
+    assert check(library, template, load_cluster(shipped("profiles/example.yaml")), "25.11") == []
+
+
+def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
+    text = extends("setup", "{{ super() }}\nulimit -l unlimited")
+    text += "{% block directives %}\n{{ super() -}}\n#SBATCH --partition=gpu\n{% endblock %}\n"
+    assert found(text) == []
+    assert found(text.replace("train", "function"), "own") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            extends("setup", "{{ super() }}\n#SBATCH --partition=gpu"),
+            "mine.sbatch.j2:5: sbatch ignores a directive after the first command: #SBATCH --partition=gpu",
+        ),
+        (
+            extends("directives", "#SBATCH --output={{ stdout }}"),
+            "mine.sbatch.j2:3: --output must be the job's pattern",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --output=slurm-%j.out"),
+            "mine.sbatch.j2:3: --output must be the job's pattern",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --open-mode=truncate"),
+            "mine.sbatch.j2:3: --open-mode=append is missing",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --time=2:00:00"),
+            "mine.sbatch.j2:3: --time must be the",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --signal=USR2@60"),
+            "mine.sbatch.j2:3: --signal=USR2@60 must be --signal=B:USR2@120: the batch shell must get it",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --signal=B:USR2@120", "function"),
+            "mine.sbatch.j2:3: --signal=B:USR2@120 must be --signal=USR2@120: srun's tasks get it",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --no-requeue"),
+            "mine.sbatch.j2:3: --requeue is missing",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --requeue"),
+            "mine.sbatch.j2:3: --requeue stands although",
+        ),
+        (
+            extends("directives", "{{ super() -}}\n#SBATCH --array=0-3", "array"),
+            "mine.sbatch.j2:3: --array must be the job's: --array=0-39%8",
+        ),
+        (extends("launch", "echo\nstatus=0"), "mine.sbatch.j2:3: {{ launch }} must stand in it once"),
+        (extends("launch", "# {{ launch }} &\nwait"), "mine.sbatch.j2:3: {{ launch }} must stand in it once"),
+        (
+            extends("launch", "{{ super() }}\n{{ launch }} &\nwait"),
+            "mine.sbatch.j2:3: {{ launch }} must stand in it",
+        ),
+        (extends("launch", "{{ launch }} &\nwait"), "mine.sbatch.j2:3: no trap hands USR2 on to the command"),
+        (
+            extends("launch", "trap : USR1 USR2 TERM\n{{ launch }}\nwait"),
+            "mine.sbatch.j2:3: the command must run in the background",
+        ),
+        (
+            extends("launch", "trap : USR1 USR2 TERM\nsrun {{ launch }} &\nwait"),
+            "mine.sbatch.j2:3: the command is the supervisor: it runs once, in the batch shell",
+        ),
+        (
+            extends("launch", "srun --output x {{ launch }}", "function"),
+            "mine.sbatch.j2:3: srun must write to the job's pattern: --output /scratch",
+        ),
+        (
+            extends("setup", "export HF_TOKEN=hf_0123456789"),
+            "mine.sbatch.j2:4: HF_TOKEN is written out; secrets are read from a 0600 file",
+        ),
+        (extends("setup", "if true; then"), "mine.sbatch.j2: bash -n: the script: line "),
+        (extends("setup", "echo {{ nodez }}"), "mine.sbatch.j2:4: 'nodez' is undefined"),
+        (
+            extends("setup", "echo {{ accepts('x') }}"),
+            "mine.sbatch.j2:4: accepts: 'x' is not known; there are",
+        ),
+        (extends("setup", "echo a\r"), "mine.sbatch.j2 line 4: ends in a carriage return"),
+        (extends("setup", "# {{ 'x' * 5000000 }}"), "the script has 500"),
+        ("echo {{ launch }}\n", "mine.sbatch.j2: the script does not begin with #!/bin/bash"),
+        ("#!/bin/sh\n", "mine.sbatch.j2: the script does not begin with #!/bin/bash"),
+        ("#!/bin/bash\n", "mine.sbatch.j2: `export SUBMITIT_EXECUTOR=slurm` is missing"),
+    ],
+)
+def test_each_point_of_the_contract(text: str, said: str, found: Found) -> None:
+    lines = found(text)
+    assert any(said in line for line in lines), [line[:200] for line in lines]
+
+
+def test_bash_s_own_words_about_a_script_that_does_not_parse(found: Found) -> None:
+    (line,) = found(extends("setup", "{{ super() }}\nfor x in a; done"))
+    assert line.startswith("mine.sbatch.j2:5: bash -n: the script: line ")
+    assert "syntax error near unexpected token `done'" in line
+
+
+def test_secrets_that_are_none(found: Found) -> None:
+    lines = [
+        "export HF_TOKEN=$TOKEN",
+        'API_KEY="${KEY-}"',
+        "export X_TOKEN_FILE=/a",
+        "# MY_SECRET=abc",
+        "PASSWORD=",
+    ]
+    assert found(extends("setup", "\n".join(lines))) == []
+
+
+def test_the_value_of_a_secret_variable_of_the_caller(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    (line,) = found(extends("setup", "wandb login 0123456789abcdef"))
+    assert "the script holds the value of your variable WANDB_API_KEY" in line
+    assert "0123456789abcdef" not in line
+
+
+@pytest.mark.parametrize("answer", ["exit 0", "echo 'sbatch: error: invalid partition' >&2; exit 1"])
+def test_sbatch_is_asked_where_there_is_one(
+    answer: str, found: Found, no_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub, seen = no_slurm / "sbatch", tmp_path / "seen"
+    stub.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$1" "${{SLURM_JOB_ID-none}}" >{seen}; cat "$2" >>{seen}\n{answer}\n'
+    )
+    stub.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    lines = found(extends("setup", "true"))
+    assert seen.read_text().startswith("--test-only\nnone\n#!/bin/bash\n")
+    if answer == "exit 0":
+        assert lines == []
+    else:
+        assert [line.split("sbatch --")[1] for line in lines] == [
+            "test-only: sbatch: error: invalid partition"
+        ]
+
+
+def test_a_site_s_base_changes_every_kind_of_job(library: Library) -> None:
+    folder = library.directories["site"]
+    (folder / f"base{SUFFIX}").write_text(extends("setup", "{{ super() -}}\nulimit -l unlimited", "base"))
+    for name in JOBS:
+        template = library.find(name)
+        text = render_script(library, template, fixture(library, template))
+        assert text.count("\nulimit -l unlimited\n") == 1
+        assert check(library, template) == []
+    assert shipped_counterpart(library, library.find("base")).origin == "shipped"
+
+
+def test_what_the_profile_gives_and_the_release_decides(library: Library) -> None:
+    cluster = load_cluster(shipped("profiles/example.yaml"))
+    changed = cluster.model_copy(update={"setup": ["ulimit -l unlimited; $(true)"], "teardown": ["sync"]})
+    assert from_profile(None) == {}
+    template = library.find("train")
+    old, new = (
+        render_script(library, template, fixture(library, template, changed, version))
+        for version in ("22.05", None)
+    )
+    assert "\nulimit -l unlimited; $(true)\n" in old, "the admin's lines stand as they are"
+    assert old.endswith('sync\n\nexit "$status"\n') or "\nsync\n" in old
+    assert "SRUN_CPUS_PER_TASK" in old
+    assert "--segment" not in old
+    assert "SRUN_CPUS_PER_TASK" not in new, "the profile's 24.05"
+    assert "#SBATCH --segment=2\n" in new
+    assert "#SBATCH --partition=gpu\n" in new
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        {"name": "a\nb"},
+        {"directives": {"comment": "a\n#SBATCH --uid=0"}},
+        {"directives": {"comment": "a\rb"}},
+        {"directives": {"comment x": "a"}},
+        {"directives": {"comment=x\n": "a"}},
+        {"directives": {"-p": "a"}},
+        {"stdout": "a\nb"},
+        {"run_dir": "relative"},
+        {"run_dir": "/a\nb"},
+        {"env": {"A B": "x"}},
+        {"env": {"A": "x\0y"}},
+        {"launch": []},
+        {"launch": ["a\0"]},
+        {"modules": ["--force"]},
+        {"modules": ["gcc\ntouch x"]},
+        {"array": {"indices": "0-3; touch x"}},
+        {"container": {"runtime": "pyxis", "image": "a", "mounts": ["/a:/b,/c:/d"]}},
+        {"container": {"runtime": "pyxis", "image": "a"}, "run_dir": "/a,b"},
+        {"signal": "KILL"},
+        {"unknown": 1},
+    ],
+    ids=str,
+)
+def test_what_no_context_holds(update: dict[str, object]) -> None:
+    sound = {"name": "a", "run_id": "a", "run_dir": "/a", "launch": ["a"], "stdout": "/a/%j_%t_log.out"}
+    ScriptContext.model_validate(sound)
+    with pytest.raises(ValidationError):
+        ScriptContext.model_validate(sound | update)
+
+
+def test_the_context_is_described_whole() -> None:
+    rows = {name: (kind, meaning) for name, kind, meaning in describe_context()}
+    assert set(ScriptContext.model_fields) <= set(rows)
+    assert all(kind and meaning for kind, meaning in rows.values())
+    assert rows["launch"][0] == "list"
+    assert rows["array.offset"][0] == "integer"
+    assert "segment" in rows["accepts(feature)"][1]
+
+
+def test_no_template_is_written_for_another_system(library: Library) -> None:
+    for template in library.shipped().templates():
+        assert "\r" not in read_source(template)
+        assert os.access(template.path, os.R_OK)

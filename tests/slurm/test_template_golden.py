@@ -1,0 +1,49 @@
+"""The script of every shipped template for three Slurm releases, as a file to read and to compare with.
+
+python tests/slurm/test_template_golden.py --write      writes the files anew
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrun.slurm.contract import fixture, render_script
+from hpcrun.slurm.template import SUFFIX, Library
+from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.shipped import shipped
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+VERSIONS = ("22.05", "24.05", "25.11")
+LIBRARY = Library().shipped()
+NAMES = [one.name.removesuffix(SUFFIX) for one in LIBRARY.templates() if one.name != f"base{SUFFIX}"]
+
+
+def script(name: str, version: str) -> str:
+    template = LIBRARY.find(name)
+    cluster = load_cluster(shipped("profiles/example.yaml"))
+    return render_script(LIBRARY, template, fixture(LIBRARY, template, cluster, version))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_is_the_one_on_file(name: str, version: str) -> None:
+    path = GOLDEN / f"{name}-{version}.sh"
+    assert script(name, version) == path.read_text(encoding="utf-8"), f"if wanted: {__doc__}"
+
+
+def test_no_file_is_left_over() -> None:
+    wanted = {f"{name}-{version}.sh" for name in NAMES for version in VERSIONS}
+    assert {path.name for path in GOLDEN.glob("*.sh")} == wanted
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    for old in GOLDEN.glob("*.sh"):
+        old.unlink()
+    for name in NAMES:
+        for version in VERSIONS:
+            (GOLDEN / f"{name}-{version}.sh").write_text(script(name, version), encoding="utf-8")
