@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-from pydantic_core import ErrorDetails
 
 from hpcrun.errors import Problem, SpecError, UsageError
-from hpcrun.specs.load import _EXPLAINED, _nearest, _show
+from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.shipped import shipped
 from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
 from hpcrun.units import parse_memory, parse_time
@@ -241,7 +240,7 @@ def _resolve(document: Document) -> ClusterSpec:
     try:
         cluster = ClusterSpec.model_validate(given)
     except ValidationError as error:
-        problems = [_problem(details) for details in error.errors(include_url=False)]
+        problems = problems_of(error, ClusterSpec)
     else:
         problems = list(_contradictions(cluster))
         if not problems:
@@ -267,33 +266,3 @@ def _contradictions(cluster: ClusterSpec) -> Iterable[Problem]:
         for name, partition in cluster.partitions.items():
             if partition.gpus_per_node and partition.gpu_type is None:
                 yield Problem(f"partitions.{name}.gpu_type", "is missing; gpus.typed asks for it")
-
-
-def _problem(details: ErrorDetails) -> Problem:
-    path = [str(part) for part in details["loc"] if part != "[key]"]
-    kind, context = details["type"], details.get("ctx", {})
-    if kind == "extra_forbidden":
-        text = f"unknown key{_nearest(path[-1], _fields_at(path[:-1]))}"
-    elif kind == "literal_error":
-        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        text = f"{_show(details['input'])} is not allowed{_nearest(str(details['input']), allowed)}"
-    else:
-        text = _EXPLAINED.get(kind, "{found} is not allowed").format(found=_show(details["input"]), **context)
-        field = _fields_at(path[:-1]).get(path[-1])
-        meaning = field.description if field else None
-        text += f" ({meaning})" if meaning and kind != "value_error" else ""
-    return Problem(".".join(path), text)
-
-
-def _fields_at(path: Sequence[str]) -> dict[str, Any]:
-    """The fields of the section that a path leads to, through named sections (partitions) and lists."""
-    current: Any = ClusterSpec
-    for part in path:
-        if isinstance(current, type) and issubclass(current, BaseModel):
-            field = current.model_fields.get(part)
-            current = field.annotation if field else None
-        else:
-            inner = get_args(current)
-            current = inner[-1] if inner else None
-    is_section = isinstance(current, type) and issubclass(current, BaseModel)
-    return dict(current.model_fields) if is_section else {}

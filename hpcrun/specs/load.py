@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -10,18 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from hpcrun.errors import Problem, SpecError
 from hpcrun.specs.corpus import PYTHON_STDLIB
 from hpcrun.specs.job import NOT_YET, JobSpec
+from hpcrun.specs.mistakes import nearest, problems_of, show
 from hpcrun.specs.model import PRESETS, model_fields_from_hf
 from hpcrun.specs.plan import Plan, contradictions, make_plan, with_layout
 from hpcrun.specs.yaml import Document, load_document, parse_document, parse_value, render_document
 
 _COMMAND_LINE = "command line"
 _PATHS = (("data", "text"), ("data", "tokens"), ("model", "hf"), ("model", "weights"))
+_SHORTHANDS = {"model": ("preset", "hf")}
+"""Keys that stand for others, which take their place before the job is checked."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,8 @@ def _resolve(document: Document, overrides: Sequence[str], base: Path) -> Resolv
     try:
         job = JobSpec.model_validate(given)
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        problems += [_problem(one) for one in details]
-        broken |= {str(one["loc"][0]) for one in details}
+        problems += problems_of(error, JobSpec, shorthands=_SHORTHANDS, inherit=True)
+        broken |= {str(details["loc"][0]) for details in error.errors(include_url=False)}
         job = JobSpec.model_validate({key: value for key, value in given.items() if key not in broken})
     reported = {problem.key for problem in problems}
     problems += [problem for problem in _not_yet(given) if problem.key not in reported]
@@ -141,7 +141,7 @@ def _override(document: Document, override: str) -> list[Problem]:
             place[parent] = {}
             document.places.setdefault(".".join(path[:depth]), _COMMAND_LINE)
         if not isinstance(place[parent], dict):
-            text = f"{'.'.join(path[:depth])} is {_show(place[parent])} and has no keys; set it as a whole"
+            text = f"{'.'.join(path[:depth])} is {show(place[parent])} and has no keys; set it as a whole"
             return [Problem(dotted, text, _COMMAND_LINE)]
         place = place[parent]
     place[last] = value
@@ -173,7 +173,7 @@ def _expand_model(values: dict[str, Any]) -> list[Problem]:
         fields = PRESETS[preset]
     elif preset is not None:
         key = "model" if isinstance(written, str) else "model.preset"
-        problems = [Problem(key, f"{_show(preset)} is not known{_nearest(str(preset), PRESETS)}")]
+        problems = [Problem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
     section = (PRESETS["demo"] if problems else fields) | section
     values["model"] = section
     hidden, heads = section.get("hidden"), section.get("heads")
@@ -192,14 +192,14 @@ def _expand_model(values: dict[str, Any]) -> list[Problem]:
 
 def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     if not isinstance(hf, str) or not hf:
-        return {}, [Problem("model.hf", f"must be the path of a directory, not {_show(hf)}")]
+        return {}, [Problem("model.hf", f"must be the path of a directory, not {show(hf)}")]
     try:
         fields = model_fields_from_hf(Path(hf)) | {"weights": hf}
     except ValueError as error:
         return {}, [Problem("model.hf", str(error))]
     clashes = [key for key in fields if key in section and section[key] != fields[key]]
     text = "stands beside model.hf, which says {}; leave one of the two out"
-    return fields, [Problem(f"model.{key}", text.format(_show(fields[key]))) for key in clashes]
+    return fields, [Problem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
 
 
 def _absent(job: JobSpec, broken: set[str]) -> list[Problem]:
@@ -216,90 +216,10 @@ def _not_yet(given: dict[str, Any]) -> list[Problem]:
     text = "{} is not available in this version of hpcrun; leave it out"
     found = [(key, _value_at(given, key)) for key in NOT_YET]
     used = [(key, value) for key, value in found if value not in (None, _value_at(defaults, key))]
-    return [Problem(key, text.format(_show(value))) for key, value in used]
+    return [Problem(key, text.format(show(value))) for key, value in used]
 
 
 def _value_at(values: Any, key: str) -> Any:
     for part in key.split("."):
         values = values.get(part) if isinstance(values, dict) else None
     return values
-
-
-_MAPPING = "must be a mapping of keys to values, not {found}"
-_EXPLAINED = {
-    "missing": "is missing",
-    "model_type": _MAPPING,
-    "dict_type": _MAPPING,
-    "list_type": "must be a list, not {found}",
-    "int_type": "must be a whole number, not {found}",
-    "int_from_float": "must be a whole number, not {found}",
-    "float_type": "must be a number, not {found}",
-    "finite_number": "must be a finite number, not {found}",
-    "string_type": "must be text (put it in quotes), not {found}",
-    "bool_type": "must be true or false, not {found}",
-    "greater_than": "must be above {gt}, not {found}",
-    "greater_than_equal": "must be at least {ge}, not {found}",
-    "less_than": "must be below {lt}, not {found}",
-    "less_than_equal": "must be at most {le}, not {found}",
-    "too_short": "must have at least {min_length} items, not {actual_length}",
-    "too_long": "must have at most {max_length} items, not {actual_length}",
-    "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "{found} is not allowed",
-    "value_error": "{error}",
-}
-"""What pydantic found, in our words; `found` is the value, the other names are from the error's context."""
-
-
-def _problem(details: ErrorDetails) -> Problem:
-    path = [str(part) for part in details["loc"] if part != "[key]"]
-    kind, context = details["type"], details.get("ctx", {})
-    if kind == "extra_forbidden":
-        text = f"unknown key{_nearest(path[-1], _keys_of(path[:-1]))}"
-    elif kind == "literal_error":
-        allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        text = f"{_show(details['input'])} is not allowed{_nearest(str(details['input']), allowed)}"
-    else:
-        text = _EXPLAINED.get(kind, "{found} is not allowed").format(found=_show(details["input"]), **context)
-        meaning = _description(path) or _description(path[:-1])
-        text += f" ({meaning})" if meaning and kind != "value_error" else ""
-    return Problem(".".join(path), text)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, dict | list):
-        return "a mapping" if isinstance(value, dict) else "a list"
-    text = json.dumps(value, ensure_ascii=False)
-    text = text if text.isprintable() else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:76]} ..."
-
-
-def _section_at(path: Sequence[str]) -> type[BaseModel] | None:
-    """The section that a path leads to, found through the annotations."""
-    current: type[BaseModel] = JobSpec
-    for part in path:
-        field = current.model_fields.get(part)
-        if field is None:
-            return None
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        inner = [option for option in options if isinstance(option, type) and issubclass(option, BaseModel)]
-        if not inner:
-            return None
-        current = inner[0]
-    return current
-
-
-def _keys_of(path: Sequence[str]) -> list[str]:
-    section = _section_at(path)
-    keys = list(section.model_fields) if section else []
-    return [*keys, "preset", "hf"] if path == ["model"] else keys
-
-
-def _description(path: Sequence[str]) -> str:
-    section = _section_at(path[:-1])
-    field = section.model_fields.get(path[-1]) if section else None
-    return (field.description or "") if field else ""
-
-
-def _nearest(word: str, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, [*allowed], n=1, cutoff=0.5)
-    return f"{f'; did you mean {close[0]}?' if close else ';'} allowed: {', '.join(allowed)}"

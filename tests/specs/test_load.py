@@ -429,3 +429,21 @@ def test_bad_overrides_are_refused(override: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_job("model: demo\ndata: {text: x}", "j", [override])
     assert str(caught.value).startswith("command line")
+
+
+def test_a_mistake_inside_a_list_is_told_with_what_the_list_is() -> None:
+    text = "model: demo\ndata: {text: python-stdlib}\ntrain: {betas: [0.9, 1.5]}\nmodl: 1\n"
+    with pytest.raises(SpecError) as caught:
+        parse_job(text, "job.yaml")
+    assert any(
+        "train.betas.1: must be below 1.0, not 1.5 (the two of AdamW)" in str(p)
+        for p in caught.value.problems
+    )
+
+
+def test_the_short_forms_of_a_model_are_offered_too() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_job("model: {prset: demo}\ndata: {text: python-stdlib}\n", "job.yaml")
+    (line,) = [str(problem) for problem in caught.value.problems if "prset" in problem.key]
+    assert "did you mean preset?" in line
+    assert "hf" in line.partition("allowed")[2]
