@@ -1,19 +1,21 @@
 # `make demo` and `make test` need Linux and Python 3.11 or newer; everything else is installed into VENV.
 # VENV         where the environment lies (.venv); PYTHON: which interpreter it is made with (python3)
-# TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, this one is far smaller:
-#              make test TORCH_INDEX="--extra-index-url https://download.pytorch.org/whl/cpu"
+# TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, the builds of
+#              PyTorch's own index for CPUs are far smaller: make test TORCH_INDEX="--extra-index-url URL"
+# RACKS        the lab's shape: 2x4 is two racks of four nodes; 4,2,2 three racks of those sizes
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+RACKS ?= 2x4
 export PYTHON TORCH TORCH_INDEX
 # An activated environment or a caller's paths must not decide what runs here.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench lab lab-shell lab-down lab-deps clean
 .NOTPARALLEL:
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)); sed -n '1,/^VENV/s/^# //p' $(firstword $(MAKEFILE_LIST))
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(firstword $(MAKEFILE_LIST)); sed -n '1,/^VENV/s/^# //p' $(firstword $(MAKEFILE_LIST))
 
 demo: $(VENV)/.demo ## train a small model on eight ranks of this machine
 	@$(VENV)/bin/python -m hpcrun demo
@@ -29,6 +31,18 @@ lint: $(VENV)/.test ## ruff and mypy
 bench: $(VENV)/.test ## every benchmark, quickly
 	@status=0; for script in $(filter-out benchmarks/harness.py,$(wildcard benchmarks/*.py)); do \
 		echo "== $$script"; $(VENV)/bin/python $$script --quick || status=1; done; exit $$status
+
+lab: $(VENV)/.test ## start a real Slurm of eight nodes in emulated racks on this machine (root); RACKS gives its shape
+	@$(VENV)/bin/python -m tests.lab up "$(RACKS)"
+
+lab-shell: $(VENV)/.test ## a shell on the lab's login node
+	@$(VENV)/bin/python -m tests.lab shell
+
+lab-down: $(VENV)/.test ## end the lab; nothing of it stays
+	@$(VENV)/bin/python -m tests.lab down
+
+lab-deps: $(VENV)/.test ## install the lab's Debian packages, where it cannot unpack them by itself (root)
+	@$(VENV)/bin/python -m tests.lab deps
 
 clean: ## remove the environment, caches and build outputs; runs/ stays
 	@if [ -f "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi

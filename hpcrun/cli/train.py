@@ -93,8 +93,10 @@ def _print_spec(job: Path | None, overrides: list[str], resume: str | None) -> N
 
 
 def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
+    from hpcrun.cli.display import make_display
+
     signals.let_through()
-    code = importlib.import_module("hpcrun.runtime.rank").join(job, overrides, resume, world)
+    code = importlib.import_module("hpcrun.runtime.rank").join(job, overrides, resume, world, make_display)
     return int(code)
 
 

@@ -26,6 +26,7 @@ from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.saves import Saved
 
 if TYPE_CHECKING:
+    from hpcrun.launch.course import Observer
     from hpcrun.launch.shim import Requests
 
 _SAVE, _STOP = 1, 2
@@ -43,10 +44,11 @@ class Trainer:
         device: Device,
         source: TokenSource,
         requests: Requests,
+        observer: Observer | None = None,
     ) -> None:
         assert job.model is not None
         self._job, self._plan, self._control, self._device = job, plan, control, device
-        self._source, self._requests = source, requests
+        self._source, self._requests, self._observer = source, requests, observer
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
         self._checkpoints = Checkpointer(
             attempt.run.checkpoints, control, attempt=attempt.number, keep=job.checkpoint.keep
@@ -176,6 +178,8 @@ class Trainer:
     def _write(self, record: dict[str, Any]) -> None:
         if self._metrics is not None:
             self._metrics.write({"attempt": self._attempt, "time": time.time(), **record})
+        if self._observer is not None:
+            self._observer.step(record)
 
     def _report_not_a_number(
         self, step: int, loss: float, norm: float, share: Tensor, squares: Tensor

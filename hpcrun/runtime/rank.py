@@ -19,6 +19,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from hpcrun import __version__
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import shim
+from hpcrun.launch.course import Observer
 from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launch.world import World, detect_world
 from hpcrun.runtime.control import Control, connect
@@ -38,8 +39,14 @@ def main(run_dir: str, number: int, requests: shim.Requests) -> int:
     return _guarded(control, attempt, lambda: _train(control, attempt, requests, load_job(attempt.run.spec)))
 
 
-def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: World) -> int:
-    """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 makes the run."""
+def join(
+    job: Path | None,
+    overrides: Sequence[str],
+    resume: str | None,
+    world: World,
+    display: Callable[[int], Observer],
+) -> int:
+    """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 has the display."""
     control = connect(world)
     prepared, problem = None, None
     try:
@@ -56,7 +63,11 @@ def join(job: Path | None, overrides: Sequence[str], resume: str | None, world: 
     attempt = RunDir(Path(run_path)).attempt(number)
     requests = shim.enter(attempt, world)
     resolved = ResolvedJob(prepared.spec, prepared.plan)
-    return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved))
+    observer = display(prepared.spec.train.steps) if control.rank == 0 else None
+    if observer is not None:
+        observer.note(f"run {run_path}: {prepared.plan.describe()}")
+        observer.ranks_ready(control.size, 0.0)
+    return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved, observer))
 
 
 def _refuse(control: Control, rank: int, code: int, text: str) -> int:
@@ -95,7 +106,13 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
     return code
 
 
-def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved: ResolvedJob) -> int:
+def _train(
+    control: Control,
+    attempt: Attempt,
+    requests: shim.Requests,
+    resolved: ResolvedJob,
+    observer: Observer | None = None,
+) -> int:
     job, plan = resolved.spec, resolved.plan
     assert job.data is not None
     corpus = inspect_corpus(job.data)
@@ -110,7 +127,8 @@ def _train(control: Control, attempt: Attempt, requests: shim.Requests, resolved
     open_groups(control, device)
     shim.note_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
-    result = Trainer(job, plan, attempt, control, device, source, requests).run()
+    trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
+    result = trainer.run()
     control.barrier()
     if control.rank == 0:
         record = {"attempt": attempt.number, "world_size": control.size, **result}

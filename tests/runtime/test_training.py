@@ -233,6 +233,9 @@ def test_a_foreign_launcher_gets_the_same_losses(
         ended = Ended(done.returncode, done.stdout, done.stderr, laboratory.root)
     assert ended.code == 0, ended.stderr
     assert ended.losses() == undisturbed_losses
+    lines = ended.stderr.splitlines()
+    assert len([line for line in lines if line.startswith("hpcrun: step 20/20")]) == 1, "rank 0 alone talks"
+    assert str(ended.run.path) in ended.stderr
 
 
 def test_a_profile_window_leaves_a_trace(laboratory: Laboratory) -> None:
