@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,7 +18,7 @@ from hpcrun.launch import inbox as signals
 from hpcrun.launch.world import World, detect_world
 
 if TYPE_CHECKING:
-    from hpcrun.launch.course import Outcome
+    from hpcrun.launch.course import Observer, Outcome
 
 SCHEMA_VERSION = 1
 
@@ -96,8 +97,15 @@ def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world
     from hpcrun.cli.display import make_display
 
     signals.let_through()
-    code = importlib.import_module("hpcrun.runtime.rank").join(job, overrides, resume, world, make_display)
-    return int(code)
+    with contextlib.ExitStack() as stack:
+
+        def display(steps: int) -> Observer:
+            shown = make_display(steps)
+            stack.callback(shown.close)
+            return shown
+
+        join = importlib.import_module("hpcrun.runtime.rank").join
+        return int(join(job, overrides, resume, world, display))
 
 
 def _supervise(job: Path | None, overrides: list[str], resume: str | None) -> Outcome:
