@@ -35,7 +35,8 @@ def list_steps(
         print(json.dumps({"schema_version": 1, "steps": steps}))
         return
     for saved in found:
-        print(f"step {saved.step}  {saved.position} samples  {saved.world_size} ranks  {saved.path}")
+        ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"
+        print(f"step {saved.step}  {saved.position} samples  {ranks}  {saved.path}")
 
 
 @app.command()
