@@ -85,6 +85,8 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "data prepare TEXT --out tokens.bin",
         "ckpt --help",
         "ckpt ls RUN",
+        "cluster --help",
+        "template list",
         "nonsense",
     ],
 )

@@ -29,6 +29,7 @@ VERBS = {
     "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
+    "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
     "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
 }

@@ -1,0 +1,104 @@
+"""`hpcrun cluster`: the site's profile: what it says, a first draft of it, whether it still holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="The cluster's profile: look at it, draft one from a live Slurm, check it.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+_Name = Annotated[
+    str | None, typer.Argument(metavar="NAME|PATH", help="Which profile; without it the default or only one.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Timeout = Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Given to each Slurm command.")]
+
+
+@app.command()
+def show(name: _Name = None, as_json: _Json = False) -> None:
+    """What a profile says, defaults included; null is what it leaves unsaid."""
+    from hpcrun.specs.cluster import render_cluster
+
+    cluster = _find(name)
+    if as_json:
+        _print_json({"cluster": cluster.model_dump(mode="json")})
+    else:
+        print(render_cluster(cluster), end="")
+
+
+@app.command()
+def draft(
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where to; default: printed.")] = None,
+    slurm_cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Another cluster of the federation (-M).")
+    ] = None,
+    timeout: _Timeout = 30.0,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+) -> None:
+    """Ask Slurm and write a profile, with comments for what only an admin knows."""
+    from hpcrun.slurm.draft import draft_cluster
+    from hpcrun.slurm.live import ask_cluster
+
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"{out}: exists; --force replaces it, --out FILE writes elsewhere")
+    live = ask_cluster(slurm_cluster, timeout)
+    text = draft_cluster(live).text
+    for key, line in live.unknown.items():
+        typer.echo(f"hpcrun: {key}: {line}", err=True)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror}; --out FILE writes elsewhere") from None
+    print(out)
+
+
+@app.command()
+def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) -> None:
+    """Whether the live cluster still is what the profile says; exit code 1 and a line a difference if not."""
+    from hpcrun.slurm.draft import differences, not_compared
+    from hpcrun.slurm.live import ask_cluster
+
+    cluster = _find(name)
+    live = ask_cluster(cluster.slurm_cluster, timeout)
+    found, unknown = differences(cluster, live), not_compared(cluster, live)
+    if as_json:
+        _print_json({"name": cluster.name, "ok": not found, "differences": found, "unknown": unknown})
+    else:
+        for line in unknown:
+            typer.echo(f"hpcrun: not compared: {line}", err=True)
+        print("\n".join(found) if found else f"{cluster.name}: ok")
+    if found:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _find(name: str | None) -> ClusterSpec:
+    from hpcrun.specs.cluster import config_directories, find_cluster
+
+    cluster = find_cluster(name)
+    if cluster is None:
+        site = config_directories()["site"] / "profiles" / "NAME.yaml"
+        raise UsageError(f"there is no profile yet; `hpcrun cluster draft --out {site}` writes one")
+    return cluster
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
