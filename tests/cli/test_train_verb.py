@@ -62,7 +62,7 @@ def main(run_dir, number, requests):
     comm.Barrier()
     return 0 if status == "done" else 75
 
-def join(job, overrides, resume, world):
+def join(job, overrides, resume, world, display):
     print("joined as", world.rank, "of", world.size, job, list(overrides), resume)
     return 75
 

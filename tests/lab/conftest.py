@@ -1,13 +1,19 @@
-"""One lab for all tests of a session, and a way to have another."""
+"""One lab for all tests of this folder, which ends with the last of them, and a way to have another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.lab.cluster import Lab
 from tests.lab.packages import NoLabError, overlay
+
+HERE = Path(__file__).parent
+_open_labs = contextlib.ExitStack()
+_labs: list[Lab] = []
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +25,19 @@ def lab_here() -> None:
         pytest.skip(str(reason))
 
 
-@pytest.fixture(scope="session")
-def running_lab(lab_here: None) -> Iterator[Lab]:
-    with Lab() as lab:
-        yield lab
-
-
 @pytest.fixture
-def lab(running_lab: Lab) -> Iterator[Lab]:
-    """The session's lab: two racks of four, all nodes idle; whatever a test breaks is mended after it."""
-    yield running_lab
-    running_lab.mend()
+def lab(lab_here: None) -> Iterator[Lab]:
+    """The folder's lab: two racks of four, all nodes idle; whatever a test breaks is mended after it."""
+    if not _labs:
+        _labs.append(_open_labs.enter_context(Lab()))
+    yield _labs[0]
+    _labs[0].mend()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
+    """End the lab before the first test elsewhere: tests of processes want none but their own."""
+    yield
+    if nextitem is None or HERE not in nextitem.path.parents:
+        _labs.clear()
+        _open_labs.close()
