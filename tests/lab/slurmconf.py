@@ -35,8 +35,8 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 # Short, but no shorter: one ping goes to all nodes together and waits three times TCPTimeout for a dead
 # one, and whoever was not asked again within SlurmdTimeout counts as dead too.
-SlurmdTimeout=15
-TCPTimeout=2
+SlurmdTimeout=20
+TCPTimeout=1
 KillWait=5
 SchedulerParameters=batch_sched_delay=0,bf_interval=1
 """
