@@ -73,11 +73,10 @@ class Supervisor:
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
         spec, plan = self._prepared.spec, self._prepared.plan
-        attempts = run.attempts()
         run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
-        attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
+        attempt = run.next_attempt()
         write_whole(run.spec, render_job(spec))
         write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         write_json(run.job, _job_record(attempt.number, spec.train.steps))

@@ -37,6 +37,20 @@ Values = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
 """(canonical name, whole shape, slices) to the slice of a parameter's first values."""
 
 
+def piece_of(whole: Tensor, local: Tensor) -> Tensor:
+    """A local tensor in the place of another one's piece, with its shape, mesh and placements if any."""
+    if not isinstance(whole, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        whole.device_mesh,
+        whole.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 @dataclass(frozen=True)
 class LocalParameter:
     """One parameter as this rank holds it, and how many ranks hold the very same piece."""
@@ -66,17 +80,7 @@ class LocalParameter:
 
     def as_global(self, local: Tensor) -> Tensor:
         """Something of the piece's shape (an optimizer state) as the piece of a whole, for checkpoints."""
-        parameter = self.parameter
-        if not isinstance(parameter, DTensor):
-            return local
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        return piece_of(self.parameter, local)
 
 
 class Mesh:

@@ -82,8 +82,7 @@ def _refuse(control: Control, rank: int, code: int, text: str) -> int:
 
 def _open_run(prepared: Prepared) -> list[Any]:
     run = prepared.resume or create_run(prepared.spec.name)
-    attempts = run.attempts()
-    attempt = run.attempt(attempts[-1].number + 1 if attempts else 1).create()
+    attempt = run.next_attempt()
     write_whole(run.spec, render_job(prepared.spec))
     write_whole(attempt.plan, prepared.plan.model_dump_json(indent=2) + "\n")
     return [str(run.path), attempt.number]

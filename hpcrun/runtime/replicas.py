@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpcrun.runtime.parallel import piece_of
+
 FIRST_BYTES, LARGEST_BYTES = 1 << 20, 32 << 20
 """The first bucket is small so that it leaves early; each next is twice as large, to use the network well."""
 
@@ -76,7 +78,9 @@ class _Bucket:
     def receive(self) -> None:
         self.work.wait()
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = _like(parameter.grad, view)
+            assert parameter.grad is not None
+            # Sums over other axes that are still open stay open.
+            parameter.grad = piece_of(parameter.grad, view)
         self.work, self.waiting = None, len(self.parameters)
 
 
@@ -98,17 +102,3 @@ def _local(tensor: Tensor | None) -> Tensor:
     assert tensor is not None, "a parameter without a gradient cannot be summed"
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(gradient: Tensor | None, local: Tensor) -> Tensor:
-    """The summed piece in the place of a gradient; sums over other axes that are still open stay open."""
-    if not isinstance(gradient, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        gradient.device_mesh,
-        gradient.placements,
-        run_check=False,
-        shape=gradient.shape,
-        stride=gradient.stride(),
-    )

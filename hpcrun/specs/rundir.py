@@ -121,6 +121,11 @@ class RunDir:
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [Attempt(self, number) for number in numbers]
 
+    def next_attempt(self) -> Attempt:
+        """The attempt after the newest one, with its directories made."""
+        attempts = self.attempts()
+        return self.attempt(attempts[-1].number + 1 if attempts else 1).create()
+
     def read_exit(self) -> dict[str, Any] | None:
         """The exit record, or None while there is none."""
         record = read_json(self.exit)
