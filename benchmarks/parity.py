@@ -147,7 +147,7 @@ def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
     from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
     from hpcrun.specs.corpus import inspect_corpus
 
-    spec, plan = resolved.spec, resolved.plan
+    spec, plan = resolved.spec, resolved.training_plan
     assert spec.model is not None
     assert spec.data is not None
     model = ShardedModel(spec.model, plan, spec.train, choose_device("cpu", control), control.rank)
@@ -195,7 +195,7 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
     from hpcrun.runtime.optim import learning_rate
     from hpcrun.specs.corpus import inspect_corpus
 
-    spec, plan = resolved.spec, resolved.plan
+    spec, plan = resolved.spec, resolved.training_plan
     assert spec.model is not None
     assert spec.data is not None
     torch.set_num_threads(1)

@@ -9,27 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateRuntimeError
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hpcrun import process
 from hpcrun.errors import Problem, UsageError
-from hpcrun.slurm.template import SUFFIX, Code, Library, Template, quoted_words, read_source
+from hpcrun.slurm.template import SUFFIX, Code, Library, Template, for_sbatch, quoted_words, read_source
 from hpcrun.slurm.versions import GATES, accepts, parse_version
 from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.fields import Line, Module, Mount, Name, Option, Place, Text
 
 MOST_BYTES = 4 * 2**20
 """sbatch refuses a larger script."""
-
-Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
-Place = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f\x7f]*$")]
-Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
-Module = Annotated[str, StringConstraints(pattern=r"^[^-\x00-\x20\x7f][^\x00-\x1f\x7f]*$")]
-Mount = Annotated[str, StringConstraints(pattern=r"^[^,\x00-\x1f\x7f]+$")]
-Option = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class _Value(BaseModel):
@@ -253,7 +246,7 @@ def _shape(script: _Script) -> Iterator[tuple[str, str]]:
 def _directives(script: _Script) -> Iterator[tuple[str, str]]:
     options, context = script.options, script.context
     for option, pattern in (("output", context.stdout), ("error", context.stderr)):
-        wanted = None if pattern is None else quoted_words([pattern.replace("%t", "0")])
+        wanted = None if pattern is None else for_sbatch(quoted_words([pattern.replace("%t", "0")]))
         if wanted is not None and options.get(option) != wanted:
             yield (
                 "directives",
@@ -347,21 +340,23 @@ def check(
             for number, line in enumerate(read_source(layer).split("\n"), start=1)
             if line.endswith("\r")
         ][:1]
-        by_srun = _extends(layers, "function")
         job = fixture(library, template, cluster, slurm_version)
         text = ""
         for context in (job.model_copy(update={"requeue": False}), job):
             text = render_script(library, template, context)
-            script = _parse_script(text, context, by_srun)
-            problems += [
-                Problem("", what, _place(library, template, where))
-                for rule in _RULES
-                for where, what in rule(script)
-            ]
+            problems += check_script(library, template, context, text)
     except UsageError as error:
         return [Problem("", str(error))]
     problems += _ask_programs(library, template, text)
     return list(dict.fromkeys(problems))
+
+
+def check_script(library: Library, template: Template, context: ScriptContext, text: str) -> list[Problem]:
+    """In what a template's script for one job breaks the contract; no program is asked."""
+    script = _parse_script(text, context, _extends(library.chain(template), "function"))
+    return [
+        Problem("", what, _place(library, template, where)) for rule in _RULES for where, what in rule(script)
+    ]
 
 
 def _place(library: Library, template: Template, where: str) -> str:

@@ -16,7 +16,8 @@ from hpcrun.slurm.limits import Partition
 from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.slurm.topology import Unit
-from hpcrun.specs.cluster import ClusterSpec, MpiSpec, PartitionSpec, TopologySpec, Word
+from hpcrun.specs.cluster import ClusterSpec, MpiSpec, PartitionSpec, TopologySpec
+from hpcrun.specs.fields import Word
 from hpcrun.specs.yaml import render_document
 from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.specs.fields import Directory, Memory, Module, Name, Time, Word
 from hpcrun.specs.mistakes import problems_of
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.profiles import all_profiles
 from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
-from hpcrun.units import parse_memory, parse_time
-
-Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
-Directory = Annotated[str, StringConstraints(pattern=r"^[/$~][^\x00-\x1f]*$")]
-
-
-def _readable(parse: Callable[[str], object]) -> AfterValidator:
-    """Text that one of the unit parsers takes; kept as it was written."""
-
-    def check(text: str) -> str:
-        try:
-            parse(text)
-        except UsageError as error:
-            raise ValueError(str(error).partition(": ")[2]) from None
-        return text
-
-    return AfterValidator(check)
-
-
-Time = Annotated[str, _readable(parse_time)]
-Memory = Annotated[str, _readable(parse_memory)]
 
 
 class _Section(BaseModel):
@@ -97,9 +76,7 @@ class ModulesSpec(_Section):
 
     init: list[str] = Field(default=[], description="shell lines that define `module`; the admin's code")
     purge: bool = Field(default=False, description="`module purge` first")
-    load: list[Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f]+$")]] = Field(
-        default=[], description="loaded for every job, before the job's own"
-    )
+    load: list[Module] = Field(default=[], description="loaded for every job, before the job's own")
 
 
 class NetworkSpec(_Section):
@@ -152,7 +129,7 @@ class ClusterSpec(_Section):
     slurm_version: str | None = Field(
         default=None, pattern=r"^[0-9]{2}\.[0-9]{2}(\.[0-9]+)?$", description="such as 24.05, in quotes"
     )
-    slurm_module: Word | None = Field(default=None, description="module that holds the Slurm commands")
+    slurm_module: Module | None = Field(default=None, description="module that holds the Slurm commands")
     account: Word | None = Field(default=None, description="account when a job names none")
     partitions: dict[Word, PartitionSpec] = Field(default={}, description="by name")
     gpus: GpuSpec = GpuSpec()
@@ -168,9 +145,7 @@ class ClusterSpec(_Section):
     log_roots: list[Directory] = Field(default=[], description="places for run directories; empty: any")
     setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
     teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
-    env: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
-        default={}, description="environment of every job; the job's own wins"
-    )
+    env: dict[Name, str] = Field(default={}, description="environment of every job; the job's own wins")
 
     @property
     def default_partition(self) -> str | None:
@@ -191,27 +166,6 @@ def parse_cluster(text: str, name: str) -> ClusterSpec:
 def render_cluster(cluster: ClusterSpec) -> str:
     """A profile as YAML, defaults included; parse_cluster reads it back to the same profile."""
     return render_document(cluster.model_dump(mode="json"))
-
-
-def config_directories() -> dict[str, Path]:
-    """Where people keep templates and profiles, nearest first: user, site, shipped; they need not exist."""
-    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return {
-        # unlike Path.expanduser, this one does not raise where there is no home
-        "user": Path(os.path.expanduser(config)) / "hpcrun",  # noqa: PTH111
-        "site": Path(os.environ.get("HPCRUN_SITE") or "/etc/hpcrun"),
-        "shipped": shipped("jobs/demo.yaml").parents[1],
-    }
-
-
-def all_profiles() -> list[Path]:
-    """Every profile of the user and of the site; a user's file hides the site's of the same name."""
-    found: dict[str, Path] = {}
-    for origin, directory in config_directories().items():
-        if origin != "shipped":
-            for path in sorted((directory / "profiles").glob("*.yaml")):
-                found.setdefault(path.name, path)
-    return list(found.values())
 
 
 def find_cluster(name: str | None = None) -> ClusterSpec | None:

@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from hpcrun.mesh import Degrees
 from hpcrun.specs.data import DataSpec
+from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+_OF_RANKS = {
+    "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+}  # fmt: skip
+_OF_OTHERS = {"HPCRUN_": "hpcrun", "SUBMITIT_": "hpcrun", "SLURM_": "Slurm", "PMI_": "MPI", "PMIX_": "MPI"}
+
+
+def _free_name(name: str) -> str:
+    if name in _OF_RANKS:
+        raise ValueError("is set for each rank, so that it finds the others; leave it out")
+    for prefix, owner in _OF_OTHERS.items():
+        if name.startswith(prefix):
+            raise ValueError(f"names that begin with {prefix} are set by {owner}; choose another name")
+    return name
+
+
+def _program_first(command: list[str]) -> list[str]:
+    if not command[0]:
+        raise ValueError("its first word is the program to run, and is empty")
+    return command
+
+
+_Variable = Annotated[Name, AfterValidator(_free_name)]
+"""An environment variable that nobody else sets."""
 
 
 class _Section(BaseModel):
@@ -107,25 +134,6 @@ class CheckpointSpec(_Section):
     at_end: bool = Field(default=True, description="save after the last step")
 
 
-class ResourcesSpec(_Section):
-    """What is asked of the cluster."""
-
-    nodes: int = Field(default=1, ge=1, description="nodes of an attempt")
-    gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs asked of each node")
-    ranks_per_node: int | None = Field(
-        default=None, ge=1, description="ranks on each node; default world / nodes"
-    )
-    spares: int = Field(default=0, ge=0, description="hot spare nodes")
-    time: str | None = Field(default=None, description="time limit, as sbatch takes it")
-    mem: str | None = Field(default=None, description="memory of each node, as sbatch takes it")
-    account: str | None = Field(default=None, description="Slurm account")
-    partition: str | None = Field(default=None, description="Slurm partition")
-    qos: str | None = Field(default=None, description="Slurm quality of service")
-    constraint: str | None = Field(default=None, description="node features")
-    reservation: str | None = Field(default=None, description="Slurm reservation")
-    sbatch: dict[str, Any] = Field(default={}, description="raw sbatch options for what has no key")
-
-
 class JobSpec(_Section):
     """A job file, resolved."""
 
@@ -141,42 +149,59 @@ class JobSpec(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes cuda only when every local rank has a GPU of its own"
     )
-    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = Field(
+    env: dict[_Variable, Text] = Field(
         default={}, description="environment of the ranks: names of letters, digits, _ with text values"
     )
-    modules: list[str] = Field(default=[], description="environment modules to load")
-    python: str | None = Field(default=None, description="interpreter of the ranks")
-    container: dict[str, Any] | None = Field(default=None, description="image that the ranks run in")
-    secrets: dict[str, str] = Field(default={}, description="environment that is never written down")
-    retry: dict[str, Any] | None = Field(default=None, description="when to start again")
-    sweep: dict[str, Any] | None = Field(default=None, description="values to try")
-    cluster: str | None = Field(default=None, description="profile of the cluster")
-    command: list[str] | None = Field(
-        default=None, description="a program of one's own, instead of model and data"
+    modules: list[Module] = Field(
+        default=[], description="environment modules to load, such as cuda/12.4, after the profile's"
+    )
+    python: Place | None = Field(
+        default=None,
+        description="interpreter on the compute nodes, an absolute path; default: the profile's, else the one"
+        " here",
+    )
+    container: JobContainerSpec | None = Field(default=None, description="what the ranks run in")
+    secrets: dict[_Variable, Annotated[Line, Field(min_length=1)]] = Field(
+        default={}, description="environment of the ranks from files that you alone may read: NAME: PATH"
+    )
+    retry: RetrySpec | None = Field(
+        default=None, description="when to queue again; default for training: from a save, with progress"
+    )
+    sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
+    cluster: Word | None = Field(
+        default=None,
+        description="name of a profile (letters, digits, . _ -); local: here, without Slurm; default: the"
+        " default profile",
+    )
+    command: Annotated[list[Text], Field(min_length=1), AfterValidator(_program_first)] | None = Field(
+        default=None,
+        description="a program of one's own, started once a rank, instead of model, data and train",
     )
 
+    @property
+    def degrees(self) -> Degrees:
+        """The mesh that the job declares."""
+        p = self.parallel
+        return Degrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
 
-NOT_YET = (
-    "parallel.cp",
-    "parallel.ep",
-    "resources.nodes",
-    "resources.gpus_per_node",
-    "resources.spares",
-    "resources.time",
-    "resources.mem",
-    "resources.account",
-    "resources.partition",
-    "resources.qos",
-    "resources.constraint",
-    "resources.reservation",
-    "resources.sbatch",
-    "modules",
-    "python",
-    "container",
-    "secrets",
-    "retry",
-    "sweep",
-    "cluster",
-    "command",
-)
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes: the mesh's; a command without one has a rank a GPU, else a rank a node."""
+        world, asked = self.degrees.world_size, self.resources
+        if self.command is None or world > 1:
+            return world
+        return asked.nodes * (asked.ranks_per_node or asked.gpus_per_node or 1)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many of them stand on each node."""
+        return self.resources.ranks_per_node or max(1, self.ranks // self.resources.nodes)
+
+    @property
+    def retries(self) -> RetrySpec | None:
+        """When to queue it again; None for never. A command is not known to save, so it has to say."""
+        return self.retry or (RetrySpec() if self.command is None else None)
+
+
+NOT_YET = ("parallel.cp", "parallel.ep", "resources.spares")
 """Keys whose work is still to come: a value other than the default is refused, ignoring it would be a lie."""

@@ -1,28 +1,31 @@
-"""From a job file and command-line overrides to a resolved JobSpec and its Plan, or every mistake at once."""
+"""From a job file and overrides to a resolved job, its sweep included, or to every mistake at once."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from hpcrun.errors import Problem, SpecError
 from hpcrun.specs.corpus import PYTHON_STDLIB
-from hpcrun.specs.job import NOT_YET, JobSpec
-from hpcrun.specs.mistakes import nearest, problems_of, show
-from hpcrun.specs.model import PRESETS, model_fields_from_hf
-from hpcrun.specs.plan import Plan, contradictions, make_plan, with_layout
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.mistakes import show
+from hpcrun.specs.model import PRESETS
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.resolve import defaults, resolve
+from hpcrun.specs.resources import SweepSpec
+from hpcrun.specs.sweep import combinations
 from hpcrun.specs.yaml import Document, load_document, parse_document, parse_value, render_document
 
 _COMMAND_LINE = "command line"
-_PATHS = (("data", "text"), ("data", "tokens"), ("model", "hf"), ("model", "weights"))
-_SHORTHANDS = {"model": ("preset", "hf")}
-"""Keys that stand for others, which take their place before the job is checked."""
+_PATHS = ("data.text", "data.tokens", "model.hf", "model.weights")
+_ASKED = ("resources", "container", "modules", "python", "retry")
+"""What the one batch script of a sweep asks for, so that its elements have to agree on it."""
+_MOST_TOLD = 5
+"""Mistakes in a sweep that are told one by one."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,48 @@ class ResolvedJob:
     """A job with nothing left to guess: the spec with all defaults, and the layout made from it."""
 
     spec: JobSpec
-    plan: Plan
+    """Of a sweep: the first element's, with `sweep` in it."""
+    plan: Plan | None
+    """None for a command, which trains by itself."""
     document: Document = field(default=Document({}, {}), compare=False, repr=False)
     """Where its keys are written."""
+    elements: tuple[ResolvedJob, ...] = ()
+    """Every element of a sweep as a job of its own; empty without one."""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    """Of an element: the dotted keys that it sets, and their values."""
+
+    @property
+    def training_plan(self) -> Plan:
+        """The plan of a job that we train ourselves."""
+        assert self.plan is not None
+        return self.plan
 
     def mistake(self, key: str, text: str) -> SpecError:
         """A mistake that only a look at the machine shows, told with the place of its key."""
         return SpecError([Problem(key, text, self.document.where(key))])
 
+    def render(self) -> str:
+        """The job as YAML, defaults included; load_job reads it back to the same, with the same elements."""
+        if not self.elements:
+            return render_job(self.spec)
+        # The figures that each element settles for itself must stay open here.
+        given = {key: value for key, value in self.document.values.items() if value is not None}
+        return render_document(_filled(defaults(), given))
 
-def load_job(path: Path, overrides: Sequence[str] = ()) -> ResolvedJob:
+
+def load_job(
+    path: Path | None, overrides: Sequence[str] = (), *, command: Sequence[str] | None = None
+) -> ResolvedJob:
     """Read a job file, apply `key.path=value` overrides, check everything; SpecError lists all mistakes.
 
-    Paths in the file are relative to the file, those in overrides to the working directory.
+    Paths in the file are relative to the file, those in overrides to the working directory. `command`
+    takes the place of the file's, and needs no file.
     """
-    return _resolve(load_document(path), overrides, path.absolute().parent)
+    document = load_document(path) if path else Document({}, {"": _COMMAND_LINE})
+    if command is not None:
+        document.values["command"] = list(command)
+        document.places["command"] = _COMMAND_LINE
+    return _resolve(document, overrides, path.absolute().parent if path else Path.cwd())
 
 
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:
@@ -83,28 +113,20 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _resolve(document: Document, overrides: Sequence[str], base: Path) -> ResolvedJob:
-    values = document.values
-    _make_absolute(values, _PATHS, base)
+    _make_absolute(document.values, base)
     problems = [problem for text in overrides for problem in _override(document, text)]
-    model_problems = _expand_model(values)
-    problems += model_problems
-    # A key with nothing after it, all its lines commented out, stands for its defaults.
-    given = {key: v for key, v in values.items() if v is not None or key not in JobSpec.model_fields}
-    broken = {"model"} if model_problems else set()
-    try:
-        job = JobSpec.model_validate(given)
-    except ValidationError as error:
-        problems += problems_of(error, JobSpec, shorthands=_SHORTHANDS, inherit=True)
-        broken |= {str(details["loc"][0]) for details in error.errors(include_url=False)}
-        job = JobSpec.model_validate({key: value for key, value in given.items() if key not in broken})
-    reported = {problem.key for problem in problems}
-    problems += [problem for problem in _not_yet(given) if problem.key not in reported]
-    problems += [*_absent(job, broken), *contradictions(job, broken)]
-    if problems:
-        placed = [Problem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
+    if document.values.get("sweep") is not None:
+        return _resolve_sweep(document, problems)
+    job, plan, found = resolve(document.values)
+    _refuse([*problems, *found], document)
+    return ResolvedJob(job, plan, document)
+
+
+def _refuse(problems: Sequence[Problem], document: Document) -> None:
+    """SpecError with all of them in the order of the lines where they stand; nothing without any."""
+    placed = [Problem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
+    if placed:
         raise SpecError(sorted(placed, key=_line))
-    plan = make_plan(job)
-    return ResolvedJob(with_layout(job, plan), plan, document)
 
 
 def _line(problem: Problem) -> int:
@@ -112,114 +134,183 @@ def _line(problem: Problem) -> int:
     return int(line) if line.isdecimal() else 0
 
 
-def _make_absolute(values: dict[str, Any], keys: Iterable[tuple[str, ...]], base: Path) -> None:
-    for section, key in keys:
-        inner = values.get(section)
-        if not isinstance(inner, dict):
-            continue
-        text = inner.get(key)
-        if isinstance(text, str) and text not in ("", PYTHON_STDLIB):
-            # unlike Path.expanduser, this one leaves the home of an unknown user as it is written
-            inner[key] = str(base / os.path.expanduser(text))  # noqa: PTH111
+def _make_absolute(values: dict[str, Any], base: Path) -> None:
+    """Put `base` before every relative path of a job, those in its sweep included."""
+    for section in ("data", "model", "secrets"):
+        if section in values:
+            values[section] = _rooted(section, values[section], base)
+    sweep = values.get("sweep")
+    if not isinstance(sweep, dict):
+        return
+    values["sweep"] = sweep = dict(sweep)
+    for part in ("grid", "zip"):
+        if isinstance(sweep.get(part), dict):
+            sweep[part] = {
+                key: [_rooted(key, one, base) for one in found] if isinstance(found, list) else found
+                for key, found in sweep[part].items()
+            }
+    if isinstance(sweep.get("list"), list):
+        sweep["list"] = [
+            {key: _rooted(key, one, base) for key, one in row.items()} if isinstance(row, dict) else row
+            for row in sweep["list"]
+        ]
+
+
+def _rooted(key: str, value: Any, base: Path) -> Any:
+    if isinstance(value, dict):
+        return {inner: _rooted(f"{key}.{inner}", one, base) for inner, one in value.items()}
+    if not isinstance(value, str) or not (key in _PATHS or key.startswith("secrets.")):
+        return value
+    # unlike Path.expanduser, this one leaves the home of an unknown user as it is written
+    return value if value in ("", PYTHON_STDLIB) else str(base / os.path.expanduser(value))  # noqa: PTH111
 
 
 def _override(document: Document, override: str) -> list[Problem]:
     dotted, equals, text = override.partition("=")
-    *parents, last = path = dotted.split(".")
+    path = dotted.split(".")
     if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
         wanted = "is no override; write key.path=value, for instance train.lr=3e-4"
         return [Problem(json.dumps(override), wanted, _COMMAND_LINE)]
+    if path[0] == "sweep":  # what stands there are dotted keys
+        path[2:] = [".".join(path[2:])] if path[2:] else []
     try:
         value = parse_value(text, dotted, _COMMAND_LINE)
     except SpecError as error:
         return list(error.problems)
-    place = document.values
-    if parents[:1] == ["model"] and isinstance(place.get("model"), str):
-        place["model"] = {"preset": place["model"]}
-    for depth, parent in enumerate(parents, start=1):
-        if place.get(parent) is None:
-            place[parent] = {}
-            document.places.setdefault(".".join(path[:depth]), _COMMAND_LINE)
-        if not isinstance(place[parent], dict):
-            text = f"{'.'.join(path[:depth])} is {show(place[parent])} and has no keys; set it as a whole"
-            return [Problem(dotted, text, _COMMAND_LINE)]
-        place = place[parent]
-    place[last] = value
+    wrong = _put(document.values, path, value)
+    if wrong:
+        return [Problem(dotted, f"{wrong}; set it as a whole", _COMMAND_LINE)]
+    for depth in range(1, len(path)):
+        document.places.setdefault(".".join(path[:depth]), _COMMAND_LINE)
     document.places[dotted] = _COMMAND_LINE
     for below in [key for key in document.places if key.startswith(f"{dotted}.")]:
         del document.places[below]
-    written = [key for key in _PATHS if ".".join(key) == dotted or key[0] == dotted]
-    _make_absolute(document.values, written, Path.cwd())
+    # Every other path is absolute already.
+    _make_absolute(document.values, Path.cwd())
     return []
 
 
-def _expand_model(values: dict[str, Any]) -> list[Problem]:
-    """Put the sizes of a preset or a Hugging Face directory in place; those written out win over a preset.
-
-    What cannot be expanded gets the sizes of a stand-in, so that the other keys are still checked.
-    """
-    written = values.get("model")
-    section = {"preset": written} if isinstance(written, str) else written
-    if not isinstance(section, dict):
-        return []
-    preset, hf = section.pop("preset", None), section.pop("hf", None)
-    fields: dict[str, Any] = {}
-    problems: list[Problem] = []
-    if preset is not None and hf is not None:
-        problems = [Problem("model.hf", "stands beside preset; use one of the two")]
-    elif hf is not None:
-        fields, problems = _from_hf(hf, section)
-    elif isinstance(preset, str) and preset in PRESETS:
-        fields = PRESETS[preset]
-    elif preset is not None:
-        key = "model" if isinstance(written, str) else "model.preset"
-        problems = [Problem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
-    section = (PRESETS["demo"] if problems else fields) | section
-    values["model"] = section
-    hidden, heads = section.get("hidden"), section.get("heads")
-    if "head_dim" in section:
-        return problems
-    # Where one of the two is missing or wrong, that is the mistake, not the width that follows from them.
-    section["head_dim"] = 2
-    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-        section["head_dim"] = max(hidden // heads, 1)
-        if hidden % heads:
-            problems.append(
-                Problem("model.heads", f"{heads} does not divide hidden {hidden}; or give head_dim")
-            )
-    return problems
+def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> str:
+    """Set a key, in copies of the mappings on the way, which may be shared; says why when it cannot be."""
+    *parents, last = path
+    place = values
+    for depth, parent in enumerate(parents, start=1):
+        inner = place.get(parent)
+        if path[:depth] == ["model"] and isinstance(inner, str):
+            inner = {"preset": inner}
+        if inner is not None and not isinstance(inner, dict):
+            return f"{'.'.join(path[:depth])} is {show(inner)} and has no keys"
+        place[parent] = place = dict(inner or {})
+    place[last] = value
+    return ""
 
 
-def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    if not isinstance(hf, str) or not hf:
-        return {}, [Problem("model.hf", f"must be the path of a directory, not {show(hf)}")]
-    try:
-        fields = model_fields_from_hf(Path(hf)) | {"weights": hf}
-    except ValueError as error:
-        return {}, [Problem("model.hf", str(error))]
-    clashes = [key for key in fields if key in section and section[key] != fields[key]]
-    text = "stands beside model.hf, which says {}; leave one of the two out"
-    return fields, [Problem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
-
-
-def _absent(job: JobSpec, broken: set[str]) -> list[Problem]:
-    wanted = {
-        "model": f"a preset ({', '.join(PRESETS)}), sizes, or hf: DIR",
-        "data": "text: PATH or tokens: FILE",
+def _filled(plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, on top of the defaults."""
+    inner = {
+        key: _filled(plain[key], value)
+        for key, value in given.items()
+        if isinstance(value, dict) and isinstance(plain.get(key), dict)
     }
-    missing = [key for key in wanted if getattr(job, key) is None and key not in broken]
-    return [Problem(key, f"is missing; give {wanted[key]}") for key in missing]
+    return {**plain, **given, **inner}
 
 
-def _not_yet(given: dict[str, Any]) -> list[Problem]:
-    defaults = JobSpec().model_dump()
-    text = "{} is not available in this version of hpcrun; leave it out"
-    found = [(key, _value_at(given, key)) for key in NOT_YET]
-    used = [(key, value) for key, value in found if value not in (None, _value_at(defaults, key))]
-    return [Problem(key, text.format(show(value))) for key, value in used]
+def _resolve_sweep(document: Document, problems: list[Problem]) -> ResolvedJob:
+    base = {key: value for key, value in document.values.items() if key != "sweep"}
+    part, _, wrong = resolve({"sweep": document.values["sweep"]}, whole=False)
+    sweep, chosen = part.sweep, []
+    if sweep is not None:
+        try:
+            chosen = combinations(sweep)
+        except SpecError as error:
+            wrong = list(error.problems)
+    if sweep is None or wrong or problems:
+        # The job may well be whole with its sweep alone: only what is wrong by itself is told.
+        _refuse([*problems, *wrong, *resolve(base, whole=False)[2]], document)
+    assert sweep is not None
+    places = {key: place for key, place in document.places.items() if not key.startswith("sweep.")}
+    elements: list[ResolvedJob] = []
+    told: dict[Problem, list[int]] = {}
+    for number, overrides in enumerate(chosen):
+        values, found = _with(base, overrides)
+        job, plan, more = resolve(values)
+        for problem in found or more:
+            told.setdefault(problem, []).append(number)
+        spots = {key: document.where(_spot(sweep, key, value)) for key, value in overrides.items()}
+        elements.append(ResolvedJob(job, plan, Document(values, places | spots), overrides=overrides))
+    _refuse([*_told_once(told, elements)], document)
+    _refuse([*_disagreements(elements)], document)
+    first = elements[0]
+    return ResolvedJob(first.spec.model_copy(update={"sweep": sweep}), first.plan, document, tuple(elements))
 
 
-def _value_at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
+def _with(values: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The values with those of an element, sections before their keys, and what cannot be set."""
+    result, problems = dict(values), []
+    for dotted in sorted(overrides, key=lambda key: key.count(".")):
+        wrong = _put(result, dotted.split("."), overrides[dotted])
+        problems += [Problem(dotted, f"{wrong}; sweep it as a whole")] if wrong else []
+    return result, problems
+
+
+def _spot(sweep: SweepSpec, key: str, value: Any) -> str:
+    """Where in the document a value of an element stands, as a dotted key."""
+    for part, values in (("grid", sweep.grid.get(key)), ("zip", sweep.zip.get(key))):
+        if values is not None:
+            return f"sweep.{part}.{key}.{next(i for i, one in enumerate(values) if one is value)}"
+    row = next(i for i, row in enumerate(sweep.list) if key in row and row[key] is value)
+    return f"sweep.list.{row}.{key}"
+
+
+def _told_once(told: dict[Problem, list[int]], elements: Sequence[ResolvedJob]) -> Iterator[Problem]:
+    """Each mistake once: at the value of the sweep that it is in, or plainly when all have it alike."""
+    count = 0
+    for problem, numbers in told.items():
+        element = elements[numbers[0]]
+        key = _swept(problem.key, element)
+        if key is None and len(numbers) == len(elements):
+            yield problem
+            continue
+        count += 1
+        if count > _MOST_TOLD:
+            continue
+        who = f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if numbers[1:] else "")
+        if key is not None:
+            yield Problem(f"sweep {problem.key}", f"{who}: {problem.text}", element.document.where(key))
+            continue
+        values = ", ".join(f"{key}={show(value)}" for key, value in element.overrides.items())
+        yield Problem("sweep", f"{who} ({values}): {problem.key}: {problem.text}")
+    if count > _MOST_TOLD:
+        yield Problem("sweep", f"{count - _MOST_TOLD} more mistakes in its elements, not shown")
+
+
+def _swept(key: str, element: ResolvedJob) -> str | None:
+    """The key of the sweep that set this one, or a part of it, in an element."""
+    above = [one for one in element.overrides if f"{key}.".startswith(f"{one}.")]
+    below = [one for one in element.overrides if one.startswith(f"{key}.")]
+    return next(iter([*above, *below]), None)
+
+
+def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[Problem]:
+    """What elements ask of the cluster and not all alike, although they are one batch job."""
+    first, told = elements[0].spec, set()
+    for number, element in enumerate(elements):
+        if _asked(element.spec) == _asked(first):
+            continue
+        one, other = (flatten(spec.model_dump(include=set(_ASKED))) for spec in (first, element.spec))
+        differ = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
+        differ["ranks"] = (first.ranks, element.spec.ranks)
+        differ["command"] = (first.command is None, element.spec.command is None)
+        for key, (here, there) in differ.items():
+            if here == there or key in told:
+                continue
+            told.add(key)
+            found = f"element {number} has {show(there)}, element 0 {show(here)}"
+            if key == "command":
+                found = "some elements have one, some have none"
+            text = f"{key}: {found}; a sweep is one batch job, its elements must ask for the same"
+            yield Problem("sweep", text, element.document.where(_swept(key, element) or "sweep"))
+
+
+def _asked(spec: JobSpec) -> tuple[object, ...]:
+    return (*(getattr(spec, key) for key in _ASKED), spec.ranks, spec.command is None)

@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict
 
 from hpcrun.errors import Problem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
+from hpcrun.hostlist import expand, fold
 from hpcrun.mesh import Degrees, partition
 from hpcrun.specs.data import DataSpec
-from hpcrun.specs.job import JobSpec, ParallelSpec, ResourcesSpec, Schedule, TrainSpec
+from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
 from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.resources import ResourcesSpec
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 24
@@ -119,6 +121,8 @@ def with_layout(job: JobSpec, plan: Plan) -> JobSpec:
 def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[Problem]:
     """Everything in a job that does not go together; what needs a broken or absent section is left out."""
     absent = {name for name in ("model", "data") if getattr(job, name) is None} | set(broken)
+    # A command trains by itself: of its layout only the number of ranks concerns us.
+    absent |= set() if job.command is None else {"train", "model", "data"}
     return [
         problem
         for check, sections in _CHECKS
@@ -150,16 +154,72 @@ def _grad_accum(p: ParallelSpec, train: TrainSpec) -> int:
     return 0 if rest else count
 
 
-def _check_ranks(p: ParallelSpec, resources: ResourcesSpec) -> list[Problem]:
+def _check_ranks(p: ParallelSpec, resources: ResourcesSpec, command: list[str] | None) -> list[Problem]:
     world, per_node, nodes = _degrees(p).world_size, resources.ranks_per_node, resources.nodes
-    if per_node is None or per_node * nodes == world:
+    if command is not None and world == 1:
         return []
     layout = f"{_degrees(p)} is {world} ranks" if world > 1 else "no degree is above 1, that is 1 rank"
+    if per_node is None and world % nodes:
+        count = f"{world} rank{'s' * (world > 1)}"
+        text = f"{nodes} nodes cannot share {count} evenly ({layout}); use {_divisors(world)}"
+        return [Problem("resources.nodes", text)]
+    if per_node is None or per_node * nodes == world:
+        return []
     text = (
         f"{layout}, but resources asks for nodes {nodes} × ranks_per_node {per_node} = {nodes * per_node};"
         " change a degree, or leave out ranks_per_node"
     )
     return [Problem("parallel", text)]
+
+
+def _check_gpus(p: ParallelSpec, resources: ResourcesSpec, device: str) -> list[Problem]:
+    per_node = resources.ranks_per_node or max(1, _degrees(p).world_size // resources.nodes)
+    if device != "cuda" or resources.gpus_per_node is None or resources.gpus_per_node >= per_node:
+        return []
+    text = (
+        f"{resources.gpus_per_node} is less than the {per_node} ranks on each node, and device cuda gives"
+        f" each a GPU of its own; use {per_node} or more, or more nodes"
+    )
+    return [Problem("resources.gpus_per_node", text)]
+
+
+def _check_placement(asked: ResourcesSpec) -> list[Problem]:
+    problems = []
+    policy, pinned = asked.placement, set(expand(asked.nodelist or ""))
+    if policy == "pin" and not pinned:
+        problems.append(Problem("resources.nodelist", "is missing; placement pin needs it, such as n[01-04]"))
+    if policy != "pin" and pinned:
+        text = f"needs placement pin, which is {policy}; write placement: pin, or leave the list out"
+        problems.append(Problem("resources.nodelist", text))
+    both = sorted(pinned.intersection(expand(asked.exclude or "")))
+    if both:
+        text = f"{fold(both)} stands in exclude too; leave it in one of the two"
+        problems.append(Problem("resources.nodelist", text))
+    for key in ("switches", "segment"):
+        if getattr(asked, key) is not None and policy != "pack":
+            text = f"needs placement pack, which is {policy}; leave one of the two out"
+            problems.append(Problem(f"resources.{key}", text))
+    if asked.topo_exclusive and asked.exclusive is False:
+        text = "true keeps every other job away, but exclusive is false; leave one of the two out"
+        problems.append(Problem("resources.topo_exclusive", text))
+    return problems or _check_placement_sizes(asked)
+
+
+def _check_placement_sizes(asked: ResourcesSpec) -> list[Problem]:
+    nodes = asked.nodes + asked.spares
+    problems = []
+    if asked.switches is not None and asked.switches > nodes:
+        text = f"{asked.switches} is more than the job has nodes; use at most {nodes}"
+        problems.append(Problem("resources.switches", text))
+    if asked.segment is not None and nodes % asked.segment:
+        text = f"{asked.segment} does not divide the {nodes} nodes; use {_divisors(nodes)}"
+        problems.append(Problem("resources.segment", text))
+    return problems
+
+
+def _check_secrets(env: dict[str, str], secrets: dict[str, str]) -> list[Problem]:
+    text = "stands in env too; leave it in one of the two"
+    return [Problem(f"secrets.{name}", text) for name in secrets if name in env]
 
 
 def _check_zero(p: ParallelSpec) -> list[Problem]:
@@ -305,7 +365,10 @@ def _divisors(number: int) -> str:
 
 
 _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
-    (_check_ranks, ("parallel", "resources")),
+    (_check_ranks, ("parallel", "resources", "command")),
+    (_check_gpus, ("parallel", "resources", "device")),
+    (_check_placement, ("resources",)),
+    (_check_secrets, ("env", "secrets")),
     (_check_zero, ("parallel",)),
     (_check_model, ("model",)),
     (_check_seq_len, ("model", "data")),

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.profiles import profile_roots
 from hpcrun.specs.records import read_json
+
+_JOB = re.compile(r"([0-9]{1,10})(?:_([0-9]{1,9})|\+[0-9]{1,6})?")
+"""A job, an element of an array, or a component of a heterogeneous job."""
+
+
+def runs_roots() -> list[Path]:
+    """Where run directories live: HPCRUN_ROOT alone, where it is set; else the roots of all profiles.
+
+    First the default profile's, which is ./runs where it names none.
+    """
+    if root := os.environ.get("HPCRUN_ROOT"):
+        return [Path(root).absolute()]
+    first, *others = profile_roots()
+    return list(dict.fromkeys([first or Path("runs").absolute(), *filter(None, others)]))
 
 
 def runs_root() -> Path:
-    """Where run directories live: HPCRUN_ROOT, else ./runs."""
-    return Path(os.environ.get("HPCRUN_ROOT") or "runs").absolute()
+    """Where a new run's directory is made: the first of runs_roots."""
+    return runs_roots()[0]
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,21 @@ class Attempt:
         return self.path / "plan.json"
 
     @property
+    def supervisor(self) -> Path:
+        """Who watches this attempt: host, pid, Slurm job."""
+        return self.path / "supervisor.json"
+
+    @property
+    def placement(self) -> Path:
+        """Which node each rank stands on."""
+        return self.path / "placement.json"
+
+    @property
+    def outcome(self) -> Path:
+        """How this attempt ended, and whether the job was queued again for it."""
+        return self.path / "outcome.json"
+
+    @property
     def launcher_log(self) -> Path:
         """What mpiexec itself printed."""
         return self.path / "logs" / "launcher.log"
@@ -53,6 +84,10 @@ class Attempt:
     def rank_record(self, rank: int) -> Path:
         """Who a rank is: pid, node, what it leaves in /dev/shm."""
         return self.path / "ranks" / f"rank-{rank}.json"
+
+    def exit_record(self, rank: int) -> Path:
+        """How a command ended on a rank, by its own account."""
+        return self.path / "ranks" / f"rank-{rank}.exit.json"
 
     def error_record(self, rank: int) -> Path:
         """Why a rank gave up, in its own words."""
@@ -73,8 +108,14 @@ class RunDir:
 
     @property
     def id(self) -> str:
-        """The run's id, which exists before any job does."""
-        return self.path.name
+        """The run's id, which exists before any job does; of an element, SWEEP/NUMBER."""
+        sweep = self.sweep_of_element
+        return f"{sweep.id}/{self.path.name}" if sweep else self.path.name
+
+    @property
+    def sweep_of_element(self) -> RunDir | None:
+        """The sweep that this run is an element of; None for a run of its own."""
+        return RunDir(self.path.parents[1]) if self.path.parent.name == "elements" else None
 
     @property
     def spec(self) -> Path:
@@ -83,8 +124,42 @@ class RunDir:
 
     @property
     def job(self) -> Path:
-        """Who runs it: pid, host, code version."""
+        """Where it comes from: who made it, of which code, as which jobs; see specs.provenance."""
         return self.path / "job.json"
+
+    @property
+    def script(self) -> Path:
+        """The batch script, as it was submitted."""
+        return self.path / "job.sbatch"
+
+    @property
+    def cluster(self) -> Path:
+        """The cluster's profile, as it was when the run was submitted."""
+        return self.path / "cluster.yaml"
+
+    @property
+    def code_diff(self) -> Path:
+        """What the code differed by from its commit."""
+        return self.path / "code.diff"
+
+    @property
+    def submitit(self) -> Path:
+        """submitit's own folder: pickles, and what the batch shell printed."""
+        return self.path / "submitit"
+
+    @property
+    def sweep(self) -> Path:
+        """The overrides of every element, in a sweep."""
+        return self.path / "sweep.json"
+
+    @property
+    def agent_logs(self) -> Path:
+        """What the agents of the nodes have complained about."""
+        return self.path / "agents"
+
+    def element(self, number: int) -> RunDir:
+        """The run of one element of a sweep, counted from 0."""
+        return RunDir(self.path / "elements" / str(number))
 
     @property
     def lock(self) -> Path:
@@ -150,35 +225,73 @@ def create_run(name: str, root: Path | None = None) -> RunDir:
 
 
 def all_runs(root: Path | None = None) -> Iterator[RunDir]:
-    """Every run directory under the root, oldest first."""
-    root = root or runs_root()
-    if not root.is_dir():
-        return
+    """Every run directory under the root (default: under all roots), oldest first."""
     found = []
-    for path in root.iterdir():
+    for place in [root] if root else runs_roots():
         # What other people keep under a shared root is none of ours.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            found.append(((path / "spec.yaml").stat().st_mtime, path))
+            for path in place.iterdir():
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                    found.append(((path / "spec.yaml").stat().st_mtime, path))
     for _, path in sorted(found):
         yield RunDir(path)
 
 
-def find_run(word: str, root: Path | None = None) -> RunDir:
-    """RUN on the command line: a run directory, a run id, or the beginning of one that is unique."""
+def find_runs(words: Iterable[str]) -> list[RunDir]:
+    """The same as find_run for several words, with one look at the root."""
+    among = list(all_runs())
+    return [find_run(word, among=among) for word in words]
+
+
+def find_run(word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None) -> RunDir:
+    """RUN on the command line: a run directory, a run's id or its beginning, or the id of a Slurm job.
+
+    RUN/NUMBER and JOB_NUMBER are elements of a sweep. UsageError where this is no run, or several. `among`:
+    all runs under the root, where they are known already.
+    """
     # os.path's look-up says no where pathlib's raises: a name that is too long, a place closed to us.
     if os.path.isfile(f"{word}/spec.yaml"):  # noqa: PTH113
         return RunDir(Path(word).resolve())
-    runs = list(all_runs(root))
+    name, slash, number = word.partition("/")
+    if slash and number.isdecimal() and name:
+        return _element(find_run(name, root, among=among), int(number))
+    runs = list(all_runs(root)) if among is None else among
     exact = [run for run in runs if run.id == word]
     if exact:
         return exact[0]
+    if (job := _JOB.fullmatch(word)) and (found := _run_of_job(runs, int(job[1]), job[2])):
+        return found
     matches = [run for run in runs if run.id.startswith(word)]
     if len(matches) == 1:
         return matches[0]
-    where = root or runs_root()
+    where = root or ", ".join(map(str, runs_roots()))
     if not matches:
         known = ", ".join(run.id for run in runs[-3:]) or "none"
         raise UsageError(f"{word}: no such run under {where} (newest: {known}); see `hpcrun list`")
     raise UsageError(
         f"{word}: names {len(matches)} runs: {', '.join(run.id for run in matches[-5:])}; say which"
     )
+
+
+def _element(sweep: RunDir, number: int) -> RunDir:
+    element = sweep.element(number)
+    if element.path.is_dir():
+        return element
+    if not sweep.sweep.is_file():
+        raise UsageError(f"{sweep.id}/{number}: {sweep.id} is no sweep, so it has no elements")
+    listed = read_json(sweep.sweep)
+    count = len(listed) if isinstance(listed, list) else 0
+    if number < count:
+        raise UsageError(f"{element.path}: this element's directory is gone; start the sweep again")
+    raise UsageError(f"{sweep.id}/{number}: there is no such element; there are 0 to {count - 1}")
+
+
+def _run_of_job(runs: Sequence[RunDir], job: int, index: str | None) -> RunDir | None:
+    """The newest run that was submitted as this job, or the element that runs under this index of it."""
+    for run in reversed(runs):
+        # A damaged record is a matter of the run that it belongs to.
+        with contextlib.suppress(UsageError, AttributeError):
+            for one in reversed((read_json(run.job) or {}).get("submissions", [])):
+                if one.get("job") == job:
+                    return run if index is None else run.element(int(index) + one.get("offset", 0))
+    return None

@@ -9,12 +9,12 @@ import pytest
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.cluster import (
     ClusterSpec,
-    config_directories,
     find_cluster,
     load_cluster,
     parse_cluster,
     render_cluster,
 )
+from hpcrun.specs.profiles import config_directories
 from hpcrun.specs.shipped import shipped
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from hpcrun.errors import SpecError, UsageError
+from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import flatten, job_schema, load_job, parse_job, render_job
+from hpcrun.specs.resources import RetrySpec
 from hpcrun.specs.shipped import shipped
 
 JOB = """\
@@ -54,7 +57,7 @@ def test_a_job_is_resolved_with_defaults_and_a_plan() -> None:
     assert model is not None
     assert (model.layers, model.hidden, model.head_dim) == (6, 128, 32)
     assert (parallel.zero, parallel.virtual_stages, parallel.microbatches) == (1, 2, 4)
-    assert (job.plan.gbs, job.plan.grad_accum, job.plan.seq_len) == (16, 4, 128)
+    assert (job.training_plan.gbs, job.training_plan.grad_accum, job.training_plan.seq_len) == (16, 4, 128)
     assert job.spec.train.betas == [0.9, 0.99]
     assert job.spec.device == "auto"
 
@@ -144,7 +147,7 @@ train:
   seed: 12345678901234567890
 checkpoint: 5
 env: {A: 1, "B-": x}
-modules: [cuda]
+modules: cuda
 retry: {max: 3}
 moddel: 3
 """
@@ -174,7 +177,7 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
         "job.yaml:21 env.A",
         "job.yaml:21 env.B-",
         "job.yaml:22 modules",
-        "job.yaml:23 retry",
+        "job.yaml:23 retry.max",
         "job.yaml:24 moddel",
     ]
     text = "\n".join(found)
@@ -194,6 +197,8 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
         "train.eval.evry: unknown key; did you mean every? allowed: every, sequences",
         "checkpoint: must be a mapping of keys to values, not 5",
         "env.A: must be text (put it in quotes), not 1",
+        'modules: must be a list, not "cuda" (environment modules to load',
+        "retry.max: unknown key; allowed: time_limit, preemption, crash, grace",
         "moddel: unknown key; did you mean model? allowed: name, model, data,",
     ):
         assert part in text
@@ -245,36 +250,82 @@ def test_model_mistakes(model: str, message: str) -> None:
     assert message in "\n".join(problems(f"model: {model}\ndata: {{text: x}}\n"))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "parallel: {cp: 2}",
-        "parallel: {ep: 2}",
-        "resources: {nodes: 2}",
-        "resources: {gpus_per_node: 8}",
-        "resources: {spares: 1}",
-        "resources: {time: '4:00'}",
-        "resources: {mem: 4G}",
-        "resources: {account: a}",
-        "resources: {partition: a}",
-        "resources: {qos: a}",
-        "resources: {constraint: a}",
-        "resources: {reservation: a}",
-        "resources: {sbatch: {a: b}}",
-        "modules: [cuda]",
-        "python: /usr/bin/python3",
-        "container: {image: x}",
-        "secrets: {TOKEN: x}",
-        "retry: {max: 1}",
-        "sweep: {train.lr: [1, 2]}",
-        "cluster: c",
-        "command: [a]",
-    ],
-)
+@pytest.mark.parametrize("line", ["parallel: {cp: 2}", "parallel: {ep: 2}", "resources: {spares: 1}"])
 def test_keys_without_work_behind_them_are_refused(line: str) -> None:
-    found = problems(with_line("model: demo\ndata: {text: x}", "", line))
-    assert len(found) == 1
-    assert "is not available in this version of hpcrun; leave it out" in found[0]
+    (found,) = problems(with_line("model: demo\ndata: {text: x}", "", line))
+    assert "is not available in this version of hpcrun; leave it out" in found
+
+
+CLUSTER_JOB = """\
+model: demo
+data: {text: /corpus}
+parallel: {tp: 2, dp_shard: 4}
+resources:
+  nodes: 2
+  gpus_per_node: 4
+  ranks_per_node: 4
+  cpus_per_rank: 8
+  time: 1d12h
+  mem: 64G
+  account: phys:a
+  partition: gpu,long
+  qos: high
+  constraint: "a100&nvlink"
+  reservation: r1
+  exclude: n[01-03],x7
+  exclusive: true
+  sbatch: {comment: two words, nice: 100, contiguous: true, gres: null}
+modules: [cuda/12.4]
+python: /opt/py/bin/python
+container:
+  {image: "docker://a/b:1", runtime: apptainer, mounts: ["/a:/b", "/c:/c:ro"], workdir: /w, options: [--nv]}
+secrets: {WANDB_API_KEY: /home/me/key}
+retry: {time_limit: 5, preemption: null, crash: 1, grace: 90s}
+cluster: alpha
+"""
+
+
+def test_what_a_job_asks_of_a_cluster_is_taken_as_it_is_written() -> None:
+    spec = parse_job(CLUSTER_JOB, "job.yaml").spec
+    asked, container = spec.resources, spec.container
+    assert container is not None
+    assert (asked.time, asked.mem, asked.exclude) == ("1d12h", "64G", "n[01-03],x7")
+    assert asked.sbatch == {"comment": "two words", "nice": 100, "contiguous": True, "gres": None}
+    assert (spec.ranks, spec.ranks_per_node, container.mounts) == (8, 4, ["/a:/b", "/c:/c:ro"])
+    assert (spec.modules, spec.python, spec.cluster) == (["cuda/12.4"], "/opt/py/bin/python", "alpha")
+    assert spec.retries is not None
+    assert (spec.retries.time_limit, spec.retries.preemption, spec.retries.grace) == (5, None, "90s")
+    assert parse_job(render_job(spec), "spec.yaml").spec == spec
+
+
+def test_a_command_has_a_rank_a_gpu_and_is_queued_again_only_when_it_asks_for_it() -> None:
+    def command(text: str) -> JobSpec:
+        return parse_job(f"command: [./a, b c]\n{text}\n", "j").spec
+
+    assert command("").ranks == 1
+    assert command("resources: {nodes: 3}").ranks == 3
+    assert command("resources: {nodes: 2, gpus_per_node: 4}").ranks == 8
+    assert command("resources: {nodes: 2, gpus_per_node: 4, ranks_per_node: 3}").ranks == 6
+    assert command("parallel: {tp: 4}\nresources: {nodes: 2}").ranks_per_node == 2
+    assert command("").retries is None
+    assert command("retry: {}").retries == RetrySpec()
+    assert parse_job("command: [./a]", "j").plan is None
+    assert parse_job(JOB, "j").spec.retries == RetrySpec()
+
+
+def test_a_command_on_the_command_line_takes_the_place_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("command: [a]\nname: n\n")
+    job = load_job(tmp_path / "job.yaml", ["resources.nodes=2"], command=["b", "--c=1"])
+    assert (job.spec.command, job.spec.name, job.spec.ranks) == (["b", "--c=1"], "n", 2)
+    assert load_job(None, command=["b"]).spec.command == ["b"]
+    with pytest.raises(SpecError, match=r"^command line command: its first word is the program"):
+        load_job(None, command=[""])
+
+
+def test_paths_of_secrets_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("command: [a]\nsecrets: {A: keys/a, B: /b}\n")
+    spec = load_job(tmp_path / "job.yaml", ["secrets.C=c"]).spec
+    assert spec.secrets == {"A": f"{tmp_path}/keys/a", "B": "/b", "C": f"{Path.cwd()}/c"}
 
 
 def test_keys_without_work_behind_them_may_stand_at_their_defaults() -> None:
@@ -299,16 +350,34 @@ def test_a_resolved_job_reads_back_equal_whatever_text_it_holds() -> None:
     assert render_job(again.spec) == render_job(job.spec)
 
 
-@pytest.mark.parametrize("name", ["demo", "llama3-8b"])
-def test_every_shipped_job_loads(name: str) -> None:
-    job = load_job(shipped(f"jobs/{name}.yaml"))
-    assert job.spec.name == name
-    assert job.plan.degrees.world_size == 8
-    assert {path.stem for path in shipped("jobs/demo.yaml").parent.iterdir()} == {"demo", "llama3-8b"}
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("demo", 8), ("llama3-8b", 8), ("my-training", 16), ("sweep", 1)]
+)
+def test_every_shipped_job_loads(name: str, ranks: int) -> None:
+    files = {load_job(path).spec.name: path for path in shipped("jobs/demo.yaml").parent.iterdir()}
+    assert files.keys() == {"demo", "llama3-8b", "my-training", "sweep"}
+    job = load_job(files[name])
+    assert job.spec.ranks == ranks
+    assert len(job.elements) == (12 if name == "sweep" else 0)
+
+
+def test_what_a_shipped_job_has_in_comments_loads_too(tmp_path: Path) -> None:
+    (tmp_path / "command.yaml").write_text(
+        "\n".join(
+            line.replace("# ", "", 1) if re.match(r" *# +[a-z_A-Z]+:|# (secrets|retry):", line) else line
+            for line in shipped("jobs/command.yaml").read_text().splitlines()
+        )
+    )
+    spec = load_job(tmp_path / "command.yaml").spec
+    assert (spec.resources.partition, spec.resources.sbatch) == ("gpu", {"comment": "first try"})
+    assert (list(spec.secrets), spec.retry and spec.retry.crash) == (["WANDB_API_KEY"], 1)
 
 
 def test_what_is_not_shipped_is_refused_with_the_list() -> None:
-    with pytest.raises(UsageError, match=r"jobs/dmo\.yaml does not come .* jobs/demo\.yaml, jobs/llama3-8b"):
+    with pytest.raises(
+        UsageError,
+        match=r"jobs/dmo\.yaml does not come .* jobs/command\.yaml, jobs/demo\.yaml, jobs/llama3-8b",
+    ):
         shipped("jobs/dmo.yaml")
 
 
@@ -381,7 +450,7 @@ def check_one(text: str, overrides: list[str]) -> bool:
     except SpecError as error:
         refused = error
     else:
-        assert parse_job(render_job(job.spec), "spec.yaml") == job
+        assert parse_job(job.render(), "spec.yaml") == job
         return True
     lines = str(refused).encode().decode().split("\n")
     assert len(lines) == len(refused.problems)
@@ -413,6 +482,12 @@ def test_every_key_takes_nasty_values_without_a_traceback() -> None:
         "model.hf",
         "model.preset",
         "train.profile.start",
+        "sweep.grid.train.lr",
+        "sweep.list",
+        "container.image",
+        "resources.sbatch.comment",
+        "secrets.A",
+        "env.A",
         "x",
         "x.y",
     ]

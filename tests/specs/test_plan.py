@@ -14,7 +14,7 @@ BASE = "model: {preset: demo, layers: 8}\ndata: {text: x, seq_len: 64}\n"
 
 
 def plan(*overrides: str) -> Plan:
-    return parse_job(BASE, "job.yaml", overrides).plan
+    return parse_job(BASE, "job.yaml", overrides).training_plan
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,45 @@ def test_a_plan_reads_back_from_json_and_describes_itself() -> None:
             "parallel.tp=2 resources.ranks_per_node=4",
             "parallel: tp 2 is 2 ranks, but resources asks for nodes 1 × ranks_per_node 4 = 4;",
         ),
+        (
+            "parallel.tp=2 resources.nodes=3",
+            "resources.nodes: 3 nodes cannot share 2 ranks evenly (tp 2 is 2 ranks); use 1, 2",
+        ),
+        (
+            "parallel.tp=2 resources.nodes=2 resources.ranks_per_node=2",
+            "parallel: tp 2 is 2 ranks, but resources asks for nodes 2 × ranks_per_node 2 = 4;",
+        ),
+        (
+            "parallel.dp_replicate=8 resources.nodes=2 resources.gpus_per_node=2 device=cuda",
+            "resources.gpus_per_node: 2 is less than the 4 ranks on each node, and device cuda gives each",
+        ),
+        (
+            "resources.placement=pin",
+            "resources.nodelist: is missing; placement pin needs it, such as n[01-04]",
+        ),
+        ("resources.nodelist=n[01-02]", "resources.nodelist: needs placement pin, which is pack; write"),
+        (
+            "resources.placement=pin resources.nodelist=n[01-04] resources.exclude=n03,n[04-09]",
+            "resources.nodelist: n[03-04] stands in exclude too; leave it in one of the two",
+        ),
+        (
+            "resources.placement=spread resources.switches=1",
+            "resources.switches: needs placement pack, which is spread; leave one of the two out",
+        ),
+        (
+            "resources.placement=none resources.segment=1",
+            "resources.segment: needs placement pack, which is none; leave one of the two out",
+        ),
+        ("resources.switches=2", "resources.switches: 2 is more than the job has nodes; use at most 1"),
+        (
+            "parallel.dp_replicate=6 resources.nodes=6 resources.segment=4",
+            "resources.segment: 4 does not divide the 6 nodes; use 1, 2, 3, 6",
+        ),
+        (
+            "resources.topo_exclusive=true resources.exclusive=false",
+            "resources.topo_exclusive: true keeps every other job away, but exclusive is false; leave one",
+        ),
+        ("env.A=x secrets.A=y", "secrets.A: stands in env too; leave it in one of the two"),
         ("parallel.zero=0 parallel.dp_shard=2", "parallel.zero: 0 shards nothing, but dp_shard is 2; use"),
         ("parallel.zero=2", "parallel.zero: 2 needs dp_shard above 1, which is 1; raise dp_shard"),
         (

@@ -1,0 +1,68 @@
+"""Where profiles of clusters lie, and the little of them that a quick verb needs, read without pydantic."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import Problem, SpecError
+from hpcrun.specs.shipped import shipped
+
+
+def config_directories() -> dict[str, Path]:
+    """Where people keep templates and profiles, nearest first: user, site, shipped; they need not exist."""
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return {
+        # unlike Path.expanduser, this one does not raise where there is no home
+        "user": Path(os.path.expanduser(config)) / "hpcrun",  # noqa: PTH111
+        "site": Path(os.environ.get("HPCRUN_SITE") or "/etc/hpcrun"),
+        "shipped": shipped("jobs/demo.yaml").parents[1],
+    }
+
+
+def all_profiles() -> list[Path]:
+    """Every profile of the user and of the site; a user's file hides the site's of the same name."""
+    found: dict[str, Path] = {}
+    for origin, directory in config_directories().items():
+        if origin != "shipped":
+            for path in sorted((directory / "profiles").glob("*.yaml")):
+                found.setdefault(path.name, path)
+    return list(found.values())
+
+
+def profile_roots() -> list[Path | None]:
+    """Where the clusters' runs are made: first as the default profile says (None: nothing), then the others.
+
+    SpecError where a profile is damaged or its root names a variable that is not set.
+    """
+    profiles = all_profiles()
+    # Reading YAML takes longer than everything else that a quick verb does.
+    if not any(map(_may_name_a_root, profiles)):
+        return [None]
+    from hpcrun.specs.yaml import load_document
+
+    documents = {path: load_document(path) for path in profiles}
+    chosen = [path for path, one in documents.items() if one.values.get("default") is True] or profiles
+    default = chosen[0] if len(chosen) == 1 else None
+    roots = {path: _root(one.values, one.where("root")) for path, one in documents.items()}
+    others = [root for path, root in roots.items() if path != default and root is not None]
+    return [roots[default] if default else None, *others]
+
+
+def _may_name_a_root(profile: Path) -> bool:
+    try:
+        return b"root" in profile.read_bytes()
+    except OSError:
+        return True
+
+
+def _root(values: dict[str, Any], where: str) -> Path | None:
+    given = values.get("root")
+    if not isinstance(given, str):
+        return None
+    path = os.path.expandvars(os.path.expanduser(given))  # noqa: PTH111 - see above
+    if not os.path.isabs(path):  # noqa: PTH117
+        text = f"{given!r} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
+        raise SpecError([Problem("root", text, where)])
+    return Path(path)

@@ -1,0 +1,77 @@
+"""job.json: where a run comes from: who made it, of which code, and the jobs that it was submitted as."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One job that a run was handed over as: to Slurm, or to a process of this machine."""
+
+    time: float
+    """Wall clock."""
+    job: int | None = None
+    """Slurm's id, of the whole array where it is one; None for a local process."""
+    cluster: str = ""
+    """As sbatch named it, where it did; for -M."""
+    array: str | None = None
+    """What --array said, such as 0-39%8; of a sweep that runs here, its elements in the same way."""
+    offset: int = 0
+    """Element of the sweep = index in the array + offset."""
+    host: str | None = None
+    pid: int | None = None
+    start_ticks: int | None = None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """The record itself; `submissions` grows, oldest first, and is empty for a run that `train` made."""
+
+    kind: Literal["train", "command", "sweep", "function"]
+    name: str
+    ranks: int
+    steps: int | None
+    created: float
+    user: str
+    host: str
+    directory: str
+    argv: list[str]
+    hpcrun: str
+    python: str
+    commit: str | None = None
+    """The git commit of the working directory; code.diff holds what differed from it."""
+    is_dirty: bool = False
+    cluster: str | None = None
+    """The profile's name."""
+    template: str | None = None
+    """The path of the sbatch template."""
+    submissions: list[Submission] = field(default_factory=list)
+
+    def submitted(self, *more: Submission) -> Provenance:
+        """The same with further submissions."""
+        return replace(self, submissions=[*self.submissions, *more])
+
+
+def write_provenance(run: RunDir, record: Provenance) -> None:
+    """Put the record in its place."""
+    write_json(run.job, asdict(record))
+
+
+def read_provenance(run: RunDir) -> Provenance | None:
+    """The record of a run, or None without one; UsageError when it is damaged."""
+    found = read_json(run.job)
+    if found is None:
+        return None
+    known = {one.name for one in fields(Provenance)}
+    try:
+        values: dict[str, Any] = {key: value for key, value in found.items() if key in known}
+        values["submissions"] = [Submission(**one) for one in values.get("submissions", [])]
+        return Provenance(**values)
+    except (TypeError, AttributeError):
+        raise UsageError(f"{run.job}: is no record of this version of hpcrun; start a new run") from None

@@ -1,0 +1,143 @@
+"""From the values of a job file to a JobSpec and its Plan: short forms expanded, every check made."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrun.errors import Problem
+from hpcrun.mesh import AXES
+from hpcrun.specs.job import NOT_YET, JobSpec
+from hpcrun.specs.mistakes import nearest, problems_of, show
+from hpcrun.specs.model import PRESETS, model_fields_from_hf
+from hpcrun.specs.plan import Plan, contradictions, make_plan, with_layout
+
+_SHORTHANDS = {"model": ("preset", "hf")}
+"""Keys that stand for others, which take their place before the job is checked."""
+
+
+def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Plan | None, list[Problem]]:
+    """The job that these values make, its plan (None for a command), and all that is wrong with it.
+
+    Without `whole` the values are those of a part, which may lack what a job must have. `values` is left as
+    it is.
+    """
+    # A key with nothing after it, all its lines commented out, stands for its defaults.
+    given = {key: v for key, v in values.items() if v is not None or key not in JobSpec.model_fields}
+    problems = _expand_model(given)
+    broken = {"model"} if problems else set()
+    try:
+        job = JobSpec.model_validate(given)
+    except ValidationError as error:
+        problems += problems_of(error, JobSpec, shorthands=_SHORTHANDS, inherit=True)
+        broken |= {str(details["loc"][0]) for details in error.errors(include_url=False)}
+        job = JobSpec.model_validate({key: value for key, value in given.items() if key not in broken})
+    reported = {problem.key for problem in problems}
+    problems += [problem for problem in _not_yet(given) if problem.key not in reported]
+    if whole:
+        problems += [*_absent(job, broken), *_beside_command(job, given)]
+        reported = {problem.key for problem in problems}
+        problems += [one for one in contradictions(job, broken) if one.key not in reported]
+    if problems or not whole or job.command is not None:
+        return job, None, problems
+    plan = make_plan(job)
+    return with_layout(job, plan), plan, []
+
+
+@cache
+def defaults() -> dict[str, Any]:
+    """What every key of a job is when it is not given."""
+    return JobSpec().model_dump(mode="json")
+
+
+def _expand_model(values: dict[str, Any]) -> list[Problem]:
+    """Put the sizes of a preset or a Hugging Face directory in place; those written out win over a preset.
+
+    What cannot be expanded gets the sizes of a stand-in, so that the other keys are still checked.
+    """
+    written = values.get("model")
+    section = {"preset": written} if isinstance(written, str) else written
+    if not isinstance(section, dict):
+        return []
+    preset, hf = section.get("preset"), section.get("hf")
+    section = {key: value for key, value in section.items() if key not in _SHORTHANDS["model"]}
+    fields: dict[str, Any] = {}
+    problems: list[Problem] = []
+    if preset is not None and hf is not None:
+        problems = [Problem("model.hf", "stands beside preset; use one of the two")]
+    elif hf is not None:
+        fields, problems = _from_hf(hf, section)
+    elif isinstance(preset, str) and preset in PRESETS:
+        fields = PRESETS[preset]
+    elif preset is not None:
+        key = "model" if isinstance(written, str) else "model.preset"
+        problems = [Problem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
+    section = (PRESETS["demo"] if problems else fields) | section
+    values["model"] = section
+    hidden, heads = section.get("hidden"), section.get("heads")
+    if "head_dim" in section:
+        return problems
+    # Where one of the two is missing or wrong, that is the mistake, not the width that follows from them.
+    section["head_dim"] = 2
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        section["head_dim"] = max(hidden // heads, 1)
+        if hidden % heads:
+            problems.append(
+                Problem("model.heads", f"{heads} does not divide hidden {hidden}; or give head_dim")
+            )
+    return problems
+
+
+def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    if not isinstance(hf, str) or not hf:
+        return {}, [Problem("model.hf", f"must be the path of a directory, not {show(hf)}")]
+    try:
+        fields = model_fields_from_hf(Path(hf)) | {"weights": hf}
+    except ValueError as error:
+        return {}, [Problem("model.hf", str(error))]
+    clashes = [key for key in fields if key in section and section[key] != fields[key]]
+    text = "stands beside model.hf, which says {}; leave one of the two out"
+    return fields, [Problem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
+
+
+def _absent(job: JobSpec, broken: set[str]) -> list[Problem]:
+    if job.command is not None or "command" in broken:
+        return []
+    wanted = {
+        "model": f"a preset ({', '.join(PRESETS)}), sizes, or hf: DIR",
+        "data": "text: PATH or tokens: FILE, or a command instead of both",
+    }
+    missing = [key for key in wanted if getattr(job, key) is None and key not in broken]
+    return [Problem(key, f"is missing; give {wanted[key]}") for key in missing]
+
+
+def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[Problem]:
+    """What our own training would read, and a command does not."""
+    if job.command is None:
+        return []
+    found, plain = job.model_dump(mode="json"), defaults()
+    keys = ["model", "data", "train", "checkpoint", "device"]
+    keys += [f"parallel.{key}" for key in plain["parallel"] if key not in AXES]
+    used = [
+        key
+        for key in keys
+        if _value_at(given, key) is not None and _value_at(found, key) != _value_at(plain, key)
+    ]
+    return [Problem(key, "stands beside command, which trains by itself; leave one out") for key in used]
+
+
+def _not_yet(given: dict[str, Any]) -> list[Problem]:
+    text = "{} is not available in this version of hpcrun; leave it out"
+    keys = [key for key in NOT_YET if given.get("command") is None or not key.startswith("parallel.")]
+    found = [(key, _value_at(given, key)) for key in keys]
+    used = [(key, value) for key, value in found if value not in (None, _value_at(defaults(), key))]
+    return [Problem(key, text.format(show(value))) for key, value in used]
+
+
+def _value_at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values

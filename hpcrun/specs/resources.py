@@ -1,0 +1,218 @@
+"""What a job asks of a cluster, and how it is run there: the sections that a lone machine can do without."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from hpcrun.errors import UsageError
+from hpcrun.hostlist import expand
+from hpcrun.specs.fields import Line, Memory, Mount, Option, Place, Positive, Time, readable
+from hpcrun.units import parse_time
+
+OWN_OPTIONS = {
+    "job-name": "name",
+    "output": "",
+    "error": "",
+    "open-mode": "",
+    "signal": "retry.grace",
+    "requeue": "retry",
+    "no-requeue": "retry",
+    "array": "sweep",
+    "nodes": "resources.nodes",
+    "ntasks": "resources.ranks_per_node",
+    "ntasks-per-node": "resources.ranks_per_node",
+    "cpus-per-task": "resources.cpus_per_rank",
+    "time": "resources.time",
+    "mem": "resources.mem",
+    "account": "resources.account",
+    "partition": "resources.partition",
+    "qos": "resources.qos",
+    "constraint": "resources.constraint",
+    "reservation": "resources.reservation",
+    "exclude": "resources.exclude",
+    "exclusive": "resources.exclusive",
+    "nodelist": "resources.nodelist",
+    "switches": "resources.switches",
+    "segment": "resources.segment",
+    "gpus-per-node": "resources.gpus_per_node",
+    "dependency": "--after RUN",
+    "parsable": "",
+    "wrap": "",
+    "clusters": "cluster",
+    "test-only": "",
+    "wait": "",
+}
+"""sbatch options that cannot be given raw: the key of each, empty where hpcrun sets it itself."""
+
+
+_LONGEST_GRACE_S = 65535
+"""sbatch --signal takes no more."""
+_WHOLE_IN_OTHERS = {"gpus"}
+"""Options of sbatch that begin one of ours and are none of them."""
+
+
+def _free_option(option: str) -> str:
+    if option in OWN_OPTIONS:
+        key = OWN_OPTIONS[option]
+        instead = f"has a key of its own, {key}; use that" if key else "is set by hpcrun; leave it out"
+        raise ValueError(instead)
+    longer = [own for own in OWN_OPTIONS if own.startswith(option)]
+    if longer and option not in _WHOLE_IN_OTHERS:  # sbatch would take it for that one
+        raise ValueError(f"is short for {' or '.join(longer)}; write the option in full")
+    return option
+
+
+def _option_value(value: Any) -> Any:
+    if value is False:
+        raise ValueError("false is no value of an option; write true for one without a value, null for none")
+    if not isinstance(value, str | int | None):
+        raise ValueError(f"must be text, a whole number, true or null, not a {type(value).__name__}")
+    if isinstance(value, str) and any(ord(one) < 0x20 or one == "\x7f" for one in value):
+        raise ValueError("must be one line without control characters")
+    return value
+
+
+def _limit(text: str) -> None:
+    """A time limit that limits, or is UNLIMITED."""
+    limit = parse_time(text)
+    if limit.warning and math.isinf(limit.seconds):
+        raise UsageError(f"time: {text} is no limit at all to Slurm; write UNLIMITED for that")
+
+
+def _grace(text: str) -> None:
+    if not 0 < parse_time(text).seconds <= _LONGEST_GRACE_S:
+        raise UsageError(f"time: {text} is no time to save in; write 1s to 18h, such as 2m")
+
+
+def _wait(text: str) -> None:
+    if not 0 < parse_time(text).seconds < math.inf:
+        raise UsageError(f"time: {text} has no end, and the job could wait for ever; write 1m, 10m or 2h")
+
+
+def _mount(text: str) -> None:
+    source, *others = text.split(":")
+    target = others[0] if others else ""
+    if source[:1] != "/" or target[:1] != "/" or others[1:] not in ([], ["ro"], ["rw"]):
+        raise UsageError(f"mount: {text!r} is no mount; write /SOURCE:/TARGET or /SOURCE:/TARGET:ro")
+
+
+_Given = Annotated[Line, Field(min_length=1)]
+"""One line that says something."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ResourcesSpec(_Section):
+    """What is asked of the cluster."""
+
+    nodes: int = Field(default=1, ge=1, description="nodes of an attempt")
+    gpus_per_node: int | None = Field(
+        default=None, ge=0, description="GPUs asked of each node; default: as the partition's nodes have"
+    )
+    ranks_per_node: int | None = Field(
+        default=None, ge=1, description="ranks on each node; default: the layout's over the nodes"
+    )
+    cpus_per_rank: int | None = Field(default=None, ge=1, description="CPUs of each rank")
+    spares: int = Field(default=0, ge=0, description="hot spare nodes")
+    time: Annotated[Time, readable(_limit)] | None = Field(
+        default=None, description="time limit, such as 90m, 12h, 1-00:00:00 or UNLIMITED"
+    )
+    mem: Memory | None = Field(default=None, description="memory of each node, such as 64G; 0: all")
+    account: _Given | None = Field(default=None, description="Slurm account")
+    partition: _Given | None = Field(default=None, description="Slurm partition, or several with commas")
+    qos: _Given | None = Field(default=None, description="Slurm quality of service")
+    constraint: _Given | None = Field(default=None, description="node features")
+    reservation: _Given | None = Field(default=None, description="Slurm reservation")
+    exclude: Annotated[str, readable(expand)] | None = Field(
+        default=None,
+        description="nodes not to be given, such as n[01-03]; those that do not exist are left out",
+    )
+    exclusive: bool | None = Field(
+        default=None, description="whole nodes; default: as the partition's profile"
+    )
+    placement: Literal["pack", "spread", "pin", "none"] = Field(
+        default="pack",
+        description="which nodes: pack, near one another; spread, over leaf switches as far as Slurm gives"
+        " them; pin, those of nodelist; none, as Slurm likes",
+    )
+    nodelist: Annotated[_Given, readable(expand)] | None = Field(
+        default=None, description="with placement pin: nodes that must be among the job's, such as n[01-04]"
+    )
+    switches: int | None = Field(
+        default=None,
+        ge=1,
+        description="leaf switches at most; default: as few as can hold the nodes, where they are known",
+    )
+    switches_wait: Annotated[Time, readable(_wait)] = Field(
+        default="10m", description="how long to wait for nodes under so few switches; then any are taken"
+    )
+    segment: int | None = Field(
+        default=None, ge=1, description="nodes that must share a block; divides the nodes (Slurm 24.05)"
+    )
+    topo_exclusive: bool = Field(
+        default=False, description="no other job under the same switch or in the block (Slurm 24.05)"
+    )
+    sbatch: dict[
+        Annotated[Option, AfterValidator(_free_option)],
+        Annotated[str | int | bool | None, BeforeValidator(_option_value)],
+    ] = Field(
+        default={},
+        description="sbatch options without a key here, such as comment: text, by their long names without"
+        " dashes; true: without a value, null: left out",
+    )
+
+
+class JobContainerSpec(_Section):
+    """The container that the ranks run in; supervisor and agents stay outside."""
+
+    image: Line = Field(min_length=1, description="image file or URI, as the runtime takes it")
+    runtime: Literal["pyxis", "apptainer", "singularity"] | None = Field(
+        default=None, description="what runs it; default: as the cluster's profile says"
+    )
+    mounts: list[Annotated[Mount, readable(_mount)]] = Field(
+        default=[], description="/SOURCE:/TARGET[:ro]; the run directory comes by itself"
+    )
+    workdir: Place | None = Field(
+        default=None, description="working directory inside, an absolute path; default: the image's"
+    )
+    options: list[Line] = Field(default=[], description="further words for the runtime")
+
+
+class RetrySpec(_Section):
+    """How often a job may be queued again, for each cause; never without progress since the last time."""
+
+    time_limit: int | None = Field(
+        default=None, ge=0, description="after the time limit, from a save; null: any number of times"
+    )
+    preemption: int | None = Field(
+        default=None, ge=0, description="after a preemption, from a save; null: any number of times"
+    )
+    crash: int = Field(default=3, ge=0, description="after ranks died, from the newest save")
+    grace: Annotated[Time, readable(_grace)] = Field(
+        default="2m", description="how long before the time limit the job is asked to save"
+    )
+
+
+# Outside the class, where `list` is still the type.
+_Values = dict[Line, Annotated[list[Any], Field(min_length=1)]]
+_Rows = list[dict[Line, Any]]
+
+
+class SweepSpec(_Section):
+    """Values to try: every combination of `grid`, with every row of `zip`, with every entry of `list`."""
+
+    grid: _Values = Field(
+        default={},
+        description="dotted keys with lists of values, such as train.lr: [1e-3, 1e-4]; all combinations",
+    )
+    zip: _Values = Field(
+        default={},
+        description="dotted keys with equally long lists; the first of each together, then the second, ...",
+    )
+    list: _Rows = Field(default=[], description="mappings of dotted keys to values, each one element")
+    throttle: Positive | None = Field(default=None, description="elements that run at one time; null: all")
