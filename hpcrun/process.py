@@ -217,15 +217,17 @@ def processes_with_env(name: str, value: str) -> list[ProcessId]:
 
 def started_with(pid: int, name: str) -> str | None:
     """An environment variable as a process was given it; None without it, or where it is not ours to see."""
+    return environment_of(pid).get(name)
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment as a process was given it; empty where there is none, or it is not ours to see."""
     try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     except OSError:
-        return None
-    for entry in environ.split(b"\0"):
-        key, _, value = entry.partition(b"=")
-        if key == name.encode():
-            return value.decode(errors="replace")
-    return None
+        return {}
+    entries = (entry.partition("=") for entry in text.split("\0") if entry)
+    return {name: value for name, _, value in entries}
 
 
 def _pids() -> list[int]:

@@ -91,7 +91,8 @@ def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) 
 
 
 def _find(name: str | None) -> ClusterSpec:
-    from hpcrun.specs.cluster import config_directories, find_cluster
+    from hpcrun.specs.cluster import find_cluster
+    from hpcrun.specs.profiles import config_directories
 
     cluster = find_cluster(name)
     if cluster is None:

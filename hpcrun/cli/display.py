@@ -22,7 +22,8 @@ _REFRESH_S = 0.1
 def make_display(steps: int, stream: TextIO | None = None) -> Lines:
     """The display that suits where talk goes (stderr): rich is loaded only for a terminal."""
     stream = stream or sys.stderr
-    return Bar(steps, stream) if stream.isatty() else Lines(steps, stream)
+    # Of a command nobody knows the steps.
+    return Bar(steps, stream) if steps and stream.isatty() else Lines(steps, stream)
 
 
 class Lines:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 from hpcrun import __version__
-from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, HpcrunError, UsageError
+from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, HpcrunError, SiteError, UsageError
 
 
 class Verb(NamedTuple):
@@ -23,8 +23,11 @@ class Verb(NamedTuple):
 
 VERBS = {
     "train": Verb("hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True),
+    "submit": Verb("hpcrun.cli.submit", "hand a job over to the cluster; --dry-run shows the script"),
     "list": Verb("hpcrun.cli.runs", "the runs, and how far each has come"),
     "status": Verb("hpcrun.cli.runs", "what a run is doing, or how it ended"),
+    "describe": Verb("hpcrun.cli.runs", "everything that is known of a run"),
+    "wait": Verb("hpcrun.cli.runs", "wait until runs are over; the exit code is theirs"),
     "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it"),
     "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
@@ -61,8 +64,8 @@ def _run(arguments: list[str]) -> int:
     if verb == "--version":
         print(f"hpcrun {__version__}")
         return EXIT_DONE
-    if verb == "_rank":
-        return _be_rank(*rest)
+    if verb in _INTERNAL:
+        return _INTERNAL[verb](*rest)
     if verb not in VERBS:
         raise UsageError(f"{verb}: no such command{_nearest(verb)}; there are: {', '.join(VERBS)}")
     return _call(verb, rest)
@@ -126,6 +129,35 @@ def _be_rank(run_dir: str, number: str) -> int:
         sys.stderr.flush()
         # An orderly exit would wait in MPI_Finalize for the others.
         os._exit(shim.exit_code_of(error))
+
+
+def _be_agent(run_dir: str) -> int:
+    """The internal verb `_agent RUN`: what the supervisor starts on each node of an allocation."""
+    from pathlib import Path
+
+    from hpcrun.launch.agent import Agent
+    from hpcrun.specs.rundir import RunDir
+
+    Agent(RunDir(Path(run_dir))).serve()
+    return EXIT_DONE
+
+
+def _be_task(folder: str) -> int:
+    """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
+    from hpcrun.launch.inbox import hold_back
+
+    hold_back()
+    try:
+        task = importlib.import_module("hpcrun.launch.task")
+        importlib.import_module("submitit")
+    except ImportError as error:
+        words = "the job's python, or python.path in the profile, must be one that has hpcrun installed"
+        raise SiteError(f"{sys.executable} on {os.uname().nodename}: {error}; {words}") from None
+    return int(task.run_submitted(folder))
+
+
+_INTERNAL: dict[str, Callable[..., int]] = {"_rank": _be_rank, "_agent": _be_agent, "_task": _be_task}
+"""What we start ourselves."""
 
 
 def _print_help() -> None:

@@ -1,96 +1,331 @@
-"""`hpcrun list`, `status`, `logs`, `cancel`: runs, seen through their directories."""
+"""`hpcrun list`, `status`, `describe`, `wait`, `logs`, `cancel`: runs, seen through their directories."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
 
-from hpcrun.cli.display import duration
+from hpcrun.cli.display import Lines, duration
+from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
 from hpcrun.launch import runs
-from hpcrun.specs.rundir import all_runs, find_run, runs_root
+from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
 
 SCHEMA_VERSION = 1
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
-_Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's id, or its beginning.")]
+_NAMES = "A run's id or its beginning, a run directory, a Slurm job id; RUN/3 is an element of a sweep."
+_Run = Annotated[str, typer.Argument(metavar="RUN", help=_NAMES)]
+_Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help=_NAMES)]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("list")
-def list_runs(as_json: _Json = False) -> None:
-    """The runs under HPCRUN_ROOT, oldest first."""
-    states = [runs.look_at(run) for run in all_runs()]
+def list_runs(
+    states: Annotated[list[str] | None, typer.Option("--state", help="Only runs in this state.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """The runs under the root (HPCRUN_ROOT, the profile's, ./runs), oldest first."""
+    for state in states or ():
+        if state not in runs.STATES:
+            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(runs.STATES)}")
+    found = [one for one in runs.look_at_all(list(all_runs())) if not states or one.state in states]
+    root = ", ".join(map(str, runs_roots()))
     if as_json:
-        listed = [state.as_json() for state in states]
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "root": str(runs_root()), "runs": listed}))
-        return
-    if not states:
-        print(f"no runs under {runs_root()}")
-        return
-    rows = [("RUN", "STATE", "ATTEMPT", "STEP", "LOSS", "AGE"), *(_row(state) for state in states)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        _print_json(root=root, runs=[one.as_json() for one in found])
+    elif found:
+        _print_table(
+            ("RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE"), [_listed(one) for one in found]
+        )
+    else:
+        print(f"no runs {'in this state ' if states else ''}under {root}")
 
 
-def _row(state: runs.RunState) -> tuple[str, ...]:
-    step = "-" if state.step is None else str(state.step)
+def _listed(state: runs.RunState) -> tuple[str, ...]:
     return (
         state.run.id,
-        state.state,
-        "-" if state.attempt is None else str(state.attempt),
-        step if state.steps is None else f"{step}/{state.steps}",
-        "-" if state.loss is None else f"{state.loss:.4f}",
+        _counts(state) or state.state,
+        state.job or "-",
+        _or_dash(state.attempt),
+        _step(state),
+        _loss(state.loss),
         duration(time.time() - state.changed),
     )
 
 
 @app.command()
-def status(run: _Run, as_json: _Json = False) -> None:
-    """What a run is doing, or how it ended."""
-    state = runs.look_at(find_run(run))
-    if as_json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **state.as_json()}))
+def status(
+    names: Annotated[list[str] | None, typer.Argument(metavar="RUN...", help=_NAMES)] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every run that is not over.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """What runs are doing, or how they ended; of a sweep, the results of its elements."""
+    if bool(names) == everything:
+        raise UsageError("status: name a run, or several, or give --all; `hpcrun list` shows the runs")
+    chosen = list(all_runs()) if everything else find_runs(names or ())
+    if len(chosen) == 1 and not everything:
+        _show_one(chosen[0], as_json)
         return
-    print(f"run      {state.run.path}")
-    print(f"state    {state.state}" + (f": {state.message}" if state.message else ""))
-    if state.exit_code is not None:
-        print(f"exit     {state.exit_code}")
-    if state.host is not None:
-        print(f"host     {state.host} (pid {state.pid})")
-    if state.attempt is not None:
-        print(f"attempt  {state.attempt}")
-    if state.step is not None:
-        print(f"step     {state.step}" + ("" if state.steps is None else f" of {state.steps}"))
-    if state.loss is not None:
-        print(f"loss     {state.loss:.4f}")
-    if state.eval_loss is not None:
-        print(f"eval     {state.eval_loss:.4f}")
-    print(f"changed  {duration(time.time() - state.changed)} ago")
+    found = [one for one in runs.look_at_all(chosen) if not (everything and one.is_over)]
+    if as_json:
+        _print_json(runs=[one.as_json() for one in found])
+    elif found:
+        rows = [
+            (
+                one.run.id,
+                _counts(one) or one.state,
+                one.job or "-",
+                _step(one),
+                one.message.partition("\n")[0],
+            )
+            for one in found
+        ]
+        _print_table(("RUN", "STATE", "JOB", "STEP", "WHY"), rows)
+    else:
+        print("every run is over")
+
+
+def _show_one(run: RunDir, as_json: bool) -> None:
+    if run.sweep.is_file():
+        _show_sweep(run, as_json)
+        return
+    (state,) = runs.look_at_all([run])
+    if as_json:
+        _print_json(**state.as_json())
+        return
+    _print_facts(
+        run=run.path,
+        state=_why(state),
+        exit=state.exit_code,
+        job=_job(state),
+        nodes=state.nodes,
+        host=f"{state.host} (pid {state.pid})" if state.host else None,
+        attempt=state.attempt,
+        step=None if state.step is None else _step(state).replace("/", " of "),
+        loss=None if state.loss is None else _loss(state.loss),
+        eval=None if state.eval_loss is None else _loss(state.eval_loss),
+        changed=f"{duration(time.time() - state.changed)} ago",
+    )
+
+
+def _show_sweep(run: RunDir, as_json: bool) -> None:
+    from hpcrun.launch.describe import sweep_table
+
+    table = sweep_table(run)
+    whole = runs.sum_up(run, [state for _, state in table])
+    if as_json:
+        results = [{"overrides": changes, **state.as_json()} for changes, state in table]
+        _print_json(**whole.as_json(), results=results)
+        return
+    _print_facts(run=run.path, state=whole.message, job=_job(whole))
+    rows = [
+        (
+            state.run.path.name,
+            " ".join(f"{key}={value}" for key, value in changes.items()),
+            state.state,
+            _step(state),
+            _loss(state.loss),
+            _loss(state.eval_loss),
+        )
+        for changes, state in table
+    ]
+    print()
+    _print_table(("ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL LOSS"), rows)
+
+
+@app.command()
+def describe(name: _Run, as_json: _Json = False) -> None:
+    """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
+    from hpcrun.launch.describe import describe as describe_run
+
+    told = describe_run(find_run(name))
+    if as_json:
+        _print_json(**told)
+        return
+    _print_facts(**_described(told))
+    for one in told["attempts"]:
+        print(_attempt(one))
+
+
+def _attempt(one: dict[str, Any]) -> str:
+    where = f" on {one['host']}" if one["host"] else ""
+    job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
+    again = f", queued again ({one['requeued']})" if one["requeued"] else ""
+    return f"attempt {one['attempt']}{where}{job}: {one['status']}: {one['message']}{again}; {one['logs']}"
+
+
+def _described(told: dict[str, Any]) -> dict[str, Any]:
+    """What there is to tell, under the words that people read."""
+    origin = told["origin"] or {}
+    state = told["state"] + (f": {told['message']}" if told["message"] else "")
+    facts = {"run": told["path"], "state": state, "exit": told["exit_code"], "nodes": told["nodes"]}
+    facts |= {"start": told["start"], "overrides": _pairs(told["overrides"])}
+    if origin:
+        dirty = " and changes of its own, see code difference" if origin["is_dirty"] else ""
+        facts |= {
+            "kind": f"{origin['kind']} of {origin['ranks']} ranks",
+            "made": f"{_when(origin['created'])} by {origin['user']} on {origin['host']}",
+            "directory": origin["directory"],
+            "command": " ".join(origin["argv"]),
+            "code": f"commit {origin['commit']}{dirty}" if origin["commit"] else "not in a git repository",
+            "versions": f"hpcrun {origin['hpcrun']}, python {origin['python']}",
+            "cluster": origin["cluster"],
+            "template": origin["template"],
+            "submitted": "; ".join(_submitted(one) for one in origin["submissions"]),
+        }
+    files = {
+        name: value if isinstance(value, str) else ", ".join(value) for name, value in told["files"].items()
+    }
+    return facts | files | {"saved": ", ".join(f"step {step}" for step in told["saved_steps"])}
+
+
+def _submitted(one: dict[str, Any]) -> str:
+    what = f"job {one['job']}" if one["job"] is not None else f"pid {one['pid']} on {one['host']}"
+    cluster = f" on {one['cluster']}" if one["cluster"] else ""
+    array = f" as array {one['array']}" if one["array"] else ""
+    return f"{what}{cluster}{array}, {_when(one['time'])}"
+
+
+@app.command()
+def wait(
+    names: _Runs,
+    timeout: Annotated[
+        str | None, typer.Option(help="Give up after this time, such as 90m or 2h; the exit code is 1.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Wait until runs are over; the exit code is the run's, of several the worst."""
+    from hpcrun.launch import follow
+    from hpcrun.units import parse_time
+
+    seconds = None if timeout is None else parse_time(timeout, "--timeout").seconds
+    found = follow.wait(find_runs(names), _note, timeout_s=seconds)
+    if as_json:
+        _print_json(runs=[one.as_json() for one in found])
+    if ahead := [one.run.id for one in found if not one.is_over]:
+        _note(f"not over after {timeout}: {', '.join(ahead)}")
+        raise typer.Exit(EXIT_CHECK_FAILED)
+    raise typer.Exit(runs.worst(one.code for one in found))
 
 
 @app.command()
 def logs(
-    run: _Run,
+    name: _Run,
     rank: Annotated[int | None, typer.Option(min=0, help="Which rank; default 0.")] = None,
     attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default the newest.")] = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    element: Annotated[int | None, typer.Option(min=0, help="Which element of a sweep.")] = None,
+    batch: Annotated[bool, typer.Option("--batch", help="What the batch shell has printed.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Wait for it to start, go on until the run is over.")
+    ] = False,
 ) -> None:
     """What a rank has printed."""
-    found = find_run(run)
-    path = runs.log_path(found, rank, attempt)
-    for text in runs.read_log(found, path, follow=follow):
-        print(text, end="", flush=follow)
+    from hpcrun.launch import follow as following
+
+    run = find_run(name if element is None else f"{name.rstrip('/')}/{element}")
+    if run.sweep.is_file():
+        raise UsageError(
+            f"{run.id} is a sweep: say which element with --element (see hpcrun status {run.id})"
+        )
+    if follow:
+        follow_run(run, rank=rank, attempt=attempt, batch=batch)
+        return
+    paths = following.batch_logs(run) if batch else following.log_files(run, rank, attempt)
+    if not paths:
+        raise UsageError(f"{run.id}: no batch shell has printed anything yet")
+    for text in following.read_files(paths):
+        print(text, end="")
+
+
+def follow_run(
+    run: RunDir, *, rank: int | None = None, attempt: int | None = None, batch: bool = False
+) -> int:
+    """Show what a run prints until it is over, and on stderr how it comes along; its exit code."""
+    from hpcrun.launch.follow import follow
+
+    lines = Lines(runs.look_at(run).steps or 0, sys.stderr)
+    return follow(run, _write, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
 
 
 @app.command()
 def cancel(
-    run: _Run,
+    names: _Runs,
     now: Annotated[bool, typer.Option("--now", help="End it at once, without a save.")] = False,
 ) -> None:
-    """Ask a run to save and stop."""
-    print(runs.cancel(find_run(run), now=now))
+    """Ask runs to save and stop; what waits in the queue is taken out of it."""
+    from hpcrun.launch import cancel as stopping
+
+    code = EXIT_DONE
+    for run in find_runs(names):
+        try:
+            for line in stopping.cancel(run, now=now):
+                print(line)
+        except HpcrunError as error:
+            # The others are still to be stopped.
+            _note(str(error))
+            code = max(code, error.exit_code)
+    raise typer.Exit(code)
+
+
+def _print_json(**values: Any) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **values}))
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = [head, *rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_facts(**facts: Any) -> None:
+    told = {name: value for name, value in facts.items() if value not in (None, "")}
+    width = max(7, *map(len, told))
+    for name, value in told.items():
+        print(f"{name:{width}}  {value}")
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"hpcrun: {text}\n")
+    sys.stderr.flush()
+
+
+def _why(state: runs.RunState) -> str:
+    return state.state + (f": {state.message}" if state.message else "")
+
+
+def _job(state: runs.RunState) -> str | None:
+    return f"{state.job} on {state.cluster}" if state.job and state.cluster else state.job
+
+
+def _counts(state: runs.RunState) -> str:
+    return ", ".join(f"{count} {name}" for name, count in (state.elements or {}).items())
+
+
+def _step(state: runs.RunState) -> str:
+    return _or_dash(state.step) + (f"/{state.steps}" if state.step is not None and state.steps else "")
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _pairs(values: dict[str, Any] | None) -> str:
+    return " ".join(f"{key}={value}" for key, value in (values or {}).items())
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

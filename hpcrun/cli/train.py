@@ -21,15 +21,20 @@ if TYPE_CHECKING:
     from hpcrun.launch.course import Observer, Outcome
 
 SCHEMA_VERSION = 1
+TAKES_COMMAND = True
+"""What stands behind `--` is the user's program."""
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.command()
 def train(
+    context: typer.Context,
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="JOB [key=value]...", help="A job file, and what to change in it."),
+        typer.Argument(
+            metavar="JOB [key=value]... [-- command ...]", help="A job file, and what to change in it."
+        ),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest save.")
@@ -44,23 +49,28 @@ def train(
 ) -> None:
     """Train here and now: hpcrun train job.yaml train.steps=50
 
-    Starts one process a rank of the job's parallel layout and ends when they have. SIGUSR1 saves, SIGUSR2
-    and SIGTERM save and stop (exit code 75), Ctrl-C too (130); a second Ctrl-C ends at once.
+    Starts one process a rank of the job's parallel layout and ends when they have; inside an allocation of
+    Slurm's, over its nodes. SIGUSR1 saves, SIGUSR2 and SIGTERM save and stop (exit code 75), Ctrl-C too
+    (130); a second Ctrl-C ends at once. Behind `--`: a program of one's own, started once a rank with
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which gets the same signals.
     """
     if print_schema:
         from hpcrun.specs.load import job_schema
 
         print(json.dumps(job_schema(), indent=2))
         return
-    job, overrides = _job_and_overrides(words or [], resume)
+    command: list[str] | None = context.obj
+    job, overrides = _job_and_overrides(words or [], resume, command)
     if print_spec:
         signals.let_through()
-        _print_spec(job, overrides, resume)
+        _print_spec(job, overrides, resume, command)
         return
     world = detect_world(os.environ, stdin_is_tty=sys.stdin is not None and sys.stdin.isatty())
+    if world is not None and command:
+        raise UsageError("this is already a rank of a world; start the command itself, without hpcrun")
     if world is not None:
         raise typer.Exit(_be_a_rank(job, overrides, resume, world))
-    outcome = _supervise(job, overrides, resume)
+    outcome = _supervise(job, overrides, resume, command)
     if as_json:
         print(json.dumps(_as_json(outcome)))
     else:
@@ -70,7 +80,9 @@ def train(
     raise typer.Exit(outcome.exit_code)
 
 
-def _job_and_overrides(words: list[str], resume: str | None) -> tuple[Path | None, list[str]]:
+def _job_and_overrides(
+    words: list[str], resume: str | None, command: list[str] | None
+) -> tuple[Path | None, list[str]]:
     # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
     names_job = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))  # noqa: PTH113
     if resume is not None:
@@ -78,19 +90,26 @@ def _job_and_overrides(words: list[str], resume: str | None) -> tuple[Path | Non
             raise UsageError(
                 f"{words[0]}: --resume takes the job from the run; give overrides (key=value) only"
             )
+        if command:
+            raise UsageError("--resume takes the command from the run; leave out what stands behind `--`")
+        return None, words
+    if not names_job and command:
         return None, words
     if not names_job:
         raise UsageError("no job file given; write `hpcrun train JOB.yaml [key=value]...`, or --resume RUN")
     return Path(words[0]), words[1:]
 
 
-def _print_spec(job: Path | None, overrides: list[str], resume: str | None) -> None:
+def _print_spec(
+    job: Path | None, overrides: list[str], resume: str | None, command: list[str] | None
+) -> None:
     from hpcrun.launch.prepare import prepare
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
 
-    prepared = prepare(job, overrides, resume=find_run(resume) if resume else None, until="plan")
-    print(f"{render_job(prepared.spec).rstrip()}\n# plan: {prepared.plan.describe()}")
+    earlier = find_run(resume) if resume else None
+    prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
+    print(f"{render_job(prepared.spec).rstrip()}\n# plan: {prepared.describe()}")
 
 
 def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
@@ -108,19 +127,23 @@ def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world
         return int(join(job, overrides, resume, world, display))
 
 
-def _supervise(job: Path | None, overrides: list[str], resume: str | None) -> Outcome:
+def _supervise(
+    job: Path | None, overrides: list[str], resume: str | None, command: list[str] | None
+) -> Outcome:
     # Opened before the rest is loaded: from here on a signal is a message.
     with signals.Inbox() as inbox:
         from hpcrun.cli.display import make_display
         from hpcrun.launch.prepare import prepare
+        from hpcrun.launch.site import find_site
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
 
-        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None)
-        display = make_display(prepared.spec.train.steps)
-        display.note(f"{prepared.spec.name}: {prepared.plan.describe()}")
+        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None, command=command)
+        site = find_site(prepared.spec.cluster)
+        display = make_display(prepared.spec.train.steps if prepared.plan else 0)
+        display.note(f"{prepared.spec.name}: {prepared.describe()}")
         with closing(display):
-            outcome = Supervisor(prepared, inbox, display).run()
+            outcome = Supervisor(prepared, inbox, display, site=site).run()
         # The outcome stands: a late signal must not change the exit code.
         signals.hold_back()
         return outcome

@@ -8,20 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
-from hpcrun.launch.attempt import (
+from hpcrun.launch.attempt import RunningAttempt
+from hpcrun.launch.failure import Failure, explain
+from hpcrun.launch.happenings import (
     Asked,
     Finished,
     Happening,
-    Launch,
     LauncherEnded,
+    NodeLost,
     RankEnded,
     RankGaveUp,
     RanksMet,
     RankUp,
-    RunningAttempt,
 )
-from hpcrun.launch.failure import Failure, explain
 from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.launchers import Launch
+from hpcrun.launch.nodes import Nodes
 from hpcrun.specs.records import LineReader, LineWriter
 from hpcrun.specs.rundir import RunDir
 
@@ -76,18 +78,28 @@ class Outcome:
     message: str
     step: int | None
     result: dict[str, Any] = field(default_factory=dict)
+    stop: signal.Signals | None = None
+    """The signal that made it stop."""
 
 
 class Course:
     """Follows one attempt from its launch to its outcome."""
 
     def __init__(
-        self, launch: Launch, observer: Observer, limits: Limits, events: LineWriter, metrics: LineReader
+        self,
+        launch: Launch,
+        nodes: Nodes,
+        observer: Observer,
+        limits: Limits,
+        events: LineWriter,
+        metrics: LineReader,
+        again: Literal["train", "submit"] = "train",
     ) -> None:
-        self._launch, self._observer, self._limits = launch, observer, limits
-        self._events, self._metrics = events, metrics
+        self._launch, self._nodes, self._observer, self._limits = launch, nodes, observer, limits
+        self._events, self._metrics, self._again = events, metrics, again
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
+        self._lost: list[NodeLost] = []
         self._launcher: LauncherEnded | None = None
         self._result: dict[str, Any] | None = None
         self._asked: list[signal.Signals] = []
@@ -103,16 +115,16 @@ class Course:
     def run(self, inbox: Inbox) -> Outcome:
         """Start the attempt, follow it to its end, and leave nothing of it behind."""
         self._event("launch", ranks=self._launch.ranks, command=list(self._launch.command))
-        running = RunningAttempt(self._launch, inbox)
+        running = RunningAttempt(self._launch, inbox, self._nodes)
         try:
             verdict = self._follow(running)
             missing = running.missing
         finally:
             stuck = running.end()
-            self._event("ended", stuck=[one.pid for one in stuck])
+            self._event("ended", stuck=stuck)
         self._read_metrics()
         for one in stuck:
-            self._observer.note(f"process {one.pid} of this run could not be ended")
+            self._observer.note(f"{one} of this run could not be ended")
         outcome = self._outcome(verdict, missing)
         self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         return outcome
@@ -142,6 +154,10 @@ class Course:
                 self._settle(self._limits.leave_s if status in (0, None) else self._limits.settle_s)
             case RankGaveUp(rank):
                 self._event("rank gave up", rank=rank)
+                self._settle(self._limits.settle_s)
+            case NodeLost(node, why):
+                self._lost.append(happening)
+                self._event("node lost", node=node, why=why)
                 self._settle(self._limits.settle_s)
             case LauncherEnded(status):
                 self._launcher = happening
@@ -207,7 +223,9 @@ class Course:
             return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
         attempt, ranks = self._launch.attempt, self._launch.ranks
         if verdict == "died":
-            return self._failed(explain(attempt, ranks, self._ended, self._launcher), "failed")
+            name = self._launch.launcher.name
+            cause = explain(attempt, ranks, self._ended, self._launcher, self._lost, name)
+            return self._failed(cause, "failed")
         where = f"; logs: {attempt.path / 'logs'}"
         if verdict == "not started":
             who = f"ranks {', '.join(map(str, missing[:8]))}" if missing else "all ranks started, but they"
@@ -226,16 +244,18 @@ class Course:
         assert self._result is not None
         step = self._result.get("step", self._step)
         run, number = self._launch.attempt.run, self._launch.attempt.number
+        at = "" if step is None else f" at step {step}"
+        status: Status
         if self._result.get("status") != "saved":
-            return Outcome(run, number, "done", EXIT_DONE, f"done at step {step}", step, self._result)
-        text = f"saved at step {step}; go on with: hpcrun train --resume {run.id}"
-        if self._interrupts:
-            return Outcome(run, number, "interrupted", EXIT_INTERRUPTED, text, step, self._result)
-        return Outcome(run, number, "saved", EXIT_SAVED, text, step, self._result)
+            return Outcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
+        text = f"saved{at}; go on with: hpcrun {self._again} --resume {run.id}"
+        status, code = ("interrupted", EXIT_INTERRUPTED) if self._interrupts else ("saved", EXIT_SAVED)
+        return Outcome(run, number, status, code, text, step, self._result, self._stop)
 
     def _failed(self, failure: Failure, status: Status) -> Outcome:
         attempt = self._launch.attempt
-        return Outcome(attempt.run, attempt.number, status, failure.exit_code, failure.message, self._step)
+        code, text = failure.exit_code, failure.message
+        return Outcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
 
     def _at_step(self) -> str:
         return "" if self._step is None else f" at step {self._step}"

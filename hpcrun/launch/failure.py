@@ -11,7 +11,8 @@ from typing import Any
 
 from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import hydra
-from hpcrun.launch.attempt import LauncherEnded, RankEnded
+from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
+from hpcrun.launch.launchers import ended_as
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 
@@ -36,13 +37,22 @@ class Failure:
 
 
 def explain(
-    attempt: Attempt, ranks: int, ended: Sequence[RankEnded], launcher: LauncherEnded | None
+    attempt: Attempt,
+    ranks: int,
+    ended: Sequence[RankEnded],
+    launcher: LauncherEnded | None,
+    lost: Sequence[NodeLost] = (),
+    launcher_name: str = "mpiexec",
 ) -> Failure:
     """Find the cause among the ranks' own records and the order in which their processes ended.
 
     A rank that vanished without a word is the cause, unless another had reported a trouble of its own before;
     whoever then loses the connection to it is not.
     """
+    if lost and not any(one.time < lost[0].time - _TOGETHER_S for one in ended):
+        first = lost[0]
+        who = f"node {first.node} is lost: {first.why}"
+        return Failure(f"{who}; log: {attempt.run.agent_logs / f'{first.node}.log'}")
     found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
     errors = sorted((record for record in found if record), key=lambda record: float(record["time"]))
     own = [record for record in errors if not _COLLATERAL.search(record["message"])]
@@ -55,14 +65,13 @@ def explain(
         return _silent(attempt, silent[0])
     if errors:
         return _reported(attempt, (own or errors)[0])
-    return _no_rank(attempt, launcher)
+    return _no_rank(attempt, launcher, launcher_name)
 
 
 def _silent(attempt: Attempt, death: RankEnded) -> Failure:
     status = death.wait_status
     if status is None:
-        statuses = hydra.wait_statuses(attempt.launcher_log)
-        status = statuses[death.rank] if death.rank < len(statuses) else None
+        status = ended_as(attempt.launcher_log).get(death.rank)
     how = "ended" if status is None else hydra.describe_status(status)
     crash = _CRASH.findall(_tail(attempt, death.rank))
     if crash and (status is None or os.WIFSIGNALED(status)):
@@ -86,12 +95,12 @@ def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
     return Failure(message, record.get("exit_code") or EXIT_RANKS_DIED, rank)
 
 
-def _no_rank(attempt: Attempt, launcher: LauncherEnded | None) -> Failure:
+def _no_rank(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> Failure:
     if launcher is None:
         return Failure(f"the ranks did not finish, and none of them said why; logs: {attempt.path / 'logs'}")
-    statuses = hydra.wait_statuses(attempt.launcher_log)
+    statuses = ended_as(attempt.launcher_log)
     # Hydra ends the others with SIGKILL, so a rank that ended in another way is the more telling one.
-    for rank, status in sorted(enumerate(statuses), key=lambda one: one[1] == signal.SIGKILL):
+    for rank, status in sorted(statuses.items(), key=lambda one: one[1] == signal.SIGKILL):
         if status:
             how = hydra.describe_status(status)
             return Failure(f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank)
@@ -100,10 +109,12 @@ def _no_rank(attempt: Attempt, launcher: LauncherEnded | None) -> Failure:
         line
         for line in attempt.launcher_log.read_text(errors="replace").splitlines()
         if line.strip()
-        and not line.startswith(("[mpiexec@", "YOUR APPLICATION", "This typically", "Please see"))
+        and not line.startswith(
+            ("[mpiexec@", "HYDRA_LAUNCH", "YOUR APPLICATION", "This typically", "Please see")
+        )
     ]
     last = f"; it said last: {said[-1].strip()[:300]}" if said else ""
-    return Failure(f"mpiexec {how} before the run was done{last}; log: {attempt.launcher_log}")
+    return Failure(f"{name} {how} before the run was done{last}; log: {attempt.launcher_log}")
 
 
 def _tail(attempt: Attempt, rank: int) -> str:

@@ -38,8 +38,11 @@ def hold(run: RunDir) -> Iterator[None]:
 
 def supervisor_of(run: RunDir) -> dict[str, Any]:
     """What the last supervisor of a run wrote about itself (pid, start_ticks, host, …); empty if nothing."""
-    record = read_json(run.job)
-    return record if isinstance(record, dict) else {}
+    for attempt in reversed(run.attempts()):
+        record = read_json(attempt.supervisor)
+        if isinstance(record, dict):
+            return record
+    return {}
 
 
 def is_running_here(run: RunDir) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.secrets import check_secret_files
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""
@@ -35,13 +37,27 @@ class Prepared:
     """A job that is ready to be launched, as a new run or as the next attempt of an old one."""
 
     spec: JobSpec
-    plan: Plan
+    plan: Plan | None
+    """None for a command."""
     resume: RunDir | None = None
+
+    @property
+    def training_plan(self) -> Plan:
+        """The plan of a job that we train ourselves."""
+        assert self.plan is not None
+        return self.plan
 
     @property
     def ranks(self) -> int:
         """How many ranks it takes."""
-        return self.plan.degrees.world_size
+        return self.spec.ranks
+
+    def describe(self) -> str:
+        """Its layout in one line."""
+        if self.plan is not None:
+            return self.plan.describe()
+        count = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        return f"{count} of {shlex.join(self.spec.command or [])}"
 
 
 def prepare(
@@ -51,27 +67,32 @@ def prepare(
     resume: RunDir | None = None,
     until: Literal["plan", "launch"] = "launch",
     world_size: int | None = None,
+    command: Sequence[str] | None = None,
 ) -> Prepared:
     """Resolve a job file, or the job of a run to be resumed; up to `launch` also check what it will need.
 
-    `world_size` is how many ranks there are already, where somebody else has started them. UsageError
-    (SpecError) says what is wrong with the job or its data, SiteError what the machine lacks.
+    `command` takes the place of the job's own. `world_size` is how many ranks there are already, where
+    somebody else has started them. UsageError (SpecError) says what is wrong with the job or its data,
+    SiteError what the machine lacks.
     """
     if resume is not None:
         resolved = _load_again(resume, overrides)
-    elif job is not None:
-        resolved = load_job(job, overrides)
+    elif job is not None or command is not None:
+        resolved = load_job(job, overrides, command=command)
     else:
         raise UsageError("no job file given; write `hpcrun train JOB.yaml`, or --resume RUN")
+    if resolved.spec.sweep is not None:
+        raise resolved.mistake("sweep", "stands for several runs; hand them over with `hpcrun submit`")
     prepared = Prepared(resolved.spec, resolved.plan, resume)
     if world_size not in (None, prepared.ranks):
-        ranks, degrees = prepared.ranks, prepared.plan.degrees
+        ranks, degrees = prepared.ranks, prepared.spec.degrees
         takes = f"{degrees} takes {ranks} ranks" if ranks > 1 else "takes 1 rank"
         text = f"{takes}, but this world has {world_size}; change a degree, or start {ranks}"
         raise resolved.mistake("parallel", text)
     if until == "launch":
-        _check_data(resolved)
-        _check_weights(resolved, resume)
+        _check_secrets(resolved)
+    if until == "launch" and resolved.plan is not None:
+        check_inputs(resolved, resume)
         _check_place(prepared)
     return prepared
 
@@ -92,6 +113,18 @@ def _load_again(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
             f" --resume {run.id} train.steps={step * 2}"
         )
     return resolved
+
+
+def _check_secrets(resolved: ResolvedJob) -> None:
+    problems = check_secret_files(resolved.spec.secrets)
+    if problems:
+        raise SpecError([replace(one, where=resolved.document.where(one.key)) for one in problems])
+
+
+def check_inputs(resolved: ResolvedJob, resume: RunDir | None = None) -> None:
+    """Whether data and weights are there and fit the model; SpecError with the key where they do not."""
+    _check_data(resolved)
+    _check_weights(resolved, resume)
 
 
 def _check_data(resolved: ResolvedJob) -> None:
@@ -156,7 +189,7 @@ def _check_place(prepared: Prepared) -> None:
         found = "may not be written" if place.is_dir() else "is no directory"
         text = "set HPCRUN_ROOT to a directory that you may write"
         raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
-    need = _save_bytes(prepared)
+    need = save_bytes(prepared)
     usage = shutil.disk_usage(place)
     # A file system that does not know its size (0) has no say.
     if usage.total and usage.free < need:
@@ -166,7 +199,7 @@ def _check_place(prepared: Prepared) -> None:
         )
 
 
-def _save_bytes(prepared: Prepared) -> int:
+def save_bytes(prepared: Prepared) -> int:
     """What the saves of a run take at most at one time."""
     spec = prepared.spec
     assert spec.model is not None

@@ -20,6 +20,8 @@ from hpcrun.specs.rundir import Attempt
 
 RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
 """Set by the supervisor in everything it starts: it marks the processes of a run."""
+ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
+"""The same for an attempt: set in its launcher and its ranks."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ def _record(world: World) -> dict[str, Any]:
 
 def _die_with_supervisor(attempt: Attempt) -> None:
     process.die_with_parent(signal.SIGKILL)
-    job = read_json(attempt.run.job) or {}
+    job = read_json(attempt.supervisor) or {}
     # Whoever died before the line above sends us nothing any more.
     if job.get("host") == os.uname().nodename and not process.is_alive(
         process.ProcessId(job["pid"], job["start_ticks"])

@@ -54,6 +54,13 @@ def detect_world(environ: Mapping[str, str], *, stdin_is_tty: bool = False) -> W
     )
 
 
+def rank_in(environ: Mapping[str, str]) -> int | None:
+    """The rank in an environment that whichever launcher has made, nearest launcher first."""
+    env = _Numbers(environ)
+    names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((rank for name in names if (rank := env.number(name)) is not None), None)
+
+
 def without_world(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a world of our own: what says who is which rank of another one is left out."""
     return {name: value for name, value in environ.items() if not _WORLD_VARIABLES.match(name)}

@@ -134,8 +134,8 @@ class MPIControl(Control):
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
-        lengths = np.empty(self.size, dtype=np.int64)
-        self._wait(self._comm.Iallgather(np.array([mine.size], dtype=np.int64), lengths))
+        length, lengths = np.array([mine.size], dtype=np.int64), np.empty(self.size, dtype=np.int64)
+        self._wait(self._comm.Iallgather(length, lengths))
         every = np.empty(int(lengths.sum()), dtype=np.uint8)
         starts = np.concatenate(([0], np.cumsum(lengths)))
         layout = [every, (lengths.tolist(), starts[:-1].tolist()), self._mpi.BYTE]
@@ -156,7 +156,8 @@ class MPIControl(Control):
         mine, union = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
         request = self._comm.Iallreduce(mine, union, op=self._mpi.BOR)
 
-        def finish() -> int:
+        # mpi4py holds on to the buffers for as long as the call lasts, but Open MPI reads them until the end.
+        def finish(kept: Any = mine) -> int:
             self._wait(request)
             return int(union[0])
 

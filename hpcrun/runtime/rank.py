@@ -53,6 +53,10 @@ def join(
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
         earlier = find_run(resume) if resume else None
         prepared = prepare(job, overrides, resume=earlier, world_size=control.size, until=until)
+        if prepared.plan is None:
+            raise UsageError(
+                "command: this is already a rank of a world; start the command itself, without us"
+            )
     except HpcrunError as error:
         problem = [error.exit_code, str(error)]
     # All leave together, or none: a rank that left alone would leave the others waiting.
@@ -65,7 +69,7 @@ def join(
     resolved = ResolvedJob(prepared.spec, prepared.plan)
     observer = display(prepared.spec.train.steps) if control.rank == 0 else None
     if observer is not None:
-        observer.note(f"run {run_path}: {prepared.plan.describe()}")
+        observer.note(f"run {run_path}: {prepared.describe()}")
         observer.ranks_ready(control.size, 0.0)
     return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved, observer))
 
@@ -84,7 +88,7 @@ def _open_run(prepared: Prepared) -> list[Any]:
     run = prepared.resume or create_run(prepared.spec.name)
     attempt = run.next_attempt()
     write_whole(run.spec, render_job(prepared.spec))
-    write_whole(attempt.plan, prepared.plan.model_dump_json(indent=2) + "\n")
+    write_whole(attempt.plan, prepared.training_plan.model_dump_json(indent=2) + "\n")
     return [str(run.path), attempt.number]
 
 
@@ -112,7 +116,7 @@ def _train(
     resolved: ResolvedJob,
     observer: Observer | None = None,
 ) -> int:
-    job, plan = resolved.spec, resolved.plan
+    job, plan = resolved.spec, resolved.training_plan
     assert job.data is not None
     corpus = inspect_corpus(job.data)
     check_same_job(control, resolved, corpus.fingerprint)

@@ -232,9 +232,9 @@ def test_print_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "JOB", "--retry"], "No such option: --retry (see `hpcrun train --help`)"),
         (["train", "JOB", "--resume", "x"], "--resume takes the job from the run"),
         (["train", "--resume", "x"], "x: no such run"),
-        (["train", "JOB", "--", "ls"], "train takes no command after `--` (found: ls)"),
+        (["list", "--", "ls"], "list takes no command after `--` (found: ls)"),
         (["trian"], "trian: no such command; did you mean train?"),
-        (["status"], "Missing argument 'RUN'"),
+        (["status"], "status: name a run, or several, or give --all"),
     ],
 )
 def test_mistakes_of_usage_are_one_line(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.attempt import LauncherEnded, RankEnded
 from hpcrun.launch.failure import explain
+from hpcrun.launch.happenings import LauncherEnded, RankEnded
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 

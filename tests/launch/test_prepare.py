@@ -73,7 +73,11 @@ def test_a_new_layout_keeps_the_batch_and_finds_the_rest_anew(site: Site) -> Non
     run = saved_run(site, "parallel.dp_replicate=2", "train.gbs=8")
     assert "microbatches: 4" in run.spec.read_text()
     prepared = prepare(None, ["parallel.dp_replicate=1", "parallel.dp_shard=4"], resume=run)
-    assert (prepared.plan.gbs, prepared.plan.grad_accum, prepared.plan.zero) == (8, 2, 3)
+    assert (prepared.training_plan.gbs, prepared.training_plan.grad_accum, prepared.training_plan.zero) == (
+        8,
+        2,
+        3,
+    )
 
 
 def test_a_run_with_nothing_left_to_do(site: Site) -> None:

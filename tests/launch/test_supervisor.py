@@ -39,8 +39,10 @@ def test_a_run_that_goes_well(site: Site) -> None:
     exit_record = run.read_exit()
     assert exit_record is not None
     assert (exit_record["status"], exit_record["exit_code"], exit_record["step"]) == ("done", 0, 3)
-    job = read_json(run.job)
-    assert (job["pid"], job["host"], job["steps"]) == (os.getpid(), NODE, 3)
+    who = read_json(run.attempt(1).supervisor)
+    assert (who["pid"], who["host"], who["slurm_job"]) == (os.getpid(), NODE, None)
+    assert (read_json(run.job)["steps"], read_json(run.attempt(1).placement)["ranks"]) == (3, [NODE] * 3)
+    assert read_json(run.attempt(1).outcome)["status"] == "done"
     assert read_json(run.attempt(1).plan)["dp_replicate"] == 3
     assert "dp_replicate: 3" in run.spec.read_text()
     assert observer.ready == 3

@@ -1,0 +1,139 @@
+"""The agent: one a node of an allocation; starts, watches, signals and clears up the node's ranks.
+
+It reads orders, one JSON object a line, from its standard input and answers on its standard output; when the
+input ends, the supervisor is gone, and so is everything that the agent has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.launch.happenings import encode
+from hpcrun.launch.node import NodeRanks
+from hpcrun.launch.world import without_world
+from hpcrun.specs.rundir import RunDir
+
+BEAT_S = 1.0
+"""How often an agent says that it is there."""
+_TICK_S = 0.2
+_STARTING_S = 0.05
+_CLEAR_S = 5.0
+
+
+class Agent:
+    """Carries out a supervisor's orders on this node."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._ranks: NodeRanks | None = None
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._selector = selectors.DefaultSelector()
+        self._waiting = b""
+        self._beaten = 0.0
+
+    def serve(self) -> None:
+        """Work until the supervisor says so or is gone."""
+        # Slurm signals every process of a step, and only the supervisor knows what is meant by it. They are
+        # handled, not ignored: ranks would inherit the latter, and no shell traps what it was born deaf to.
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: None)
+        process.become_subreaper()
+        os.set_blocking(sys.stdin.fileno(), False)
+        self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        self._say({"kind": "hello", "node": os.uname().nodename, "pid": os.getpid()})
+        try:
+            while self._take_orders():
+                self._watch()
+        finally:
+            self._clear([])
+
+    def _take_orders(self) -> bool:
+        """Wait a moment for orders and carry them out; False at the end of the input."""
+        starting = self._ranks is not None and not self._ranks.is_complete
+        self._selector.select(_STARTING_S if starting else _TICK_S)
+        try:
+            while data := os.read(sys.stdin.fileno(), 65536):
+                self._waiting += data
+        except BlockingIOError:
+            *lines, self._waiting = self._waiting.split(b"\n")
+            return all(self._obey(json.loads(line)) for line in lines if line)
+        return False
+
+    def _obey(self, order: dict[str, Any]) -> bool:
+        match order["do"]:
+            case "watch":
+                self._clear([])
+                attempt = self._run.attempt(order["attempt"])
+                self._ranks = NodeRanks(attempt, order["ranks"])
+                self._selector.register(self._ranks.fileno(), selectors.EVENT_READ)
+                self._say({"kind": "watching"})
+            case "start":
+                self._start(order["argv"], Path(order["log"]))
+            case "signal":
+                if self._ranks is not None:
+                    self._ranks.signal(order["number"], order["rank"])
+            case "kill":
+                if self._ranks is not None:
+                    self._ranks.kill()
+            case "clear":
+                self._say({"kind": "cleared", "stuck": self._clear(order["spared"])})
+            case _:
+                return False
+        return True
+
+    def _start(self, argv: list[str], log: Path) -> None:
+        """Start a process of the launcher's, whose descendants the ranks are."""
+        assert self._ranks is not None
+        self._ranks.below = os.getpid()
+        with log.open("ab") as output:
+            self._children.append(
+                subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=without_world(os.environ),
+                    start_new_session=True,
+                )
+            )
+
+    def _watch(self) -> None:
+        if self._ranks is not None:
+            for happening in (*self._ranks.ended(), *self._ranks.appeared()):
+                self._say_line(encode(happening))
+        if time.monotonic() - self._beaten > BEAT_S:
+            self._beaten = time.monotonic()
+            self._say({"kind": "beat"})
+
+    def _clear(self, spared: list[int]) -> list[int]:
+        if self._ranks is None:
+            return []
+        self._selector.unregister(self._ranks.fileno())
+        for rank in self._ranks.ended():
+            self._say_line(encode(rank))
+        stuck = self._ranks.clear(_CLEAR_S, spared)
+        self._ranks = None
+        for child in self._children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0 if stuck else None)
+        self._children = []
+        process.reap_orphans(keep=-1)
+        return stuck
+
+    def _say(self, message: dict[str, Any]) -> None:
+        self._say_line(json.dumps(message))
+
+    def _say_line(self, line: str) -> None:
+        # A supervisor that is gone is noticed where its orders are read.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(sys.stdout.fileno(), f"{line}\n".encode())

@@ -1,0 +1,79 @@
+"""The Slurm allocation that we stand in: its nodes, its end, its steps, and how it is queued again."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hpcrun import process
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.hostlist import expand
+from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_squeue
+from hpcrun.specs.rundir import RunDir
+
+_ASK_S = 20
+_REQUEUE_S = 60
+_REQUEUED_ALREADY = re.compile(
+    r"pending execution|already pending|requeued|Job/step already completing", re.I
+)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A job of Slurm's, seen from inside."""
+
+    job: int
+    nodes: tuple[str, ...]
+    id: str
+    """As scontrol takes it: in an array that of the element, 12_3."""
+    is_batch: bool
+    """Whether we are what the batch script has started, and not a shell inside salloc."""
+    restarts: int = 0
+
+    def seconds_left(self) -> float | None:
+        """Until the time limit; None where Slurm does not say."""
+        try:
+            answer = process.run(["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_ASK_S)
+        except SiteError:
+            return None
+        for record in parse_squeue(answer.stdout):
+            if record.limit_s is not None and record.elapsed_s is not None:
+                return record.limit_s - record.elapsed_s
+        return None
+
+    def requeue(self) -> None:
+        """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
+        done = process.run(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_S)
+        words = " ".join((done.stderr or done.stdout).split())
+        # A preemption may have been quicker: one requeue is what was wanted.
+        if done.exit_code != 0 and not _REQUEUED_ALREADY.search(words):
+            raise SiteError(f"`scontrol requeue {self.id}`: {words}")
+
+    def agent_commands(self, run: RunDir, nodes: Sequence[str]) -> dict[str, list[str]]:
+        """How the agent of each node is started: as a step that outlives the ranks and the other nodes."""
+        step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--kill-on-bad-exit=0"]
+        step += ["--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
+        agent = [sys.executable, "-P", "-m", "hpcrun", "_agent", str(run.path)]
+        return {node: [*step, f"--nodelist={node}", *agent] for node in nodes}
+
+
+def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation that this environment is of, or None outside of one."""
+    job, listed = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_JOB_NODELIST", "")
+    if not job.isascii() or not job.isdigit() or not listed:
+        return None
+    try:
+        nodes = expand(listed, "SLURM_JOB_NODELIST")
+    except UsageError as error:
+        raise SiteError(str(error)) from None
+    array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return Allocation(
+        job=int(job),
+        nodes=nodes,
+        id=f"{array}_{element}" if array and element else job,
+        is_batch=environ.get("SUBMITIT_EXECUTOR") == "slurm",
+        restarts=int(restarts) if restarts.isdigit() else 0,
+    )

@@ -1,0 +1,102 @@
+"""What every rank of an attempt runs: our own training, or a program of the user's in a script of ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+
+from hpcrun.errors import EXIT_RANKS_DIED, UsageError
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.rundir import Attempt
+
+PREFIX_VARIABLE = "HPCRUN_RANK_PREFIX"
+"""Words of the template's before a rank's command, such as those of a container runtime."""
+STEP_VARIABLE = "HPCRUN_RANK_SRUN"
+"""Words of the template's for the srun that starts the ranks, such as those of pyxis."""
+
+_SCRIPT = """\
+#!/bin/sh
+# Starts one rank of the command: says which rank it is, hands on signals, and records how it ended.
+umask 077
+RANK=${{PMI_RANK:-${{OMPI_COMM_WORLD_RANK:-${{PMIX_RANK:-${{SLURM_PROCID:-0}}}}}}}}
+LOCAL_RANK=${{MPI_LOCALRANKID:-${{OMPI_COMM_WORLD_LOCAL_RANK:-${{SLURM_LOCALID:-0}}}}}}
+WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={ranks_per_node} NODE_RANK=$((RANK / {ranks_per_node}))
+GROUP_RANK=$NODE_RANK
+export RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK
+attempt={attempt}
+quoted={quoted}
+node=$(uname -n)
+exec >>"$attempt/logs/rank-$RANK.log" 2>&1
+record() {{
+    printf '%s\\n' "$2" >"$attempt/ranks/.rank-$RANK.$1.$$" &&
+        mv -f "$attempt/ranks/.rank-$RANK.$1.$$" "$attempt/ranks/rank-$RANK.$1"
+}}
+child=
+trap 'if [ -n "$child" ]; then kill -USR1 "$child"; fi' USR1
+trap 'if [ -n "$child" ]; then kill -USR2 "$child"; fi' USR2
+trap 'if [ -n "$child" ]; then kill -TERM "$child"; fi' TERM
+trap 'if [ -n "$child" ]; then kill -INT "$child"; fi' INT
+"$@" </dev/null &
+child=$!
+read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ started _ <"/proc/$$/stat"
+record json "{{\\"rank\\": $RANK, \\"local_rank\\": $LOCAL_RANK, \\"node\\": \\"$node\\", \\"pid\\": $$, \
+\\"start_ticks\\": $started, \\"started\\": $(date +%s), \\"shm\\": []}}"
+# A wait that a signal has ended says nothing about the command.
+while :; do
+    wait "$child"
+    status=$?
+    kill -0 "$child" 2>/dev/null || break
+done
+if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
+    how="ended with exit code $status"
+    if [ "$status" -gt 128 ]; then how="was killed by signal $((status - 128))"; fi
+    code={died}
+    if [ "$status" -eq 93 ]; then code=93; fi
+    record error.json "{{\\"rank\\": $RANK, \\"node\\": \\"$node\\", \
+\\"kind\\": \\"exit\\", \\"expected\\": true, \
+\\"message\\": \\"the command $how; log: $quoted/logs/rank-$RANK.log\\", \\"exit_code\\": $code, \
+\\"time\\": $(date +%s.%N)}}"
+fi
+record exit.json "{{\\"rank\\": $RANK, \\"exit_code\\": $status}}"
+exit "$status"
+"""
+
+
+def rank_command(
+    attempt: Attempt, spec: JobSpec, placement: Placement, environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The command of every rank of an attempt; the script before a user's command is written as well."""
+    prefix = template_words(environ, PREFIX_VARIABLE)
+    if spec.command is None:
+        in_container = prefix or template_words(environ, STEP_VARIABLE)
+        python = spec.python or "python3" if in_container else sys.executable
+        # -P: a file of the user's that is called like a module must not become that module.
+        return (*prefix, python, "-P", "-m", "hpcrun", "_rank", str(attempt.run.path), str(attempt.number))
+    script = attempt.path / "rank.sh"
+    write_whole(script, _script(attempt, placement))
+    return ("/bin/sh", str(script), *prefix, *spec.command)
+
+
+def template_words(environ: Mapping[str, str], name: str) -> list[str]:
+    """The words that a template has left in a variable; UsageError when its quotes do not match."""
+    try:
+        return shlex.split(environ.get(name, ""))
+    except ValueError as error:
+        raise UsageError(
+            f"{name}: cannot be split into words: {error}; mend the template that sets it"
+        ) from None
+
+
+def _script(attempt: Attempt, placement: Placement) -> str:
+    path = str(attempt.path)
+    return _SCRIPT.format(
+        attempt=shlex.quote(path),
+        quoted=shlex.quote(json.dumps(path)[1:-1]),
+        ranks=len(placement.ranks),
+        ranks_per_node=placement.per_node,
+        died=EXIT_RANKS_DIED,
+    )

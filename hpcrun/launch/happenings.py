@@ -1,0 +1,105 @@
+"""What can happen to an attempt, as values; those that an agent sees travel as lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RankUp:
+    """A rank has recorded itself and takes signals."""
+
+    rank: int
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankMet:
+    """A rank is inside MPI; a command's rank has met the others as soon as it is up."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RanksMet:
+    """Every rank has met the others."""
+
+
+@dataclass(frozen=True)
+class RankEnded:
+    """The process of a rank is gone, for better or worse."""
+
+    rank: int
+    node: str
+    pid: int | None
+    """None for one that was gone before anyone saw it."""
+    wait_status: int | None
+    """As waitpid gives it; None where the kernel does not tell."""
+    time: float
+
+
+@dataclass(frozen=True)
+class RankGaveUp:
+    """A rank has written down why it cannot go on; its process may still be there."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """Nobody on a node answers for its ranks any more."""
+
+    node: str
+    why: str
+    time: float
+
+
+@dataclass(frozen=True)
+class LauncherEnded:
+    """What started the ranks is gone; its status says nothing about success."""
+
+    wait_status: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The ranks agreed that the attempt ended well, and there is a record of it."""
+
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Somebody sent the supervisor a signal."""
+
+    number: signal.Signals
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing happened for a moment."""
+
+
+OnNode = RankUp | RankMet | RankEnded
+"""What is seen on the node where it happens."""
+Happening = OnNode | RanksMet | RankGaveUp | NodeLost | LauncherEnded | Finished | Asked | Tick
+
+_KINDS: dict[str, type[OnNode]] = {"up": RankUp, "met": RankMet, "ended": RankEnded}
+
+
+def encode(happening: OnNode) -> str:
+    """One line of JSON without its end."""
+    kind = next(name for name, known in _KINDS.items() if isinstance(happening, known))
+    return json.dumps({"kind": kind, **asdict(happening)})
+
+
+def decode(message: dict[str, Any]) -> OnNode | None:
+    """The happening in a message, or None where it is of another kind."""
+    values = dict(message)
+    kind = _KINDS.get(values.pop("kind", ""))
+    return None if kind is None else kind(**values)

@@ -1,0 +1,240 @@
+"""What starts the ranks of an attempt: Hydra here, Hydra through agents, Slurm's srun, Open MPI's mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.launch.hydra import find_mpiexec, wait_statuses
+from hpcrun.launch.nodes import Nodes
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.rundir import Attempt
+
+_PROXIES_S = 60.0
+_PROXY = re.compile(r"^HYDRA_LAUNCH: (?P<command>.*--proxy-id (?P<number>\d+).*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What is to be started: an attempt as a value."""
+
+    attempt: Attempt
+    placement: Placement
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    launcher: Launcher
+    judges_exits: bool = False
+    """Whether the ranks' own exit records say how it went, as a command's do, instead of rank 0's result."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self.placement.ranks)
+
+
+class Launcher(Protocol):
+    """Starts the ranks of an attempt, on nodes that already look out for them."""
+
+    @property
+    def name(self) -> str:
+        """The command that people know it by."""
+
+    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+        """Start them; what comes back lives as long as they do."""
+
+
+def _popen(argv: Sequence[str], launch: Launch, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a launcher; its own words, and the ranks' before they have logs of their own, go to its log."""
+    with launch.attempt.launcher_log.open("ab") as output:
+        try:
+            return subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                start_new_session=True,
+                preexec_fn=_bind_to(os.getpid()),
+            )
+        except OSError as error:
+            raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
+
+
+def _bind_to(supervisor: int) -> Callable[[], None]:
+    """For the child between fork and exec: to end with us, however we end."""
+
+    def bind() -> None:
+        process.die_with_parent(signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(1)
+
+    return bind
+
+
+class Hydra:
+    """The mpiexec of the MPICH wheel; on several nodes its proxies are started by the agents."""
+
+    name = "mpiexec"
+
+    def __init__(self, *, agents: bool = False, interface: str | None = None) -> None:
+        self._mpiexec = find_mpiexec()
+        self._agents, self._interface = agents, interface
+
+    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+        """Start the ranks.
+
+        Ours are both the clean-up (Hydra would blur who died first) and the signals (it dies of some).
+        """
+        argv = [str(self._mpiexec), "-disable-auto-cleanup", "-print-all-exitcodes"]
+        # Inside an allocation Hydra would choose Slurm by itself.
+        argv += ["-rmk", "user", "-launcher", "manual" if self._agents else "fork"]
+        hosts = _runs(launch.placement)
+        if self._agents:
+            argv += ["-hosts", ",".join(f"{node}:{count}" for node, count in hosts)]
+        if self._interface:
+            argv += ["-iface", self._interface]
+        child = _popen([*argv, "-n", str(launch.ranks), *launch.command], launch, launch.environ)
+        if self._agents:
+            self._start_proxies(child, launch, [node for node, _ in hosts], nodes)
+        return child
+
+    def _start_proxies(
+        self, child: subprocess.Popen[bytes], launch: Launch, hosts: Sequence[str], nodes: Nodes
+    ) -> None:
+        """Hydra prints what is to be started on which host, and waits until it has been."""
+        log = launch.attempt.launcher_log
+        deadline = time.monotonic() + _PROXIES_S
+        while "HYDRA_LAUNCH_END" not in (said := log.read_text(errors="replace")):
+            if child.poll() is not None or time.monotonic() > deadline:
+                # Whoever watches the launcher finds out and reads the log.
+                return
+            time.sleep(0.01)
+        for match in _PROXY.finditer(said):
+            number = int(match["number"])
+            nodes.start(hosts[number], match["command"].split(), log.with_name(f"proxy-{number}.log"))
+
+
+def _runs(placement: Placement) -> list[tuple[str, int]]:
+    """The nodes of neighbouring ranks, and how many there are on each."""
+    runs: list[tuple[str, int]] = []
+    for node in placement.ranks:
+        if runs and runs[-1][0] == node:
+            runs[-1] = (node, runs[-1][1] + 1)
+        else:
+            runs.append((node, 1))
+    return runs
+
+
+class Srun:
+    """A step of Slurm's, for a site's own MPI library."""
+
+    name = "srun"
+
+    def __init__(self, pmi: str, options: Sequence[str] = ()) -> None:
+        self._pmi, self._options = pmi, tuple(options)
+
+    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+        """Start the ranks, in the order of the host file and on its nodes alone."""
+        hosts = launch.attempt.path / "hosts"
+        hosts.write_text("".join(f"{node}\n" for node in launch.placement.ranks))
+        argv = ["srun", f"--nodes={len(launch.placement.nodes)}", f"--ntasks={launch.ranks}"]
+        # Which rank dies is seen by the agents, and the others are ended by us.
+        argv += ["--distribution=arbitrary", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+        argv += [f"--mpi={self._pmi}", "--input=none", "--unbuffered", *self._options]
+        environ = step_environment(launch.environ) | {"SLURM_HOSTFILE": str(hosts)}
+        return _popen([*argv, *launch.command], launch, environ)
+
+
+class Mpirun:
+    """Open MPI's own launcher, which starts its daemons through Slurm."""
+
+    name = "mpirun"
+
+    def __init__(self) -> None:
+        self._mpirun = _find_open_mpi()
+
+    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+        """Start the ranks, each where its line of the rank file says."""
+        ranks = launch.attempt.path / "ranks.txt"
+        lines = (f"rank {rank}={node} slot=*\n" for rank, node in enumerate(launch.placement.ranks))
+        ranks.write_text("".join(lines))
+        argv = [self._mpirun, "-n", str(launch.ranks), "--rankfile", str(ranks)]
+        # The rank file says it all; how many slots Slurm would have given a node does not matter.
+        argv += ["--oversubscribe", "--bind-to", "none"]
+        argv += ["--allow-run-as-root"] if os.getuid() == 0 else []
+        for name, value in launch.environ.items():
+            if os.environ.get(name) != value:
+                argv += ["-x", name]
+        # It reads from Slurm's own variables which daemons to start where.
+        names = ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
+        allocation = {name: os.environ[name] for name in names if name in os.environ}
+        return _popen([*argv, *launch.command], launch, {**launch.environ, **allocation})
+
+
+def _find_open_mpi() -> str:
+    """The first mpirun on PATH that is Open MPI's: other MPI libraries call theirs so too."""
+    for folder in os.get_exec_path():
+        for name in ("mpirun", "mpirun.openmpi"):
+            path = os.path.join(folder, name)  # noqa: PTH118 - an entry of PATH may be any text
+            if os.access(path, os.X_OK) and re.search("Open ?MPI|OpenRTE|PRRTE", _version_of(path)):
+                return path
+    raise SiteError("mpirun: Open MPI's is not on PATH; load the module that holds it, or set mpi.launcher")
+
+
+def _version_of(path: str) -> str:
+    try:
+        return process.run([path, "--version"], timeout_s=20).stdout
+    except SiteError:
+        return ""
+
+
+_STEP_OPTIONS = re.compile(
+    r"SLURM_(HOSTFILE|DISTRIBUTION|NNODES|JOB_NUM_NODES|NTASKS\w*|NPROCS|TASKS_PER_NODE|CPU_BIND\w*|MEM_BIND\w*"
+    r"|CPUS_PER_TASK|TRES_PER_TASK|GPUS\w*|MEM_PER_\w+|THREADS_PER_CORE|OVERLAP|EXACT|WHOLE|NO_KILL"
+    r"|KILL_BAD_EXIT|UNBUFFEREDIO|MPI_TYPE|WAIT)\Z"
+    r"|SRUN_"
+)
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an srun that says all by itself: options of the job must not become the step's."""
+    return {name: value for name, value in environ.items() if not _STEP_OPTIONS.match(name)}
+
+
+_SRUN_ENDED = re.compile(
+    r"^srun: error: \S+: tasks? (?P<ranks>[\d,-]+): (?:(?P<signal>[A-Z][A-Za-z ]+?)(?: \(core dumped\))?"
+    r"|Exited with exit code (?P<code>\d+))$",
+    re.MULTILINE,
+)
+
+
+def ended_as(log: Path) -> dict[int, int]:
+    """The wait status of ranks as the launcher has printed them: of all (Hydra), or of those that failed."""
+    found = dict(enumerate(wait_statuses(log)))
+    if found:
+        return found
+    try:
+        text = log.read_text(errors="replace")
+    except FileNotFoundError:
+        return {}
+    for match in _SRUN_ENDED.finditer(text):
+        status = int(match["code"]) << 8 if match["code"] else _signal_called(match["signal"])
+        for item in match["ranks"].split(",") if status is not None else ():
+            first, _, last = item.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                found.setdefault(rank, status or 0)
+    return found
+
+
+def _signal_called(words: str) -> int | None:
+    """The number of a signal by its description, as strsignal gives it."""
+    return next((one.value for one in signal.Signals if signal.strsignal(one) == words), None)

@@ -1,0 +1,115 @@
+"""Where a supervisor works: on this machine alone or in an allocation, and how ranks start there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import hpcrun
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.launch.command import STEP_VARIABLE, template_words
+from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
+from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
+from hpcrun.launch.world import without_world
+from hpcrun.specs.cluster import ClusterSpec, find_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place itself, as a value."""
+
+    allocation: Allocation | None = None
+    cluster: ClusterSpec | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all ranks stand on this very host."""
+        return self.allocation is None or self.allocation.nodes == (os.uname().nodename,)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether a job that was submitted has brought us here."""
+        return self.allocation is not None and self.allocation.is_batch
+
+    def place(self, spec: JobSpec) -> Placement:
+        """A node for every rank; UsageError when there are too few."""
+        if self.allocation is not None:
+            nodes, asked = self.allocation.nodes, spec.resources
+            spread = asked.nodes == 1 and asked.ranks_per_node is None
+            # A job that says nothing of nodes takes all that there are.
+            per_node = -(-spec.ranks // len(nodes)) if spread else spec.ranks_per_node
+            return in_blocks(nodes, spec.ranks, per_node)
+        if spec.resources.nodes > 1:
+            raise UsageError(
+                f"resources.nodes: {spec.resources.nodes} nodes are asked for, but this is one machine; use"
+                " hpcrun submit, run this inside an allocation (salloc), or set resources.nodes=1"
+            )
+        return Placement((os.uname().nodename,) * spec.ranks)
+
+    def launcher(self, spec: JobSpec) -> Launcher:
+        """What starts the ranks: by the profile between nodes, Hydra on one."""
+        cluster, step = self.cluster, template_words(os.environ, STEP_VARIABLE)
+        wanted = cluster.mpi.launcher if cluster else "hydra"
+        if step and wanted != "srun":
+            raise SiteError(
+                f"mpi.launcher: {wanted} starts no container of srun's; set mpi.launcher: srun in the profile"
+            )
+        if self.allocation is None or wanted == "hydra":
+            here = self.is_here
+            interface = cluster.network.interface if cluster and not here else None
+            known = {name for _, name in socket.if_nameindex()}
+            return Hydra(agents=not here, interface=interface if interface in known else None)
+        if wanted == "mpirun":
+            return Mpirun()
+        return Srun(cluster.mpi.pmi if cluster else "pmi2", [*self._step_options(spec), *step])
+
+    def _step_options(self, spec: JobSpec) -> list[str]:
+        cluster, resources = self.cluster, spec.resources
+        options = [f"--cpus-per-task={resources.cpus_per_rank}"] if resources.cpus_per_rank else []
+        if not options:
+            options = ["--cpu-bind=none"]
+        if cluster and cluster.gpus.bind and resources.gpus_per_node:
+            options.append(f"--gpu-bind={cluster.gpus.bind}")
+        return options
+
+    @contextmanager
+    def nodes(self, run: RunDir, placement: Placement) -> Iterator[Nodes]:
+        """The nodes of a placement, with agents where there are to be any, for as long as the block lasts."""
+        allocation = self.allocation
+        if allocation is None or self.is_here:
+            yield ThisNode()
+            return
+        environ = step_environment(without_world(with_our_package(os.environ)))
+        commands = allocation.agent_commands(run, placement.nodes)
+        nodes = AgentNodes(commands, environ, run.agent_logs)
+        try:
+            yield nodes
+        finally:
+            nodes.close()
+
+
+def find_site(cluster: str | None) -> Site:
+    """Where this process stands; in an allocation the profile of that name, or the default one, holds."""
+    allocation = find_allocation(os.environ)
+    if allocation is None:
+        return Site()
+    return Site(allocation, None if cluster == "local" else find_cluster(cluster))
+
+
+def with_our_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a child finds this very package."""
+    found = dict(environ)
+    package = Path(hpcrun.__file__).parent.parent
+    if package.name not in ("site-packages", "dist-packages"):
+        # Run from its source tree, the package is on nobody's path but ours.
+        before = found.get("PYTHONPATH")
+        found["PYTHONPATH"] = f"{package}{os.pathsep}{before}" if before else str(package)
+    return found

@@ -1,0 +1,66 @@
+"""A run's origin, written down when its directory is made: who, where, and which code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import hpcrun
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.specs.cluster import ClusterSpec, render_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.provenance import Provenance, write_provenance
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.rundir import RunDir
+
+_MOST_DIFF_BYTES = 16 * 2**20
+_GIT_S = 20
+
+
+def record_origin(
+    run: RunDir,
+    spec: JobSpec,
+    *,
+    cluster: str | None = None,
+    profile: ClusterSpec | None = None,
+    template: Path | None = None,
+) -> Provenance:
+    """Write job.json, the profile, and code.diff where the working directory differs from its commit."""
+    if profile is not None:
+        write_whole(run.cluster, render_cluster(profile))
+    commit = (_git("rev-parse", "HEAD") or "").strip() or None
+    diff = _git("diff", "HEAD", "--binary") if commit else None
+    if diff and len(diff) <= _MOST_DIFF_BYTES:
+        write_whole(run.code_diff, diff)
+    record = Provenance(
+        kind="sweep" if spec.sweep else "train" if spec.command is None else "command",
+        name=spec.name,
+        ranks=spec.ranks,
+        steps=None if spec.command else spec.train.steps,
+        created=time.time(),
+        user=os.environ.get("USER") or str(os.getuid()),
+        host=os.uname().nodename,
+        directory=str(Path.cwd()),
+        argv=sys.argv,
+        hpcrun=hpcrun.__version__,
+        python=sys.version.split()[0],
+        commit=commit,
+        is_dirty=bool(diff),
+        cluster=cluster,
+        template=None if template is None else str(template),
+    )
+    write_provenance(run, record)
+    return record
+
+
+def _git(*words: str) -> str | None:
+    """What git says about the working directory; None without git, or outside of a repository."""
+    with suppress(SiteError):
+        done = process.run(["git", *words], timeout_s=_GIT_S)
+        if done.exit_code == 0:
+            return done.stdout
+    return None

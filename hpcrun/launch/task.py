@@ -1,0 +1,132 @@
+"""What a job that was submitted runs: the supervisor, over the nodes that Slurm has given it, or here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
+from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.inbox import Inbox, hold_back
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.site import Site
+from hpcrun.launch.supervisor import Supervisor, record_exit
+from hpcrun.specs.cluster import ClusterSpec, load_cluster
+from hpcrun.specs.provenance import Provenance, read_provenance
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.sweep import read_sweep
+
+ELEMENT_VARIABLE = "HPCRUN_ELEMENT"
+"""Set by the array template: which element of the sweep this job is."""
+_EVERY_S = 30.0
+
+
+class BatchLog:
+    """Writes what is worth knowing into the batch job's own log."""
+
+    def __init__(self) -> None:
+        self._said = 0.0
+
+    def note(self, text: str) -> None:
+        """A line of its own."""
+        sys.stderr.write(f"hpcrun: {text}\n")
+        sys.stderr.flush()
+
+    def ranks_ready(self, ranks: int, seconds: float) -> None:
+        """All ranks have met."""
+        self.note(f"{ranks} ranks ready after {seconds:.1f} s")
+
+    def step(self, record: dict[str, Any]) -> None:
+        """A step now and then; metrics.jsonl has them all."""
+        if "loss" in record and time.monotonic() - self._said > _EVERY_S:
+            self._said = time.monotonic()
+            self.note(f"step {record['step']}: loss {record['loss']:.4f}")
+
+    def finished(self, outcome: Outcome) -> None:
+        """The attempt is over."""
+        self.note(outcome.message)
+
+
+_codes: list[int] = []
+
+
+def run_submitted(folder: str) -> int:
+    """Run the pickle that submitit has put there for this job, which is run_task; gives its exit code."""
+    # It loads numpy where there is one, which a login node is spared.
+    process_job = importlib.import_module("submitit.core.submission").process_job
+    process_job(folder)
+    return _codes.pop()
+
+
+def run_task(run_path: str) -> int:
+    """Run what was submitted: a run, an element of a sweep, or (without an array) a sweep's elements in turn.
+
+    Gives the exit code; whatever goes wrong stands in the run's exit record.
+    """
+    _codes.append(_run_all(RunDir(Path(run_path))))
+    return _codes[-1]
+
+
+def _run_all(run: RunDir) -> int:
+    element = os.environ.get(ELEMENT_VARIABLE)
+    if element is not None:
+        return _run(run.element(int(element)), run)
+    if not run.sweep.exists():
+        return _run(run, run)
+    codes: list[int] = []
+    for number in _waiting(run):
+        codes.append(_run(run.element(number), run))
+        # Whoever told one to stop meant them all.
+        if codes[-1] in (EXIT_SAVED, EXIT_INTERRUPTED):
+            break
+    return max(codes, default=EXIT_DONE)
+
+
+def _waiting(run: RunDir) -> list[int]:
+    """The elements that have no end yet."""
+    return [number for number in range(len(read_sweep(run))) if run.element(number).read_exit() is None]
+
+
+def _run(run: RunDir, origin: RunDir) -> int:
+    log = BatchLog()
+    try:
+        with Inbox() as inbox:
+            record = read_provenance(origin)
+            cluster = load_cluster(origin.cluster) if origin.cluster.exists() else None
+            _check_python(record, cluster, log)
+            allocation = find_allocation(os.environ)
+            prepared = prepare(None, resume=run)
+            log.note(f"{prepared.spec.name}: {prepared.describe()}")
+            outcome = Supervisor(prepared, inbox, log, site=Site(allocation, cluster)).run()
+            # The outcome stands: a late signal must not change the exit code.
+            hold_back()
+            return outcome.exit_code
+    except (HpcrunError, OSError) as error:
+        failure = error if isinstance(error, HpcrunError) else SiteError(str(error))
+        log.note(str(failure))
+        if run.read_exit() is None:
+            record_exit(run, "failed", failure.exit_code, str(failure))
+        return failure.exit_code
+
+
+def _check_python(record: Provenance | None, cluster: ClusterSpec | None, log: BatchLog) -> None:
+    """Say where this node's Python differs from the one that submitted, and what it lacks."""
+    here = sys.version.split()[0]
+    if record is not None and record.python != here:
+        log.note(
+            f"this is Python {here} ({sys.executable}), the job was submitted with {record.python} on"
+            f" {record.host}; set python in the job, or python.path in the profile, if that is not meant"
+        )
+    wanted = cluster.python.checks if cluster else []
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SiteError(
+            f"{sys.executable} on {os.uname().nodename} lacks {', '.join(missing)}; set python in the job or"
+            " python.path in the profile to one that has them, or install them there"
+        )
