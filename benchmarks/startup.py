@@ -15,7 +15,7 @@ from pathlib import Path
 
 import harness
 
-LIGHT_MS, JOB_FILE_MS = 150, 450
+LIGHT_MS, JOB_FILE_MS, SCRIPT_MS = 150, 450, 600
 
 
 def milliseconds(command: list[str], environment: dict[str, str]) -> float:
@@ -57,6 +57,7 @@ def main() -> int:
             "list": (["list"], LIGHT_MS),
             "cancel": (["cancel", run], LIGHT_MS),
             "train --print-spec": (["train", str(job), "--print-spec"], JOB_FILE_MS),
+            "submit --dry-run": (["submit", str(job), "--dry-run"], SCRIPT_MS),
         }
         for verb, (words, limit) in verbs.items():
             over = []

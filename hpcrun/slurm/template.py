@@ -23,7 +23,7 @@ from jinja2.runtime import Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.cluster import config_directories
+from hpcrun.specs.profiles import config_directories
 
 SUFFIX = ".sbatch.j2"
 BLOCKS = ("directives", "setup", "environment", "launch", "teardown")
@@ -36,6 +36,7 @@ _PIECES = re.compile(
     r"(?P<safe>[A-Za-z0-9_@%+=:,./-]+)|(?P<control>[\0-\x1f\x7f`]+)|(?P<wide>[^\0-\x7f]+)|(?P<other>.)"
 )
 _BROKEN_DIRECTIVE = re.compile(r"^#SBATCH.*(?<!\\)(?:\\\\)*\$'", re.MULTILINE)
+_ESCAPED_BLANK = re.compile(r"(?<!\\)((?:\\\\)*)\\ ")
 _HINT = "`hpcrun template show --context` lists the values"
 
 
@@ -178,6 +179,7 @@ class Library:
         self.chain(template)
         with self._told(template):
             text = str(self._environment.get_template(template.key).render(values))
+        text = re.sub(r"^#SBATCH.*", lambda match: for_sbatch(match[0]), text, flags=re.MULTILINE)
         broken = _BROKEN_DIRECTIVE.search(text)
         if broken:
             line = text[broken.start() :].partition("\n")[0]
@@ -308,6 +310,14 @@ def _unquoted(value: Any) -> Code:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def for_sbatch(line: str) -> str:
+    """The text of a directive as sbatch takes it apart: to it a blank ends a word even behind a backslash.
+
+    Only for comments: around quotes that a template has put itself this would split words.
+    """
+    return _ESCAPED_BLANK.sub(r"\1' '", line)
 
 
 def quoted_words(words: Sequence[str]) -> str:

@@ -1,22 +1,27 @@
-"""Switches and blocks as scontrol prints them, and a node's own address among them. No parser raises."""
+"""Switches and blocks as scontrol prints them and as topology.conf and topology.yaml name them, and a node's
+own address among them. No parser raises."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.printed import inside, parse_records, string, whole_number
+from hpcrun.slurm.printed import inside, string, whole_number
 from hpcrun.specs.yaml import parse_value
 
 UnitKind = Literal["switch", "block", "aggregate", "ring", "torus"]
 _KINDS: dict[str, UnitKind] = {
-    "SwitchName": "switch",
-    "BlockName": "block",
-    "AggregatedBlock": "aggregate",
-    "RingName": "ring",
-    "TorusName": "torus",
+    "switchname": "switch",
+    "blockname": "block",
+    "aggregatedblock": "aggregate",
+    "ringname": "ring",
+    "torusname": "torus",
 }
+_FIELD = re.compile(r"(?:^|\s)(\w+)\s*=\s*\"?([^\s\"]*)", re.ASCII)
+_COMMENT = re.compile(r"#.*")
 
 _CONFIGURED: tuple[tuple[UnitKind, str, str, str], ...] = (
     ("switch", "switch", "tree", "switches"),
@@ -41,23 +46,52 @@ class Unit:
     """0 is a leaf; only switches have levels."""
     size: int | None = None
     """The size that Slurm plans with, which is not the number of nodes."""
+    dims: tuple[int, ...] = ()
+    """The sizes of a torus; the nodes fill it with the first dimension running fastest."""
+    line: int | None = field(default=None, compare=False)
+    """Where it stands in the text."""
 
 
 def parse_topology(text: str) -> list[Unit]:
-    """The lines of `scontrol show topology` (fetch everything, with SLURM_TOPO_LEN unset)."""
-    return [
-        Unit(
-            kind,
-            fields[key],
-            fields.get("Nodes", ""),
-            fields.get("Switches", ""),
-            whole_number(fields.get("Level", "")),
-            whole_number(fields.get("BlockSize", "")),
+    """The units of `scontrol show topology` (fetch everything, SLURM_TOPO_LEN unset), or of topology.conf.
+
+    Keys in any case, comments, indentation and lines continued with a backslash are topology.conf's.
+    """
+    found = []
+    for line, statement in _statements(text):
+        fields = {key.lower(): value for key, value in reversed(_FIELD.findall(statement))}
+        key = statement.partition("=")[0].strip().lower()
+        # A torus goes on with lines that repeat its name and say how jobs fit into it.
+        if key not in _KINDS or not fields.get(key) or "placementdims" in fields:
+            continue
+        dims = fields.get("dims", "").lower()
+        found.append(
+            Unit(
+                _KINDS[key],
+                fields[key],
+                fields.get("nodes", ""),
+                fields.get("switches", ""),
+                whole_number(fields.get("level", "")),
+                whole_number(fields.get("blocksize", "")),
+                tuple(map(int, dims.split("x"))) if re.fullmatch(r"[0-9]{1,5}(x[0-9]{1,5})*", dims) else (),
+                line,
+            )
         )
-        for key, kind in _KINDS.items()
-        for fields in parse_records(text, key)
-        if fields[key]
-    ]
+    return found
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Lines with the number of each, comments taken away, continued ones joined."""
+    begun, parts = 0, list[str]()
+    for number, line in enumerate(text.splitlines(), 1):
+        begun = begun if parts else number
+        statement = _COMMENT.sub("", line).rstrip()
+        parts.append(statement.removesuffix("\\"))
+        if not statement.endswith("\\"):
+            yield begun, " ".join(parts)
+            parts = []
+    if parts:
+        yield begun, " ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -96,17 +130,38 @@ def _units(entry: dict[str, Any]) -> list[Unit]:
         for unit in listed if isinstance(listed, list) else ():
             name, nodes, children = (string(inside(unit, part)) for part in (key, "nodes", "children"))
             size = base if kind == "block" else None
-            found += [Unit(kind, name, nodes, children, size=size)] if name else []
+            dims = _dims(inside(unit, "dims")) if kind == "torus" else ()
+            regions = inside(unit, "regions")
+            if isinstance(regions, list):
+                # Their places in the torus are not those of the nodes in order.
+                nodes, dims = ",".join(string(inside(region, "nodes")) for region in regions), ()
+            found += [Unit(kind, name, nodes, children, size=size, dims=dims)] if name else []
     return found
+
+
+def _dims(value: Any) -> tuple[int, ...]:
+    """The sizes in `{x: 4, y: 4, z: 2}` or `4x4x2`; empty for anything else."""
+    if isinstance(value, str):
+        value = dict(zip("xyz", (whole_number(part) for part in value.lower().split("x")), strict=False))
+    sizes = [inside(value, axis) for axis in "xyz"]
+    return tuple(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else ()
 
 
 def parse_address(address: str, pattern: str) -> list[tuple[str, str]]:
     """SLURM_TOPOLOGY_ADDR against its pattern: (`switch`, name) from the top down to (`node`, name).
 
-    A level without a name is left out. A node name may hold dots, a switch name may not.
+    A level without a name is left out.
+    """
+    return [(kind, name) for kind, name in split_address(address, pattern) if name]
+
+
+def split_address(address: str, pattern: str) -> list[tuple[str, str]]:
+    """The same with the levels that have no name, so that the places count; empty where it does not fit.
+
+    A node name may hold dots, a switch name may not.
     """
     kinds = pattern.split(".")
     names = address.split(".", len(kinds) - 1)
     if len(names) != len(kinds) or not pattern:
         return []
-    return [(kind, name) for kind, name in zip(kinds, names, strict=True) if name]
+    return list(zip(kinds, names, strict=True))

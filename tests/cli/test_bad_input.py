@@ -145,13 +145,49 @@ def test_a_layout_that_does_not_come_out_even(
     [
         ("parallel.cp=2", ["2 is not available in this version", "leave it out"]),
         ("parallel.ep=2", ["2 is not available"]),
-        ("resources.nodes=2", ["2 is not available"]),
         ("resources.spares=1", ["1 is not available"]),
-        ("resources.gpus_per_node=8", ["8 is not available"]),
-        ("resources.time=4:00", ['"4:00" is not available']),
-        ("command=[./mine]", ["is not available"]),
-        ("sweep={train.lr: [1e-3, 1e-4]}", ["is not available"]),
-        ("retry={max: 2}", ["is not available"]),
+        ("resources.nodes=2", ["2 nodes cannot share 1 rank evenly", "use 1"]),
+        ("resources.nodes=0", ["must be at least 1, not 0", "(nodes of an attempt)"]),
+        ("resources.gpus_per_node=-1", ["must be at least 0, not -1"]),
+        ("resources.time=4:xx", ["'4:xx' is no time; write 90m, 2h, 1d12h"]),
+        ("resources.time='0'", ["0 is no limit at all to Slurm; write UNLIMITED"]),
+        ("resources.time=90", ["must be text (put it in quotes), not 90", "such as 90m"]),
+        ("resources.mem=64Q", ["'64Q' is no amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"]),
+        ("resources.exclude=n[3-1]", ["'n[3-1]' counts down from 3 to 1; write [1-3]"]),
+        ("resources.exclude=@all", ["'@all' is no host list; write names such as n01,n[03-08]"]),
+        ("resources.partition=''", ["must not be empty", "Slurm partition"]),
+        ('resources.account="a\\nb"', ['"a\\nb" is not allowed (Slurm account)']),
+        ("resources.memory=1G", ["unknown key; did you mean mem? allowed: nodes, gpus_per_node"]),
+        ("resources.sbatch.time=1h", ["has a key of its own, resources.time; use that"]),
+        ("resources.sbatch.tim=1h", ["is short for time; write the option in full"]),
+        ("resources.sbatch.dependency=afterok:1", ["has a key of its own, --after RUN"]),
+        ("resources.sbatch.output=x", ["is set by hpcrun; leave it out"]),
+        ("resources.sbatch.--comment=x", ['"--comment" is not allowed', "long names without dashes"]),
+        ("resources.sbatch.Comment=x", ['"Comment" is not allowed']),
+        ("resources.sbatch.contiguous=false", ["false is no value", "true for one without a value", "null"]),
+        ("resources.sbatch.nice=1.5", ["must be text, a whole number, true or null, not a float"]),
+        ('resources.sbatch.comment="a\\nb"', ["must be one line without control characters"]),
+        ("modules=cuda", ['must be a list, not "cuda"', "cuda/12.4"]),
+        ("python=python3", ['"python3" is not allowed', "an absolute path"]),
+        ("cluster=a/b", ['"a/b" is not allowed', "letters, digits, . _ -"]),
+        ("container=x.sif", ['must be a mapping of keys to values, not "x.sif"']),
+        ("env.RANK='1'", ["is set for each rank", "leave it out"]),
+        ("env.MASTER_PORT='1'", ["is set for each rank"]),
+        ("env.SLURM_CPU_BIND=none", ["begin with SLURM_ are set by Slurm", "another name"]),
+        ("env.PMI_RANK='1'", ["begin with PMI_ are set by MPI"]),
+        ("env.HPCRUN_ROOT=x", ["begin with HPCRUN_ are set by hpcrun"]),
+        ("env.A-B=x", ['"A-B" is not allowed', "letters, digits, _"]),
+        ("secrets.WORLD_SIZE=x", ["is set for each rank"]),
+        ("secrets.A=''", ["must not be empty", "NAME: PATH"]),
+        ("secrets.A=3", ["must be text (put it in quotes), not 3"]),
+        ("command=ls", ['must be a list, not "ls"']),
+        ("command=[]", ["must have at least 1 items, not 0"]),
+        ("command=['']", ["its first word is the program to run, and is empty"]),
+        ("retry.max=2", ["unknown key; ", "allowed: time_limit, preemption, crash, grace"]),
+        ("retry.crash=-1", ["must be at least 0, not -1"]),
+        ("retry.grace='0'", ["0 is no time to save in; write 1s to 18h, such as 2m"]),
+        ("retry.grace=UNLIMITED", ["UNLIMITED is no time to save in"]),
+        ("sweep.train=[1]", ["unknown key; allowed: grid, zip, list, throttle"]),
         ("train.stps=3", ["unknown key", "did you mean steps?", "allowed: steps, mbs, gbs, lr"]),
         ("train.steps=many", ['must be a whole number, not "many"', "(optimizer steps)"]),
         ("train.steps=2.5", ["must be a whole number, not 2.5"]),
@@ -173,6 +209,58 @@ def test_a_layout_that_does_not_come_out_even(
 )
 def test_a_key_or_value_that_cannot_be(override: str, parts: list[str], complain: Complain) -> None:
     check(complain("job.yaml", override), f"{HERE} {override.partition('=')[0]}", *parts)
+
+
+@pytest.mark.parametrize(
+    ("section", "start", "parts"),
+    [
+        ("container: {}", "j.yaml:3 container.image", ["is missing (image file or URI"]),
+        ("container: {image: a, workdir: b}", "j.yaml:3 container.workdir", ['"b" is not', "absolute path"]),
+        (
+            "container: {image: a, runtime: docker}",
+            "j.yaml:3 container.runtime",
+            ["allowed: pyxis, apptainer"],
+        ),
+        (
+            "container:\n  image: a\n  mounts: [/a:/b, b]",
+            "j.yaml:5 container.mounts.1",
+            ["'b' is no mount; write /SOURCE:/TARGET"],
+        ),
+        ("secrets: {A: x}\nenv: {A: y}", "j.yaml:3 secrets.A", ["stands in env too; leave it in one"]),
+        (
+            "device: cuda\nparallel: {tp: 2}\nresources: {gpus_per_node: 1}",
+            "j.yaml:5 resources.gpus_per_node",
+            ["1 is less than the 2 ranks on each node", "use 2 or more"],
+        ),
+        ("sweep:\n  grid: {train.lrr: [1]}", "j.yaml:4 sweep train.lrr", ["element 0: unknown key; did you"]),
+    ],
+)
+def test_a_section_that_only_a_cluster_reads(
+    section: str, start: str, parts: list[str], complain: Complain
+) -> None:
+    Path("j.yaml").write_text(f"{PLAIN}{section}\n")
+    check(complain("j.yaml"), start, *parts)
+
+
+def test_a_sweep_is_not_trained_here_and_now(complain: Complain) -> None:
+    Path("j.yaml").write_text(f"{PLAIN}sweep: {{grid: {{train.seed: [1, 2]}}}}\n")
+    check(complain("j.yaml"), "j.yaml:3 sweep", "`hpcrun submit`")
+
+
+def test_a_secret_that_is_no_secret(complain: Complain, place: Path) -> None:
+    Path("key").write_text("hush")
+    Path("key").chmod(0o644)
+    check(complain("job.yaml", "secrets.A=key"), f"{HERE} secrets.A", f"run: chmod 600 {place}/key")
+    check(complain("job.yaml", "secrets.A=absent"), f"{HERE} secrets.A", "cannot be read: No such file")
+
+
+def test_a_command_beside_what_it_takes_the_place_of(complain: Complain) -> None:
+    Path("j.yaml").write_text(f"{PLAIN}command: [a]\ntrain: {{steps: 3}}\nparallel: {{zero: 1}}\n")
+    assert complain("j.yaml") == [
+        f"j.yaml:{line} {key}: stands beside command, which trains by itself; leave one out"
+        for line, key in enumerate(["model", "data", "", "train", "parallel.zero"], start=1)
+        if key
+    ]
 
 
 def test_sizes_without_a_preset_are_asked_for_but_not_what_follows_from_them(complain: Complain) -> None:

@@ -1,4 +1,4 @@
-"""`hpcrun list`, `status`, `logs`, `cancel` on run directories in every state."""
+"""`hpcrun list`, `status`, `describe`, `wait`, `logs`, `cancel` on run directories in every state."""
 
 import json
 import os
@@ -12,6 +12,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.cli.main import main
+from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -30,15 +31,35 @@ def make_run(
 ) -> RunDir:
     run = create_run(name)
     run.spec.write_text("name: t\n")
+    write_provenance(run, origin(name))
     attempt = run.attempt(1).create()
     attempt.log(0).write_text("hello\n")
     if pid is not None:
         ticks = process.start_ticks(pid) or 1
-        record = {"pid": pid, "start_ticks": ticks, "host": host or os.uname().nodename, "steps": 10}
-        write_json(run.job, record)
+        record = {"pid": pid, "start_ticks": ticks, "host": host or os.uname().nodename, "started": 1.0}
+        write_json(attempt.supervisor, record)
     if ended is not None:
         write_json(run.exit, {"exit_code": 0, "message": "", "attempt": 1, "step": 4} | ended)
     return run
+
+
+def origin(name: str, *submissions: Submission) -> Provenance:
+    return Provenance(
+        kind="train",
+        name=name,
+        ranks=1,
+        steps=10,
+        created=1.0,
+        user="me",
+        host="login",
+        directory="/home/me",
+        argv=["hpcrun", "submit", "job.yaml"],
+        hpcrun="0.1",
+        python="3.11",
+        commit="abc123",
+        is_dirty=True,
+        submissions=list(submissions),
+    )
 
 
 def write_metrics(run: RunDir, *records: dict[str, Any]) -> None:
@@ -109,8 +130,9 @@ def test_a_world_of_another_launcher_is_known_by_its_result(capsys: Capture) -> 
 
 def test_a_pid_that_another_process_has_now_is_no_supervisor(capsys: Capture) -> None:
     run = make_run("reused", pid=os.getpid())
-    record = json.loads(run.job.read_text())
-    write_json(run.job, record | {"start_ticks": record["start_ticks"] - 1})
+    path = run.attempt(1).supervisor
+    record = json.loads(path.read_text())
+    write_json(path, record | {"start_ticks": record["start_ticks"] - 1})
     assert status_of(run, capsys)["state"] == "dead"
 
 
@@ -145,8 +167,8 @@ def test_the_list_has_every_run_even_a_damaged_one(gone: int, runs_root: Path, c
     (runs_root / "no-run").mkdir()
     assert call("list") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["RUN", "STATE", "ATTEMPT", "STEP", "LOSS", "AGE"]
-    assert lines[1][:5] == [first.id, "done", "1", "4/10", "1.2500"]
+    assert lines[0] == ["RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE"]
+    assert lines[1][:6] == [first.id, "done", "-", "1", "4/10", "1.2500"]
     assert lines[2][:2] == [second.id, "unknown"]
     assert call("list", "--json") == 0
     told = json.loads(capsys.readouterr().out)
@@ -223,7 +245,166 @@ def test_cancel_now_does_not_wait_for_a_save(supervisor: subprocess.Popen[str], 
 def test_what_does_not_run_here_cannot_be_cancelled(gone: int, capsys: Capture) -> None:
     done = make_run("done", pid=gone, ended={"status": "done"})
     assert call("cancel", done.id) == 2
-    assert "is not running here, it is done" in capsys.readouterr().err
+    assert f"{done.id} is done; there is nothing to cancel" in capsys.readouterr().err
     away = make_run("away", pid=os.getpid(), host="n99")
     assert call("cancel", away.id) == 2
     assert "started on n99" in capsys.readouterr().err
+
+
+def test_several_are_cancelled_even_if_one_is_over(
+    supervisor: subprocess.Popen[str], gone: int, capsys: Capture
+) -> None:
+    done, run = make_run("done", pid=gone, ended={"status": "done"}), make_run("r", pid=supervisor.pid)
+    assert call("cancel", done.id, run.id) == 2
+    told = capsys.readouterr()
+    assert f"{done.id} is done; there is nothing to cancel" in told.err
+    assert told.out == f"{run.id}: asked pid {supervisor.pid} to save and stop\n"
+    assert supervisor.wait(20) == 75
+
+
+def test_several_are_one_table(gone: int, capsys: Capture) -> None:
+    done = make_run("done", pid=gone, ended={"status": "done"})
+    dead, running = make_run("dead", pid=gone), make_run("running", pid=os.getpid())
+    assert call("status", done.id, dead.id) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["RUN", "STATE", "JOB", "STEP", "WHY"]
+    assert lines[1].split() == [done.id, "done", "-", "4/10"]
+    assert lines[2].split()[:6] == [dead.id, "dead", "-", "-", "its", "supervisor"]
+    assert call("status", done.id, dead.id, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], [one["id"] for one in told["runs"]]) == (1, [done.id, dead.id])
+    assert call("status", "--all", "--json") == 0
+    assert [one["id"] for one in json.loads(capsys.readouterr().out)["runs"]] == [running.id]
+    for words in ((), (done.id, "--all")):
+        assert call("status", *words) == 2
+        assert "give --all" in capsys.readouterr().err
+
+
+def test_the_list_of_one_state(gone: int, capsys: Capture) -> None:
+    make_run("done", pid=gone, ended={"status": "done"})
+    dead = make_run("dead", pid=gone)
+    assert call("list", "--state", "dead", "--json") == 0
+    assert [one["id"] for one in json.loads(capsys.readouterr().out)["runs"]] == [dead.id]
+    assert call("list", "--state", "failed") == 0
+    assert "no runs in this state under" in capsys.readouterr().out
+    assert call("list", "--state", "ded") == 2
+    assert "'ded' is no state; there are running, queued" in capsys.readouterr().err
+
+
+def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
+    run = make_run("r", pid=gone, ended={"status": "failed", "exit_code": 5, "message": "rank 1 died"})
+    write_provenance(run, origin("r", Submission(1.0, job=7, cluster="north", array="0-3%2")))
+    attempt = run.attempt(1)
+    write_json(
+        attempt.supervisor, json.loads(attempt.supervisor.read_text()) | {"slurm_job": 7, "restarts": 0}
+    )
+    ended = {"status": "failed", "message": "rank 1 died", "step": 4, "requeued": "crash"}
+    write_json(attempt.outcome, ended)
+    run.attempt(2).create()
+    write_json(run.exit, json.loads(run.exit.read_text()) | {"attempt": 2})
+    run.script.write_text("#!/bin/sh\n")
+    assert call("describe", run.id) == 0
+    out = capsys.readouterr().out
+    for line in (
+        f"run        {run.path}",
+        "state      failed: rank 1 died",
+        "code       commit abc123 and changes of its own, see code difference",
+        "command    hpcrun submit job.yaml",
+        f"script     {run.script}",
+        f"spec       {run.spec}",
+    ):
+        assert f"{line}\n" in out
+    assert "submitted  job 7 on north as array 0-3%2, " in out
+    assert "attempt 1 on" in out
+    assert "job 7 (restart 0): failed: rank 1 died, queued again (crash)" in out
+    assert "attempt 2: failed: it left no word" in out
+    assert call("describe", run.id, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["id"], told["origin"]["submissions"][0]["job"]) == (1, run.id, 7)
+    assert [one["requeued"] for one in told["attempts"]] == ["crash", None]
+
+
+def test_waiting_ends_with_the_worst_exit_code(gone: int, capsys: Capture) -> None:
+    done = make_run("done", pid=gone, ended={"status": "done"})
+    saved = make_run("saved", pid=gone, ended={"status": "saved", "exit_code": 75})
+    failed = make_run(
+        "failed", pid=gone, ended={"status": "failed", "exit_code": 4, "message": "loss is NaN"}
+    )
+    assert call("wait", done.id) == 0
+    assert call("wait", done.id, saved.id) == 75
+    assert call("wait", failed.id, done.id, saved.id, "--json") == 4
+    told = capsys.readouterr()
+    assert f"hpcrun: {failed.id} is failed: loss is NaN\n" in told.err
+    assert len(json.loads(told.out.splitlines()[-1])["runs"]) == 3
+
+
+def test_waiting_ends_with_the_run_or_at_the_time_out(
+    supervisor: subprocess.Popen[str], capsys: Capture
+) -> None:
+    run = make_run("r", pid=supervisor.pid)
+    assert call("wait", run.id, "--timeout", "1s") == 1
+    assert f"not over after 1s: {run.id}" in capsys.readouterr().err
+    assert call("wait", run.id, "--timeout", "soon") == 2
+    assert "--timeout: 'soon' is no time" in capsys.readouterr().err
+    supervisor.kill()
+    supervisor.wait()
+    assert call("wait", run.id) == 5
+    assert "is dead" in capsys.readouterr().err
+    assert call("wait", make_run("strange").id) == 2
+    assert "there is nothing to wait for" in capsys.readouterr().err
+
+
+def test_a_sweep_is_a_table_of_results(gone: int, capsys: Capture) -> None:
+    run = make_run("s")
+    write_json(run.sweep, [{"train.lr": 0.1, "train.seed": 1}, {"train.lr": 0.2, "train.seed": 2}])
+    for number, status in enumerate(("done", "failed")):
+        element = run.element(number)
+        element.path.mkdir(parents=True)
+        element.spec.write_text("name: s\n")
+        element.attempt(1).create().log(0).write_text(f"element {number}\n")
+        write_metrics(element, {"step": 4, "loss": 1.25}, {"kind": "eval", "step": 4, "eval_loss": 1.5})
+        code = 0 if status == "done" else 5
+        write_json(
+            element.exit, {"status": status, "exit_code": code, "message": "", "attempt": 1, "step": 4}
+        )
+    assert call("status", run.id) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "state    1 done, 1 failed"
+    assert lines[-3].split() == ["ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL", "LOSS"]
+    assert lines[-2].split() == ["0", "train.lr=0.1", "train.seed=1", "done", "4/10", "1.2500", "1.5000"]
+    told = status_of(run, capsys)
+    assert (told["state"], told["elements"], told["exit_code"]) == ("failed", {"done": 1, "failed": 1}, 5)
+    assert told["results"][1]["overrides"] == {"train.lr": 0.2, "train.seed": 2}
+    assert told["results"][1]["id"] == f"{run.id}/1"
+    assert call("list") == 0
+    assert "  1 done, 1 failed  " in capsys.readouterr().out
+    assert call("wait", run.id) == 5
+    assert call("logs", run.id, "--element", "1") == 0
+    assert call("logs", f"{run.id}/0") == 0
+    capsys.readouterr()
+    assert call("logs", run.id) == 2
+    assert "say which element" in capsys.readouterr().err
+    assert call("describe", f"{run.id}/1") == 0
+    assert "train.lr=0.2 train.seed=2\n" in capsys.readouterr().out
+    assert call("cancel", run.id) == 2
+    assert f"{run.id} is failed (1 done, 1 failed); there is nothing to cancel" in capsys.readouterr().err
+
+
+def test_without_slurm_here_a_job_s_state_is_unknown(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    run = make_run("r")
+    write_provenance(run, origin("r", Submission(1.0, job=7)))
+    told = status_of(run, capsys)
+    assert (told["state"], told["job"]) == ("unknown", "7")
+    assert "squeue: cannot be run" in told["message"]
+    assert call("cancel", "7") == 3
+    assert "nothing was cancelled: squeue: cannot be run" in capsys.readouterr().err
+    run.submitit.mkdir()
+    assert call("logs", "7", "--batch") == 2
+    assert "no batch shell has printed anything yet" in capsys.readouterr().err
+    (run.submitit / "7_0_log.out").write_text("from the batch shell\n")
+    (run.submitit / "70_0_log.out").write_text("of another job\n")
+    assert call("logs", "7", "--batch") == 0
+    assert capsys.readouterr().out == "from the batch shell\n"

@@ -10,7 +10,7 @@
 #SBATCH --time=60
 #SBATCH --partition=gpu
 #SBATCH --exclusive
-#SBATCH --comment=two\ words
+#SBATCH --comment=two' 'words
 #SBATCH --array=0-39%8
 
 umask 077
@@ -25,6 +25,8 @@ export OMP_NUM_THREADS=8
 export GREETING=two\ words
 # A sweep that is larger than the cluster's arrays comes in several, each with an offset.
 export HPCRUN_ELEMENT=$(( SLURM_ARRAY_TASK_ID + 1000 ))
+# The supervisor and its agents run outside; each rank is started inside, through this prefix.
+export HPCRUN_RANK_PREFIX="${HPCRUN_RANK_PREFIX:+$HPCRUN_RANK_PREFIX }"apptainer\ exec\ --nv\ --bind\ /scratch:/scratch,/scratch/user/runs/fixture-0101-120000-abcdef\ /images/pytorch.sif
 export SUBMITIT_EXECUTOR=slurm
 
 # Signals reach the batch shell alone. Bash runs a trap only while it waits for a background process: so the

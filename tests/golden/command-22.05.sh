@@ -10,7 +10,7 @@
 #SBATCH --time=60
 #SBATCH --partition=gpu
 #SBATCH --exclusive
-#SBATCH --comment=two\ words
+#SBATCH --comment=two' 'words
 
 umask 077
 if ! type -t module >/dev/null; then
@@ -24,22 +24,6 @@ export OMP_NUM_THREADS=8
 export GREETING=two\ words
 # This release's srun does not take the processors of a task from sbatch.
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
-hosts=$(scontrol show hostnames "${SLURM_JOB_NODELIST-}") || hosts=
-export MASTER_ADDR=${hosts%%$'\n'*}
-: "${MASTER_ADDR:=$(hostname)}"
-# Below the ports that the kernel gives out by itself (from 32768 on), and another one for every job.
-export MASTER_PORT=$(( 20000 + ${SLURM_JOB_ID:-0} % 10000 ))
-rank_script=/scratch/user/runs/fixture-0101-120000-abcdef/rank.sh
-cat >"$rank_script.${SLURM_JOB_ID:-0}" <<'END'
-# The rank as Hydra, Open MPI, PMIx or srun number it: under mpiexec Slurm's own number is that of the node.
-export RANK=${PMI_RANK:-${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-${SLURM_PROCID:-0}}}}
-export WORLD_SIZE=${PMI_SIZE:-${OMPI_COMM_WORLD_SIZE:-${SLURM_STEP_NUM_TASKS:-${SLURM_NTASKS:-1}}}}
-export LOCAL_RANK=${MPI_LOCALRANKID:-${OMPI_COMM_WORLD_LOCAL_RANK:-${SLURM_LOCALID:-0}}}
-export LOCAL_WORLD_SIZE=${MPI_LOCALNRANKS:-${OMPI_COMM_WORLD_LOCAL_SIZE:-4}}
-exec "$@"
-END
-mv -f "$rank_script.${SLURM_JOB_ID:-0}" "$rank_script"
-export HPCRUN_RANK_PREFIX=bash\ /scratch/user/runs/fixture-0101-120000-abcdef/rank.sh
 export SUBMITIT_EXECUTOR=slurm
 
 # Signals reach the batch shell alone. Bash runs a trap only while it waits for a background process: so the

@@ -11,7 +11,7 @@
 #SBATCH --partition=gpu
 #SBATCH --segment=2
 #SBATCH --exclusive
-#SBATCH --comment=two\ words
+#SBATCH --comment=two' 'words
 
 umask 077
 if ! type -t module >/dev/null; then

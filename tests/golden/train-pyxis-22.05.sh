@@ -10,7 +10,7 @@
 #SBATCH --time=60
 #SBATCH --partition=gpu
 #SBATCH --exclusive
-#SBATCH --comment=two\ words
+#SBATCH --comment=two' 'words
 
 umask 077
 if ! type -t module >/dev/null; then

@@ -45,8 +45,14 @@ def up(racks: str) -> None:
     packages.overlay()
     if running():
         raise UsageError("this checkout's lab is up already; make lab-shell opens a shell on it")
+    try:
+        packages.overlay(packages.ACCOUNTING)
+        accounting = ["accounting"]
+    except SiteError as problem:
+        print(f"lab: without accounting: {problem}", file=sys.stderr)
+        accounting = []
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "tests.lab", "keep", ",".join(map(str, shape))],
+        [sys.executable, "-m", "tests.lab", "keep", ",".join(map(str, shape)), *accounting],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         cwd=CHECKOUT,
@@ -63,11 +69,12 @@ def up(racks: str) -> None:
     keeper.returncode = 0  # It stays: no warning that it is still running when this process ends.
 
 
-def keep(racks: str) -> None:
+def keep(racks: str, *, accounting: bool) -> None:
     """Hold a lab until told to end; all of it dies with this process."""
     # Handled, not blocked or ignored: those two would be passed on to every process of the lab.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), Lab(Shape(parse_racks(racks))) as lab:
+    wanted = Lab(Shape(parse_racks(racks)), accounting=accounting)
+    with contextlib.suppress(KeyboardInterrupt), wanted as lab:
         RECORD.parent.mkdir(parents=True, exist_ok=True)
         me = process.identify(os.getpid())
         assert me
@@ -110,14 +117,14 @@ def main(argv: list[str]) -> int:
         match argv:
             case ["up", racks]:
                 up(racks)
-            case ["keep", racks]:
-                keep(racks)
+            case ["keep", racks, *more]:
+                keep(racks, accounting="accounting" in more)
             case ["shell"]:
                 shell()
             case ["down"]:
                 down()
             case ["deps"]:
-                packages.install()
+                packages.install(packages.SLURM, packages.ACCOUNTING, packages.OPENMPI)
             case _:
                 raise UsageError("usage: python -m tests.lab up RACKS | shell | down | deps")
     except (SiteError, UsageError) as problem:

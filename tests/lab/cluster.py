@@ -20,10 +20,11 @@ from tests.lab.space import Space
 CHECKOUT = Path(__file__).parents[2]
 SCRATCH = Path("/run/scratch")
 CONFIGURATION = "/run/lab/slurm.conf"
+OPENMPI_LIBRARY = "libmpi.so.40"
 
 HEAD = """
 hostname head
-[ -z "$overlay" ] || mount -t overlay -o "lowerdir=$overlay/usr:/usr" overlay /usr
+[ -z "$overlay" ] || mount -t overlay -o "lowerdir=$overlay:/usr" overlay /usr
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p -m 755 /run/lab/spool /run/lab/state /run/lab/log /run/munge /run/scratch
 : > /run/lab/hosts
@@ -36,8 +37,25 @@ ip -batch /run/lab/links
 tc -batch /run/lab/rates
 munged --force --key-file=/run/lab/munge.key --socket=/run/munge/munge.socket.2 \
     --pid-file=/run/lab/munged.pid --log-file=/run/lab/log/munged --seed-file=/run/lab/munge.seed
-slurmctld -f "$SLURM_CONF"
 """
+
+DATABASE = """
+mkdir -p /run/lab/database /run/mysqld
+chmod 600 /run/lab/slurmdbd.conf
+# A database for one test run: nobody but the lab reaches it, and nothing of it has to survive a crash.
+maria="mariadbd --no-defaults --user=root --datadir=/run/lab/database --innodb-flush-log-at-trx-commit=0"
+maria="$maria --innodb-log-file-size=16M --innodb-buffer-pool-size=32M --skip-networking --wsrep-on=OFF"
+{ printf 'create database mysql;\\nuse mysql;\\n'; cat /usr/share/mysql/mysql_system_tables.sql; } |
+    $maria --bootstrap >/run/lab/log/mariadbd 2>&1 || { cat /run/lab/log/mariadbd; exit 1; }
+$maria --skip-grant-tables --socket=/run/mysqld/mysqld.sock >>/run/lab/log/mariadbd 2>&1 &
+within() { for try in $(seq 200); do if "$@" >/run/lab/log/tried 2>&1; then return; fi; sleep 0.05; done
+    echo "in vain: $*"; cat /run/lab/log/tried; exit 1; }
+within test -S /run/mysqld/mysqld.sock
+slurmdbd
+within sacctmgr --immediate add cluster lab
+"""
+
+SLURMCTLD = 'slurmctld -f "$SLURM_CONF"\n'
 
 NODE = """
 hostname {name}
@@ -204,10 +222,19 @@ def power_on(nodes: Collection[Node], lab: Lab) -> None:
 
 
 class Lab:
-    """A running lab, as a context manager: `with Lab(Shape((4, 4))) as lab: lab.run(["sinfo"])`."""
+    """A running lab, as a context manager: `with Lab(Shape((4, 4))) as lab: lab.run(["sinfo"])`.
 
-    def __init__(self, shape: Shape | None = None) -> None:
+    With `accounting` it has slurmdbd and a database, so that sacct knows its jobs; with `openmpi` there is
+    mpirun.openmpi, and OPENMPI_LIBRARY for MPI4PY_LIBMPI.
+    """
+
+    def __init__(
+        self, shape: Shape | None = None, *, accounting: bool = False, openmpi: bool = False
+    ) -> None:
         self.shape = shape or Shape()
+        self.accounting = accounting
+        extras = {packages.ACCOUNTING: accounting, packages.OPENMPI: openmpi}
+        self._bundles = [packages.SLURM, *(bundle for bundle, wanted in extras.items() if wanted)]
         self.environ = {
             "PATH": f"{Path(sys.executable).parent}:{packages.SYSTEM_PATH}",
             "HOME": str(Path.home()),
@@ -216,8 +243,11 @@ class Lab:
             "LANG": "C.UTF-8",
             "SLURM_CONF": CONFIGURATION,
             "OMP_NUM_THREADS": "1",
-            # The nodes share a kernel: no other way than their network may ever look better to MPICH.
+            # The nodes share a kernel: no other way than their network may ever look better to MPI.
             "UCX_TLS": "tcp,self",
+            "OMPI_MCA_btl": "tcp,self",
+            # It looks for libraries of hardware that Debian links only at installation.
+            "OMPI_MCA_mca_base_component_show_load_errors": "0",
         }
         self.login = Node("login", slurmconf.LOGIN_ADDRESS, "spine", self)
         self.racks = [
@@ -252,12 +282,15 @@ class Lab:
         self.close()
 
     def _start(self) -> None:
-        folder = packages.overlay()
-        given = {"overlay": str(folder or ""), "gpus": str(slurmconf.GPUS)}
-        self._head = Space(HEAD, self.environ | given)
+        folders = [folder for bundle in self._bundles if (folder := packages.overlay(bundle))]
+        given = {"overlay": ":".join(f"{one}/usr" for one in folders), "gpus": str(slurmconf.GPUS)}
+        script = HEAD + (DATABASE if self.accounting else "") + SLURMCTLD
+        self._head = Space(script, self.environ | given)
         self.head.expect("up")
         home = self.head.path("/run/lab")
-        for name, text in (slurmconf.render(self.shape.racks) | self._network()).items():
+        for name, text in (
+            slurmconf.render(self.shape.racks, accounting=self.accounting) | self._network()
+        ).items():
             (home / name).write_text(text, encoding="utf-8")
         key = home / "munge.key"
         key.touch(mode=0o600)

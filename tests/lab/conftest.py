@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.cluster import Lab
+from tests.lab.desk import Desk
 from tests.lab.packages import NoLabError, overlay
 
 HERE = Path(__file__).parent
@@ -32,6 +33,14 @@ def lab(lab_here: None) -> Iterator[Lab]:
         _labs.append(_open_labs.enter_context(Lab()))
     yield _labs[0]
     _labs[0].mend()
+
+
+@pytest.fixture
+def desk(lab: Lab, tmp_path: Path) -> Desk:
+    """A place on the login node with an empty profile of the lab."""
+    found = Desk(lab, tmp_path)
+    found.profile()
+    return found
 
 
 @pytest.hookimpl(wrapper=True)

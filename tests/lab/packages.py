@@ -10,22 +10,38 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrun import process
 from hpcrun.errors import SiteError
 
+
+@dataclass(frozen=True)
+class Bundle:
+    """Debian packages that come together, and the programs that they bring."""
+
+    what: str
+    packages: tuple[str, ...]
+    programs: tuple[str, ...]
+
+
 # libpmix-dev for its unversioned libpmix.so, which Slurm looks for.
-PACKAGES = (
-    "slurmctld",
-    "slurmd",
-    "slurm-client",
-    "slurm-wlm-basic-plugins",
-    "libpmix-dev",
-    "munge",
-    "iproute2",
+SLURM = Bundle(
+    "Slurm",
+    (
+        "slurmctld",
+        "slurmd",
+        "slurm-client",
+        "slurm-wlm-basic-plugins",
+        "libpmix-dev",
+        "munge",
+        "iproute2",
+    ),
+    ("munged", "slurmctld", "slurmd", "slurmstepd", "srun", "ip", "tc"),
 )
-PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmstepd", "srun", "ip", "tc")
+ACCOUNTING = Bundle("slurmdbd and a database", ("slurmdbd", "mariadb-server-core"), ("slurmdbd", "mariadbd"))
+OPENMPI = Bundle("Open MPI", ("openmpi-bin",), ("mpirun.openmpi", "orted"))
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 CONFIGURATIONS = Path("/etc")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hpcrun-lab"
@@ -35,23 +51,23 @@ class NoLabError(SiteError):
     """There can be no lab here; the message says why and what to do about it."""
 
 
-def overlay() -> Path | None:
+def overlay(bundle: Bundle = SLURM) -> Path | None:
     """The folder to lay over /usr inside the lab; None where the host has every program itself."""
     check_machine()
-    if not missing():
+    if not missing(bundle):
         return None
-    folder = unpacked_folder()
-    if missing(folder):
+    folder = unpacked_folder(bundle)
+    if missing(bundle, folder):
         try:
             with only_one():
-                if missing(folder):
-                    unpack(folder)
+                if missing(bundle, folder):
+                    unpack(bundle, folder)
         except SiteError as problem:
             if os.environ.get("CI") != "true":
                 raise NoLabError(
-                    f"the lab needs Slurm and could not unpack it ({problem}); run: make lab-deps"
+                    f"the lab needs {bundle.what} and could not unpack it ({problem}); run: make lab-deps"
                 ) from problem
-            install()
+            install(bundle)
             return None
     return folder
 
@@ -71,16 +87,16 @@ def check_machine() -> None:
         ) from problem
 
 
-def missing(folder: Path | None = None) -> list[str]:
+def missing(bundle: Bundle, folder: Path | None = None) -> list[str]:
     """The programs that neither the host nor this folder has."""
     path = SYSTEM_PATH + (f":{folder}/usr/sbin:{folder}/usr/bin" if folder else "")
-    return [name for name in PROGRAMS if not shutil.which(name, path=path)]
+    return [name for name in bundle.programs if not shutil.which(name, path=path)]
 
 
-def unpacked_folder() -> Path:
+def unpacked_folder(bundle: Bundle) -> Path:
     """One folder for each distribution, processor and list of packages, as its files fit no other."""
     release = platform.freedesktop_os_release()
-    edition = hashlib.sha256(" ".join(PACKAGES).encode()).hexdigest()[:8]
+    edition = hashlib.sha256(" ".join(bundle.packages).encode()).hexdigest()[:8]
     return CACHE / f"{release['ID']}-{release.get('VERSION_ID', 'rolling')}-{platform.machine()}-{edition}"
 
 
@@ -101,7 +117,7 @@ def only_one() -> Iterator[None]:
         yield
 
 
-def unpack(folder: Path) -> None:
+def unpack(bundle: Bundle, folder: Path) -> None:
     """Fetch the packages that the host lacks and unpack them there, with nothing changed on the host."""
     refuse_on_a_cluster()
     if not shutil.which("apt-get"):
@@ -109,7 +125,7 @@ def unpack(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as name:
         staging = Path(name)
         archives, tree = staging / "cache/archives", staging / "tree"
-        fetch(staging, archives)
+        fetch(bundle, staging, archives)
         for part in ("bin", "sbin", "lib", "lib64"):
             # A package that still ships /sbin/tc lands in /usr, as it does on a host of today.
             (tree / "usr" / part).mkdir(parents=True, exist_ok=True)
@@ -121,18 +137,18 @@ def unpack(folder: Path) -> None:
         for program in (tree / "usr/sbin").glob("*-wlm"):
             # The names that everybody uses are links that Debian makes only at installation.
             program.with_name(program.name.removesuffix("-wlm")).symlink_to(program.name)
-        if lacking := missing(tree):
-            raise SiteError(f"{', '.join(PACKAGES)} hold no {', '.join(lacking)}")
+        if lacking := missing(bundle, tree):
+            raise SiteError(f"{', '.join(bundle.packages)} hold no {', '.join(lacking)}")
         if folder.exists():
             shutil.rmtree(folder)
         tree.rename(folder)
 
 
-def fetch(staging: Path, archives: Path) -> None:
+def fetch(bundle: Bundle, staging: Path, archives: Path) -> None:
     """Download the packages and what they need, by the host's lists, else by fresh ones of our own."""
     (archives / "partial").mkdir(parents=True)
     options = [f"Dir::Cache={staging}/cache", "Debug::NoLocking=1", "APT::Sandbox::User=root"]
-    install = ["-y", "--download-only", "--no-install-recommends", "install", *PACKAGES]
+    install = ["-y", "--download-only", "--no-install-recommends", "install", *bundle.packages]
     if apt_get(options, install).exit_code == 0:
         return
     (staging / "lists/partial").mkdir(parents=True)
@@ -147,11 +163,12 @@ def apt_get(options: list[str], command: list[str]) -> process.Completed:
     return process.run(["apt-get", "-q", *words, *command], timeout_s=300, env=environ)
 
 
-def install() -> None:
-    """Install the packages on this machine itself: for CI and `make lab-deps` only."""
+def install(*bundles: Bundle) -> None:
+    """Install packages on this machine itself: for CI and `make lab-deps` only."""
     check_machine()
     refuse_on_a_cluster()
+    names = [name for bundle in bundles for name in bundle.packages]
     apt_get([], ["update"]).require()
-    apt_get([], ["-y", "--no-install-recommends", "install", *PACKAGES]).require()
-    if lacking := missing():
-        raise SiteError(f"apt-get installed {', '.join(PACKAGES)}, yet there is no {', '.join(lacking)}")
+    apt_get([], ["-y", "--no-install-recommends", "install", *names]).require()
+    if lacking := [name for bundle in bundles for name in missing(bundle)]:
+        raise SiteError(f"apt-get installed {', '.join(names)}, yet there is no {', '.join(lacking)}")

@@ -24,7 +24,6 @@ SlurmdLogFile=/run/lab/log/slurmd-%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/linux
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
@@ -41,8 +40,28 @@ KillWait=5
 SchedulerParameters=batch_sched_delay=0,bf_interval=1
 """
 
+WITHOUT_ACCOUNTING = "AccountingStorageType=accounting_storage/none\n"
+WITH_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=head
+AccountingStoreFlags=job_comment
+"""
+SLURMDBD_CONF = """\
+AuthType=auth/munge
+DbdHost=head
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm
+PidFile=/run/lab/slurmdbd.pid
+LogFile=/run/lab/log/slurmdbd
+"""
+
 # Never looks for, and never makes, control groups of the host.
 CGROUP_CONF = "CgroupPlugin=cgroup/v1\nCgroupMountpoint=/run/lab/cgroup\nCgroupAutomount=no\n"
+# All nodes share /tmp, where a step's folder on one node would stand in the way of that on the next.
+MPI_CONF = "PMIxCliTmpDirBase=/run/scratch\nPMIxTimeout=20\n"
 GRES_CONF = f"Name=gpu File=/run/lab/gpu[0-{GPUS - 1}]\n"
 
 
@@ -62,7 +81,7 @@ def node_address(rack: int, place: int) -> str:
     return f"10.77.{rack}.{place}"
 
 
-def render(racks: Sequence[int]) -> dict[str, str]:
+def render(racks: Sequence[int], *, accounting: bool = False) -> dict[str, str]:
     """File name to text, for a tree of one leaf switch a rack under one spine."""
     names = node_names(racks)
     everyone = hostlist([name for members in names for name in members])
@@ -81,8 +100,10 @@ def render(racks: Sequence[int]) -> dict[str, str]:
     )
     return {
         "hosts": hosts,
-        "slurm.conf": SLURM_CONF + nodes,
+        "slurm.conf": SLURM_CONF + (WITH_ACCOUNTING if accounting else WITHOUT_ACCOUNTING) + nodes,
+        "slurmdbd.conf": SLURMDBD_CONF,
         "topology.conf": leaves + f"SwitchName=spine Switches=leaf[1-{len(racks)}]\n",
         "gres.conf": GRES_CONF,
         "cgroup.conf": CGROUP_CONF,
+        "mpi.conf": MPI_CONF,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.cluster import CHECKOUT
-from tests.lab.packages import overlay
+from tests.lab.packages import ACCOUNTING, SLURM, NoLabError, overlay
 
 
 class Commands:
@@ -18,8 +19,12 @@ class Commands:
     def __init__(self, cache: Path) -> None:
         self.environ = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "XDG_CACHE_HOME": str(cache)}
         (cache / "hpcrun-lab").mkdir(parents=True)
-        if folder := overlay():
-            (cache / "hpcrun-lab" / folder.name).symlink_to(folder)
+        self.accounting = False
+        for bundle in (SLURM, ACCOUNTING):
+            with contextlib.suppress(NoLabError):
+                if folder := overlay(bundle):
+                    (cache / "hpcrun-lab" / folder.name).symlink_to(folder)
+                self.accounting = bundle is ACCOUNTING
 
     def __call__(self, *words: str, typed: str = "") -> tuple[int, str]:
         argv = [sys.executable, "-m", "tests.lab", *words]
@@ -42,6 +47,8 @@ def test_a_lab_stays_until_it_is_taken_down(commands: Commands) -> None:
         assert (code, said.startswith("lab: 2 nodes in 2 racks;")) == (0, True)
         code, said = commands("shell", typed="hostname; srun -wn02 hostname\n")
         assert (code, said.split()) == (0, ["login", "n02"])
+        code, said = commands("shell", typed="sacctmgr -nP show cluster format=cluster\n")
+        assert (said == "lab\n") == commands.accounting
         code, said = commands("up", "2x4")
         assert (code, "is up already" in said) == (2, True)
     finally:

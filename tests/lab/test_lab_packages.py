@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from tests.lab import packages
-from tests.lab.packages import NoLabError
+from tests.lab.packages import Bundle, NoLabError
+
+ABSENT = Bundle("Slurm", ("no-such-package",), ("no-such-program",))
 
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine without Slurm and without apt-get; its /etc."""
     monkeypatch.setattr(packages, "check_machine", lambda: None)
-    monkeypatch.setattr(packages, "PROGRAMS", ("no-such-program",))
     monkeypatch.setattr(packages, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(packages, "CONFIGURATIONS", tmp_path / "etc")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -33,7 +34,7 @@ def test_packages_that_cannot_be_unpacked_name_the_remedy(bare: Path) -> None:
     with pytest.raises(
         NoLabError, match=r"could not unpack it \(there is no apt-get here\); run: make lab-deps"
     ):
-        packages.overlay()
+        packages.overlay(ABSENT)
 
 
 @pytest.mark.parametrize("ci", ["true", ""])
@@ -44,6 +45,6 @@ def test_nothing_is_brought_to_a_machine_of_a_cluster(
     (bare / "slurm-llnl/slurm.conf").write_text("ClusterName=real\n", encoding="utf-8")
     monkeypatch.setenv("CI", ci)
     with pytest.raises(NoLabError, match=r"slurm-llnl/slurm.conf exists, so no other Slurm is brought"):
-        packages.overlay()
+        packages.overlay(ABSENT)
     with pytest.raises(NoLabError, match=r"slurm-llnl/slurm.conf exists"):
-        packages.install()
+        packages.install(ABSENT)

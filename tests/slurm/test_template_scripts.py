@@ -106,7 +106,7 @@ def sbatch_words(line: str) -> list[str]:
     words: list[str] = []
     word, quoting, escaped = "", "", False
     for character in line.removeprefix("#SBATCH").strip() + " ":
-        if escaped:
+        if escaped and character != " ":
             word, escaped = word + character, False
         elif character == "\\":
             escaped = True
@@ -117,7 +117,7 @@ def sbatch_words(line: str) -> list[str]:
         elif character == "#":
             break
         elif character.isspace():
-            words, word = [*words, word] if word else words, ""
+            words, word, escaped = [*words, word] if word else words, "", False
         else:
             word += character
     assert not quoting
@@ -157,7 +157,7 @@ def test_nothing_in_a_value_is_run_and_every_value_arrives(name: str, bench: Ben
     done = bench.run(script)
     assert (done.returncode, done.stderr.decode()) == (0, "")
     assert list(bench.work.iterdir()) == []
-    assert {path.name for path in run_dir.iterdir()} <= {"rank.sh"}
+    assert list(run_dir.iterdir()) == []
     assert bench.words("launch") == values
     environ = dict(entry.partition("=")[::2] for entry in bench.words("env"))
     assert [environ[f"V{i}"] for i in range(len(values))] == values
@@ -188,39 +188,12 @@ def test_a_directive_with_a_line_break_is_refused_whoever_writes_it(value: str, 
         render_script(library, template, job.model_copy(update={"env": {"NOTE": f"\\{value}"}}))
 
 
-def test_a_program_s_ranks_find_what_torchrun_would_tell_them(bench: Bench, tmp_path: Path) -> None:
-    run_dir = tmp_path / "a run"
-    run_dir.mkdir()
-    stub = '#!/bin/bash\neval "$HPCRUN_RANK_PREFIX env -0" >"$SEEN/env"\n'
-    launch = bench.stub("launch", stub)
-    library, job = context("command", bench, run_dir=str(run_dir), launch=[str(launch)])
-    script = render_script(library, library.find("command"), job)
-    wanted = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
-    hydra = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
-    openmpi = {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "7", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    seen = []
-    for launcher in (slurm, slurm | hydra, slurm | openmpi):
-        bench.env |= launcher
-        assert bench.run(script).returncode == 0
-        environ = dict(entry.partition("=")[::2] for entry in bench.words("env"))
-        seen.append(tuple(environ[name] for name in wanted))
-        for key in hydra:
-            bench.env.pop(key, None)
-    address = ("nodeA", "23456")
-    assert seen == [
-        ("1", "8", "1", "4", *address),
-        ("5", "8", "2", "3", *address),
-        ("6", "7", "3", "4", *address),
-    ]
-
-
-def test_addresses_on_the_fabric_and_the_site_s_mpi(bench: Bench, tmp_path: Path) -> None:
-    text = "name: a\nnetwork: {fabric_suffix: -ib}\nmpi: {libmpi: '/opt/$(touch x)/libmpi.so'}\n"
+def test_the_site_s_mpi_is_told_as_it_stands(bench: Bench, tmp_path: Path) -> None:
+    text = "name: a\nmpi: {libmpi: '/opt/$(touch x)/libmpi.so'}\n"
     launch, cluster = [str(bench.bin / "launch")], parse_cluster(text, "p.yaml")
     library, job = context("command", bench, run_dir=str(tmp_path), launch=launch, cluster=cluster)
     assert bench.run(render_script(library, library.find("command"), job)).returncode == 0
-    assert {"MASTER_ADDR=nodeA-ib", "MPI4PY_LIBMPI=/opt/$(touch x)/libmpi.so"} <= set(bench.words("env"))
+    assert "MPI4PY_LIBMPI=/opt/$(touch x)/libmpi.so" in bench.words("env")
     assert list(bench.work.iterdir()) == []
 
 
@@ -294,4 +267,5 @@ def test_signals_of_the_batch_shell_reach_the_command(name: str, bench: Bench, t
 
 
 def test_directives_are_taken_apart_as_sbatch_does() -> None:
-    assert sbatch_words("#SBATCH --a=b\\ c 'd e' \"f'g\" h#i") == ["--a=b c", "d e", "f'g", "h"]
+    # A blank ends a word even behind a backslash (seen with sbatch 22.05).
+    assert sbatch_words("#SBATCH --a=b\\ c 'd e' \"f'g\" h#i") == ["--a=b", "c", "d e", "f'g", "h"]

@@ -1,0 +1,55 @@
+"""Everything that is known of one run, in plain values: what `hpcrun describe` shows."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hpcrun.launch.follow import batch_logs
+from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.sweep import read_sweep
+
+
+def describe(run: RunDir) -> dict[str, Any]:
+    """The state of a run, its origin and jobs, files, attempts and saves; of an element, what it changes."""
+    (state,) = look_at_all([run])
+    owner = run.sweep_of_element or run
+    origin = read_provenance(owner)
+    return {
+        **state.as_json(),
+        "files": _files(owner, run),
+        "overrides": _overrides(run),
+        "origin": asdict(origin) if origin else None,
+        "attempts": [_attempt(one, state) for one in run.attempts()],
+        "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
+    }
+
+
+def sweep_table(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:
+    """The results of a sweep: for each element what it changes, and where it stands."""
+    return list(zip(read_sweep(run), look_at_elements(run), strict=True))
+
+
+def _files(owner: RunDir, run: RunDir) -> dict[str, str | list[str]]:
+    named = {"spec": run.spec, "script": owner.script, "code difference": owner.code_diff}
+    files: dict[str, str | list[str]] = {name: str(path) for name, path in named.items() if path.is_file()}
+    return files | {"batch logs": [str(path) for path in batch_logs(run)]}
+
+
+def _overrides(run: RunDir) -> dict[str, Any] | None:
+    sweep = run.sweep_of_element
+    return None if sweep is None else read_sweep(sweep)[int(run.path.name)]
+
+
+def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
+    told, ended = read_json(one.supervisor) or {}, read_json(one.outcome) or {}
+    known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
+    outcome = {name: ended.get(name) for name in ("status", "message", "step", "requeued", "ended")}
+    if not ended:
+        is_newest = one.number == state.attempt
+        outcome |= {"status": state.state if is_newest else "unknown", "message": "it left no word"}
+    return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}

@@ -1,0 +1,154 @@
+"""From a job and a cluster's profile to the template of its batch script, and to what the template gets."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+import hpcrun
+from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.slurm.contract import ContainerContext, ScriptContext, from_profile
+from hpcrun.slurm.directives import directives_of, gpus_of, srun_options_of
+from hpcrun.slurm.precheck import expand_place
+from hpcrun.slurm.versions import Version
+from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.mistakes import problems_of
+from hpcrun.specs.resources import OWN_OPTIONS, RetrySpec
+from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.units import parse_time
+
+
+def template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
+    """The template for this kind of job: train, command, their container variants, or a sweep's array."""
+    if job.sweep is not None:
+        return "array"
+    kind = "train" if job.command is None else "command"
+    runtime = _runtime(job, cluster)
+    return kind if runtime is None else f"{kind}-{'pyxis' if runtime == 'pyxis' else 'apptainer'}"
+
+
+def python_of(job: JobSpec, cluster: ClusterSpec | None) -> str:
+    """The interpreter of the compute nodes: the job's, else the profile's, else the one that submits."""
+    profile = cluster.python.path if cluster else None
+    return job.python or (expand_place(profile) if profile else None) or sys.executable
+
+
+def root_of(cluster: ClusterSpec | None) -> Path:
+    """Where runs on this cluster are made: HPCRUN_ROOT, else as its profile says, else ./runs."""
+    if os.environ.get("HPCRUN_ROOT") or cluster is None or cluster.root is None:
+        return runs_root()
+    root = Path(expand_place(cluster.root))
+    if not root.is_absolute():
+        text = f"{root} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
+        raise UsageError(f"root of the profile {cluster.name}: {text}")
+    return root
+
+
+def script_context(
+    job: JobSpec,
+    run: RunDir,
+    cluster: ClusterSpec | None,
+    version: Version | None,
+    dependency: str = "",
+) -> tuple[ScriptContext, tuple[str, ...]]:
+    """What a template gets for this job, and what the person should know about it.
+
+    SpecError for values that cannot stand in a script. The array of a sweep is put in later.
+    """
+    options, notes = directives_of(job, cluster, version)
+    _refuse_backticks(options)
+    given = from_profile(cluster)
+    values: dict[str, Any] = given | {
+        "name": job.name,
+        "run_id": run.id,
+        "run_dir": str(run.path),
+        "launch": [python_of(job, cluster), "-u", "-m", "hpcrun", "_task", str(run.submitit)],
+        "stdout": f"{run.submitit}/%j_%t_log.out",
+        "stderr": f"{run.submitit}/%j_%t_log.err",
+        "directives": options | ({"dependency": dependency} if dependency else {}),
+        "requeue": job.retries is not None,
+        "grace_s": _grace_s(job),
+        "ranks_per_node": job.ranks_per_node,
+        "srun_options": srun_options_of(job, cluster),
+        "modules": [*given.get("modules", []), *job.modules],
+        "env": _with_source_tree(given.get("env", {}) | job.env),
+        "slurm_version": str(version) if version else None,
+    }
+    try:
+        values["container"] = _container(job, cluster)
+        return ScriptContext.model_validate(values), notes
+    except ValidationError as error:
+        raise script_problems(error) from None
+
+
+def _grace_s(job: JobSpec) -> int:
+    """How long before the time limit the job is signalled: as it says, else two minutes, less in short jobs.
+
+    Slurm may signal a minute early, which would be the beginning of a job of three minutes.
+    """
+    grace = parse_time((job.retry or RetrySpec()).grace).seconds
+    limit = parse_time(job.resources.time).seconds if job.resources.time else math.inf
+    return math.ceil(grace if job.retry else min(grace, limit / 4))
+
+
+def _refuse_backticks(options: Mapping[str, object]) -> None:
+    """There is no way to write one that sbatch reads as it is and bash never runs."""
+    for option, value in options.items():
+        if "`" in str(value):
+            key = OWN_OPTIONS.get(option) or f"resources.sbatch.{option}"
+            raise SpecError([Problem(key, "may not hold a backtick; leave it out")])
+
+
+def script_problems(error: ValidationError) -> SpecError:
+    """Values that passed as a job's, but cannot stand in a script, one line each."""
+    problems = problems_of(error, ScriptContext)
+    return SpecError([Problem(f"batch script: {one.key}", one.text) for one in problems])
+
+
+def _runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
+    if job.container is None:
+        return None
+    runtime = job.container.runtime or (cluster.container.runtime if cluster else "none")
+    if runtime == "none":
+        found = f"the profile {cluster.name} names none" if cluster else "there is no profile that names one"
+        raise UsageError(f"container.runtime: is missing, and {found}; use pyxis, apptainer or singularity")
+    return runtime
+
+
+def _container(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | None:
+    runtime, own = _runtime(job, cluster), job.container
+    if runtime is None or own is None:
+        return None
+    site = cluster.container if cluster else ContainerSpec()
+    # Words for one runtime mean nothing to another.
+    options = site.options if site.runtime == runtime else []
+    return ContainerContext.model_validate(
+        {
+            "runtime": runtime,
+            "image": own.image,
+            "mounts": [*_expanded(site.mounts), *own.mounts],
+            "workdir": own.workdir,
+            "options": [*options, *own.options],
+            "gpus": gpus_of(job, cluster) > 0,
+        }
+    )
+
+
+def _expanded(mounts: Iterable[str]) -> list[str]:
+    return [":".join(expand_place(part) for part in mount.split(":")) for mount in mounts]
+
+
+def _with_source_tree(env: dict[str, str]) -> dict[str, str]:
+    """Run from its source tree, the package is on nobody's path but ours: compute nodes are told of it."""
+    package = Path(hpcrun.__file__).parent.parent
+    if package.name in ("site-packages", "dist-packages"):
+        return env
+    before = env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    return env | {"PYTHONPATH": f"{package}{os.pathsep}{before}" if before else str(package)}

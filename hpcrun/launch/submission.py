@@ -1,0 +1,229 @@
+"""`submit`: from a job file to a job that waits in Slurm's queue, or that runs here in the background."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import SpecError
+from hpcrun.launch.request import Job, Note, Request
+from hpcrun.launch.snapshot import record_origin
+from hpcrun.slurm.arrays import Chunk
+from hpcrun.slurm.contract import ArrayContext
+from hpcrun.slurm.queue import Question, ask_jobs
+from hpcrun.slurm.sbatch import array_indices, script_text, submission_environment
+from hpcrun.specs.cluster import render_cluster
+from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.sweep import write_sweep
+
+_ASK_S, _SCANCEL_S = 5.0, 60.0
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that was handed over: as one job or, for a sweep, as one or more arrays."""
+
+    run: RunDir
+    submissions: tuple[Submission, ...]
+    cluster: str
+    """The profile's name; `local` for a process of this machine; empty without a profile."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for --json."""
+        first = self.submissions[0]
+        jobs = [one.job for one in self.submissions if one.job is not None]
+        where = {"cluster": self.cluster, "pid": first.pid}
+        return {"run": self.run.id, "path": str(self.run.path), "job": first.job, "jobs": jobs} | where
+
+    def describe(self) -> str:
+        """In words, as what it was handed over."""
+        if self.cluster == "local":
+            return f"runs here, in the background, as process {self.submissions[0].pid}"
+        jobs = ", ".join(f"{one.job}[{one.array}]" if one.array else str(one.job) for one in self.submissions)
+        on = f" on {self.cluster}" if self.cluster else ""
+        return f"job{'s' * (len(self.submissions) > 1)} {jobs}{on}"
+
+
+def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> str:
+    """The script that `submit` would hand over, but for the run's id; makes nothing, and needs no Slurm.
+
+    What a look at the job and the cluster finds is told through `note`, refusals too.
+    """
+    dropped = submission_environment(os.environ)[1]
+    if dropped:
+        detail(f"left out of the job's environment: {', '.join(dropped)}")
+    job = Job(request, note)
+    for finding in job.findings():
+        text = job.placed(finding)
+        note(f"this would be refused: {text}" if finding.refuse else str(text))
+    run = job.resume or RunDir(job.place / f"{job.resolved.spec.name}-dry-run")
+    if job.is_local:
+        note("it would run here, as a process in the background; this is the script that Slurm would get")
+    chunks = job.chunks()
+    if len(chunks) > 1:
+        note(f"the sweep becomes {len(chunks)} arrays; this is the script of the first")
+    array = None
+    if chunks:
+        first = chunks[0]
+        indices = [element - first.offset for element in first.elements]
+        array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
+    return script_text(job.library, job.template, job.context(run), run.submitit, array)
+
+
+def submit(request: Request, note: Note, detail: Note = lambda _: None) -> Submitted:
+    """Check a job, make its run directory and hand it over; an error leaves no half a run behind.
+
+    `note` is told what a person should know, `detail` what else may be of interest.
+    """
+    job = Job(request, note)
+    findings = [(job.placed(one), one.refuse) for one in job.findings()]
+    if any(refuse for _, refuse in findings):
+        raise SpecError([problem for problem, refuse in findings if refuse])
+    for problem, _ in findings:
+        note(str(problem))
+    with _directory(job) as run:
+        record = _record(job, run)
+        if job.is_local:
+            submissions = [_start_here(job, run)]
+            write_provenance(run, record.submitted(*submissions))
+        else:
+            submissions = _hand_over(job, run, record, detail)
+            _tell_what_waits_for_ever(submissions, note)
+    return Submitted(run, tuple(submissions), job.cluster_name)
+
+
+@contextmanager
+def _directory(job: Job) -> Iterator[RunDir]:
+    """The run's directory with all that the job reads; what was there before, if the body fails."""
+    run, elements = job.resume or create_run(job.resolved.spec.name, job.place), job.elements
+    files = [run.spec, run.exit, run.cluster, run.job, run.script]
+    files += [path for one in map(run.element, elements) for path in (one.spec, one.exit)]
+    before = {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
+    handed_over = False
+    try:
+        _fill(job, run)
+        yield run
+        handed_over = True
+    finally:
+        if not handed_over and job.resume is None:
+            shutil.rmtree(run.path, ignore_errors=True)
+            job.note("no run was made; --dry-run shows the script")
+        elif not handed_over:
+            for path, text in before.items():
+                write_whole(path, text)
+
+
+def _record(job: Job, run: RunDir) -> Provenance:
+    """Where the run comes from, written down when it is made, with what it is to do now."""
+    spec, name = job.resolved.spec, job.cluster_name or None
+    template = None if job.is_local else job.template.path
+    found = read_provenance(run)
+    if found is None:
+        return record_origin(run, spec, cluster=name, template=template)
+    steps = None if spec.command else spec.train.steps
+    path = None if template is None else str(template)
+    return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path)
+
+
+def _fill(job: Job, run: RunDir) -> None:
+    run.submitit.mkdir(mode=0o700, exist_ok=True)
+    write_whole(run.spec, job.resolved.render())
+    if job.cluster is not None:
+        write_whole(run.cluster, render_cluster(job.cluster))
+    else:
+        run.cluster.unlink(missing_ok=True)
+    # While a job waits or runs there is no record of its end.
+    run.exit.unlink(missing_ok=True)
+    if not job.resolved.elements:
+        return
+    if job.resume is None:
+        write_sweep(run, [one.overrides for one in job.resolved.elements])
+        (run.path / "elements").mkdir(mode=0o700)
+    for number in job.elements:
+        element = run.element(number)
+        for folder in (element.path, element.checkpoints):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        # Not write_whole: syncing a thousand files takes minutes on some file systems.
+        element.spec.write_text(job.resolved.elements[number].render(), encoding="utf-8")
+        element.spec.chmod(0o600)
+        element.exit.unlink(missing_ok=True)
+
+
+def _task() -> Callable[[str], int]:
+    """What the batch job runs; pickled by its name, so that it is loaded there and not here."""
+    found: Callable[[str], int] = importlib.import_module("hpcrun.launch.task").run_task
+    return found
+
+
+def _start_here(job: Job, run: RunDir) -> Submission:
+    from hpcrun.slurm.executor import submit_local
+
+    # As for an array, so that an element is known by its newest submission.
+    elements = array_indices(job.elements) if job.elements else None
+    now, host = time.time(), os.uname().nodename
+    found = submit_local(run.submitit, _task(), str(run.path))
+    return Submission(now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks)
+
+
+def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[Submission]:
+    """Submit the job, or every array of the sweep; what was submitted is cancelled when the rest fails."""
+    from hpcrun.slurm.executor import TemplateExecutor
+
+    now, made, cluster = time.time(), list[Submission](), job.cluster
+    chunks: list[Chunk | None] = [*job.chunks()] or [None]
+    context = job.context(run)
+    try:
+        for chunk in chunks:
+            before = [f"afterany:{made[chunk.after].job}"] if chunk and chunk.after is not None else []
+            wait = {"dependency": ",".join([*job.dependencies, *before])} if before else {}
+            executor = TemplateExecutor(
+                run.submitit,
+                job.library,
+                job.template,
+                context.model_copy(update={"directives": context.directives | wait}),
+                slurm_cluster=cluster.slurm_cluster if cluster else None,
+                slurm_module=cluster.slurm_module if cluster else None,
+                note=job.note,
+                detail=detail,
+            )
+            if chunk is None:
+                done = executor.submit_task(_task(), str(run.path))
+            else:
+                done = executor.submit_elements(
+                    _task(),
+                    str(run.path),
+                    elements=chunk.elements,
+                    offset=chunk.offset,
+                    throttle=chunk.throttle,
+                )
+            if not made:
+                write_whole(run.script, done.script)
+            offset = chunk.offset if chunk else 0
+            made.append(Submission(now, done.job.job, done.job.cluster, done.array, offset))
+            write_provenance(run, record.submitted(*made))
+    finally:
+        if len(made) < len(chunks):
+            for one in made:
+                words = ["scancel", *(["-M", one.cluster] if one.cluster else []), str(one.job)]
+                process.run(words, timeout_s=_SCANCEL_S)
+    return made
+
+
+def _tell_what_waits_for_ever(submissions: Sequence[Submission], note: Note) -> None:
+    """Slurm takes some jobs that it can never start, and says so only in the queue."""
+    first = submissions[0]
+    assert first.job is not None
+    question = Question(first.job, cluster=first.cluster)
+    record = ask_jobs([question], _ASK_S)[question].record
+    reason = record.reason if record and record.state.phase == "pending" else None
+    if reason is not None and reason.outlook in ("never", "held"):
+        note(f"job {first.job} will not start by itself: {reason.words} (Slurm says {reason.code})")

@@ -1,0 +1,163 @@
+"""A run as its directory tells of it: the end, the last supervisor, the newest job, how far it has come."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcrun import process
+from hpcrun.errors import UsageError
+from hpcrun.specs.provenance import Provenance, Submission
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+
+_TAIL_BYTES = 65536
+_WORDS = 300
+
+
+class Progress(NamedTuple):
+    """The last figures of metrics.jsonl."""
+
+    step: int | None = None
+    loss: float | None = None
+    eval_loss: float | None = None
+
+
+class View:
+    """What is read once from the directory of a run; UsageError where a record is damaged.
+
+    Of an element of a sweep, `origin` is the sweep's.
+    """
+
+    def __init__(self, run: RunDir, origin: Provenance | None) -> None:
+        self.run, self.origin = run, origin
+        self.attempts = run.attempts()
+        self.supervisor: dict[str, Any] = {}
+        for attempt in reversed(self.attempts):
+            record = read_json(attempt.supervisor)
+            if isinstance(record, dict):
+                self.supervisor = record
+                break
+        self.submission = _newest_submission(run, origin)
+        self.ended = self._fenced(run.read_exit())
+
+    def _fenced(self, ended: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The exit record, unless it is that of an attempt before the newest one, or the newest job."""
+        if ended is None:
+            return None
+        if not isinstance(ended.get("status"), str) or not isinstance(ended.get("exit_code"), int):
+            raise UsageError(f"{self.run.exit}: is damaged: it has no status and exit code; remove it")
+        number, newest = ended.get("attempt"), self.attempts[-1].number if self.attempts else None
+        if number is not None and newest is not None and number != newest:
+            return None
+        time = ended.get("ended")
+        if self.submission and time is not None and time < self.submission.time:
+            return None
+        return ended
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a supervisor has come up since the run was last submitted, or at all where it was not."""
+        if self.submission is None:
+            return bool(self.supervisor)
+        return bool(self.supervisor.get("started", 0.0) >= self.submission.time)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run is processes of one machine, and no job."""
+        if self.has_begun:
+            return self.supervisor.get("slurm_job") is None
+        return self.submission is not None and self.submission.job is None
+
+    @property
+    def process(self) -> tuple[str, process.ProcessId] | None:
+        """Host and process to look at for a sign of life; None where none has been recorded."""
+        begun = self.has_begun or self.submission is None
+        told = self.supervisor if begun else vars(self.submission)
+        host, pid, ticks = told.get("host"), told.get("pid"), told.get("start_ticks")
+        return (host, process.ProcessId(pid, ticks)) if host and pid and ticks is not None else None
+
+    @property
+    def is_alive_here(self) -> bool:
+        """Whether that process is a living one of this host."""
+        found = self.process
+        return found is not None and found[0] == os.uname().nodename and process.is_alive(found[1])
+
+    @property
+    def job(self) -> tuple[int, int | None, str] | None:
+        """The Slurm job that the run is or was, if it is one: its id, the index in its array, its cluster."""
+        if self.is_local:
+            return None
+        one, own = self.submission, self.supervisor.get("slurm_job")
+        if one is not None and one.job is not None and one.array is not None:
+            number = None if self.run.sweep_of_element is None else int(self.run.path.name) - one.offset
+            return one.job, number, one.cluster
+        if self.has_begun and own is not None:
+            return own, None, one.cluster if one and one.job == own else ""
+        return (one.job, None, one.cluster) if one and one.job is not None else None
+
+    def progress(self) -> Progress:
+        """The last step, its loss, and the last loss of an evaluation."""
+        step: dict[str, Any] | None = None
+        evaluated: float | None = None
+        for line in reversed(_tail(self.run.metrics).splitlines()):
+            # Where lines are many, reading them all as JSON would be most of the work.
+            if step is not None and (evaluated is not None or b'"eval_loss"' not in line):
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError:  # torn, or cut where the tail begins
+                continue
+            if not isinstance(record, dict):
+                continue
+            if step is None and record.get("kind", "step") == "step":
+                step = record
+            evaluated = record.get("eval_loss") if evaluated is None else evaluated
+        last = step or {}
+        return Progress(last.get("step"), last.get("loss"), evaluated)
+
+    def batch_logs(self) -> list[Path]:
+        """What the batch shell, or the local process, of the newest submission has printed into."""
+        folder = (self.run.sweep_of_element or self.run).submitit
+        one = self.submission
+        found = self.job if one is None or one.job is not None else (one.pid, None, "")
+        if found is None or not folder.is_dir():
+            return []
+        stem = str(found[0]) if found[1] is None else f"{found[0]}_{found[1]}"
+        return [path for end in ("out", "err") for path in sorted(folder.glob(f"{stem}_*log.{end}"))]
+
+    def last_words(self) -> str:
+        """The last line that the batch shell printed: of trouble before our supervisor only this is left."""
+        for path in reversed(self.batch_logs()):
+            lines = [line.strip() for line in _tail(path).decode(errors="replace").splitlines()]
+            if said := [line for line in lines if line]:
+                return said[-1][:_WORDS]
+        return ""
+
+
+def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | None:
+    """The newest job of a run; of an element, the newest that holds it."""
+    submissions = origin.submissions if origin else []
+    if run.sweep_of_element is None:
+        return submissions[-1] if submissions else None
+    number = int(run.path.name)
+    return next((one for one in reversed(submissions) if _holds(one, number)), None)
+
+
+def _holds(one: Submission, element: int) -> bool:
+    if one.array is None:
+        return True
+    from hpcrun.slurm.ids import parse_elements
+
+    return any(element - one.offset in indices for indices in parse_elements(one.array)[0])
+
+
+def _tail(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,212 @@
+"""sbatch options of a job, from what it asks for and what the cluster's profile says, in a person's order."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from hpcrun.errors import UsageError
+from hpcrun.hostlist import expand, fold
+from hpcrun.slurm.versions import Feature, Version, accepts, require
+from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.resources import ResourcesSpec
+from hpcrun.units import parse_memory, parse_time, render_memory, render_time
+
+Value = str | int | Literal[True]
+"""What stands behind an option; True: nothing."""
+
+_GATED: dict[str, Feature] = {
+    "spread-segments": "spread-segments",
+    "consolidate-segments": "spread-segments",
+}
+"""Raw options that not every release has."""
+
+
+class Directives(NamedTuple):
+    """The options in order, and what the person should know about them."""
+
+    options: dict[str, Value]
+    notes: tuple[str, ...] = ()
+
+
+def directives_of(
+    job: JobSpec, cluster: ClusterSpec | None, version: Version | None, *, leaves: int | None = None
+) -> Directives:
+    """The options of a job on a cluster; UsageError for one that the release does not have.
+
+    `leaves`: under how few leaf switches the job's nodes find room; None where no switches are known.
+    """
+    asked = job.resources
+    partition = asked.partition or (cluster.default_partition if cluster else None)
+    profile = _partition(cluster, partition)
+    notes: list[str] = []
+    options: dict[str, Value | None] = {
+        "partition": partition,
+        "account": asked.account or (cluster.account if cluster else None),
+        "qos": asked.qos or profile.qos,
+        "nodes": asked.nodes,
+        "ntasks-per-node": job.ranks_per_node,
+        "cpus-per-task": asked.cpus_per_rank,
+        **_gpu_request(job, cluster),
+    }
+    if asked.mem is not None:
+        if cluster is None or profile.mem_per_node is not None or partition not in cluster.partitions:
+            amount = parse_memory(asked.mem, "resources.mem")
+            options["mem"] = render_memory(amount) if amount else "0"
+        else:
+            notes.append(
+                f"resources.mem: left out: the profile {cluster.name} gives no mem_per_node for the partition"
+                f" {partition}, so memory is not counted there"
+            )
+    if asked.time is not None:
+        limit = parse_time(asked.time, "resources.time")
+        options["time"] = "UNLIMITED" if limit.minutes is None else limit.minutes
+        notes += [limit.warning] if limit.warning else []
+    options |= {
+        "constraint": asked.constraint,
+        "reservation": asked.reservation,
+        "exclude": asked.exclude,
+        "exclusive": True if (profile.exclusive if asked.exclusive is None else asked.exclusive) else None,
+    }
+    steering, reasons = _steering(asked, version, leaves)
+    options |= steering
+    notes += reasons
+    options |= _raw(job, options, version)
+    return Directives({name: value for name, value in options.items() if value is not None}, tuple(notes))
+
+
+def gpus_of(job: JobSpec, cluster: ClusterSpec | None) -> int:
+    """GPUs asked of each node: the job's number, else what the partition's nodes have, else none."""
+    if job.resources.gpus_per_node is not None:
+        return job.resources.gpus_per_node
+    partition = job.resources.partition or (cluster.default_partition if cluster else None)
+    return _partition(cluster, partition).gpus_per_node or 0
+
+
+def srun_options_of(job: JobSpec, cluster: ClusterSpec | None) -> list[str]:
+    """Words for srun: every rank sees all GPUs of its node, or ranks could not reach each other's."""
+    bind = _gpus(cluster).bind
+    return [f"--gpu-bind={bind}"] if bind and gpus_of(job, cluster) else []
+
+
+def _gpus(cluster: ClusterSpec | None) -> GpuSpec:
+    return cluster.gpus if cluster else GpuSpec()
+
+
+def _partition(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
+    """What the profile says about a partition; of several only what holds for all of them."""
+    if cluster is None or not names:
+        return PartitionSpec()
+    specs = [cluster.partitions.get(name.strip(), PartitionSpec()) for name in names.split(",")]
+    first = specs[0].model_dump()
+    shared = {key: value for key, value in first.items() if all(getattr(one, key) == value for one in specs)}
+    return PartitionSpec(**shared)
+
+
+def _gpu_request(job: JobSpec, cluster: ClusterSpec | None) -> dict[str, Value]:
+    """The GPUs of a node in the form that the site takes."""
+    count, style = gpus_of(job, cluster), _gpus(cluster)
+    if count == 0 or style.request == "none":
+        return {}
+    partition = job.resources.partition or (cluster.default_partition if cluster else None)
+    kind = _partition(cluster, partition).gpu_type if style.typed else None
+    if style.request == "gres":
+        return {"gres": f"gpu:{kind}:{count}" if kind else f"gpu:{count}"}
+    if style.request == "gpus-per-task":
+        ranks = job.ranks_per_node
+        if count % ranks:
+            raise UsageError(
+                f"resources.gpus_per_node: {count} cannot be shared out among {ranks} ranks a node, as"
+                f" gpus-per-task does; use a multiple of {ranks}"
+            )
+        count //= ranks
+    return {style.request: f"{kind}:{count}" if kind else count}
+
+
+def _raw(job: JobSpec, options: dict[str, Value | None], version: Version | None) -> dict[str, Value | None]:
+    """The options given raw, which win; false and null take one away."""
+    found: dict[str, Value | None] = {}
+    for name, value in job.resources.sbatch.items():
+        if value is None or value is False:
+            found[name] = None
+            continue
+        if name in _GATED:
+            require(version, _GATED[name], f"resources.sbatch.{name}")
+        if name == "gres" and isinstance(before := options.get("gres"), str) and "gpu" not in str(value):
+            value = f"{before},{value}"  # else the GPUs would be gone
+        found[name] = value
+    return found
+
+
+def _steering(
+    asked: ResourcesSpec, version: Version | None, leaves: int | None
+) -> tuple[dict[str, Value | None], list[str]]:
+    """What tells Slurm which nodes to give, each option with its reason."""
+    options: dict[str, Value | None] = {}
+    notes: list[str] = []
+    if asked.placement == "pin":
+        pinned = expand(asked.nodelist or "", "resources.nodelist")
+        if len(pinned) > asked.nodes:
+            require(version, "nodelist-longer-than-nodes", "resources.nodelist")
+        options["nodelist"] = fold(pinned, suffixes=False)
+        notes.append(
+            f"--nodelist={options['nodelist']}: placement pin; the job waits until all of these are free, and"
+            " where Slurm plans in blocks it may never start"
+        )
+        left, both = _apart(asked.exclude, pinned)
+        if both:
+            options["exclude"] = left
+            notes.append(f"exclude: {both}: not excluded, because resources.nodelist names it")
+    elif asked.placement == "pack":
+        options["switches"], told = _switches(asked, leaves)
+        notes += told
+        if asked.segment is not None:
+            unknown = _gate(version, "segment", "resources.segment")
+            options["segment"] = asked.segment
+            reason = (
+                f"every {asked.segment} of the {asked.nodes} nodes in one block, as resources.segment asks"
+            )
+            notes.append(f"--segment={asked.segment}: {reason}{unknown}")
+    if asked.topo_exclusive:
+        unknown = _gate(version, "exclusive-topo", "resources.topo_exclusive")
+        options["exclusive"] = "topo"
+        reason = "no other job under the same switch or in the block, as resources.topo_exclusive asks"
+        notes.append(f"--exclusive=topo: {reason}{unknown}")
+    return options, notes
+
+
+def _switches(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, list[str]]:
+    """--switches, which counts leaf switches and only delays, and why it is said."""
+    count = asked.switches
+    if count is None and (leaves is None or asked.nodes == 1 or asked.segment is not None):
+        return None, []
+    wait = render_time(parse_time(asked.switches_wait).seconds)
+    nodes = f"{asked.nodes} node{'s' * (asked.nodes > 1)}"
+    if count is None:
+        count, reason = leaves, f"{nodes} find room under {leaves} leaf switch{'es' * (leaves != 1)}"
+    else:
+        reason = "as resources.switches asks"
+    option = f"{count}@{wait}"
+    notes = [
+        f"--switches={option}: {reason}; Slurm may wait {wait} for that, at most the site's max_switch_wait,"
+        " and then takes any nodes"
+    ]
+    if leaves is not None and count is not None and count < leaves:
+        text = f"resources.switches: {count} cannot hold {nodes}, so the job would only wait; use {leaves}"
+        notes.append(text)
+    return option, notes
+
+
+def _apart(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str | None, str]:
+    """What is excluded and not pinned, and what is both: known bad nodes may have been added to a job's."""
+    excluded = expand(exclude or "", "resources.exclude")
+    left = [host for host in excluded if host not in pinned]
+    both = [host for host in excluded if host in pinned]
+    return fold(left, suffixes=False) if left else None, fold(both) if both else ""
+
+
+def _gate(version: Version | None, feature: Feature, where: str) -> str:
+    """Refuse what a release is known not to have; words for one that nobody names."""
+    require(version, feature, where)
+    unknown = "; which Slurm this is for is not known, and before 24.05 it refuses that"
+    return unknown if accepts(version, feature) is None else ""

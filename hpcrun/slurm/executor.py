@@ -1,0 +1,410 @@
+"""submitit's executor with the site's own script, and its handles on the jobs that come of it.
+
+`sbatch.script_text` shows the script of a job without submitting it, and without loading submitit.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import submitit
+from submitit.core.core import InfoWatcher
+from submitit.core.core import Job as AnyJob
+from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.local import LocalJob
+
+from hpcrun import process
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.process import ProcessId
+from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.contract import ArrayContext, ScriptContext
+from hpcrun.slurm.ids import JobId, parse_job_id
+from hpcrun.slurm.queue import Question, ask_jobs
+from hpcrun.slurm.sbatch import (
+    Note,
+    array_indices,
+    log_pattern,
+    nobody,
+    script_text,
+    submission_environment,
+    submit_script,
+    without_unknown_nodes,
+)
+from hpcrun.slurm.states import UNKNOWN, parse_state
+from hpcrun.slurm.template import Library, Template
+
+R = TypeVar("R", covariant=True)
+
+VANISHED = "VANISHED"
+"""The state of a job that Slurm does not know any more: it is over, and nobody says how."""
+_LOOKS = 2
+"""So often Slurm must not know a job before it counts as vanished."""
+_SCANCEL_S = 60
+_EVER_MIN = 60 * 24 * 365 * 10
+"""submitit's local controller wants a time limit; a run of one's own machine has none."""
+
+
+def check_private(path: Path) -> None:
+    """UsageError unless a file and its folder are the user's and nobody else can write them.
+
+    Whoever can write a pickle runs code as the one who loads it.
+    """
+    for place in (path.parent, path):
+        found = place.stat()
+        if found.st_uid != os.geteuid():
+            raise UsageError(f"{place}: belongs to user {found.st_uid}, not to you; it is not loaded")
+        if found.st_mode & 0o022:
+            raise UsageError(
+                f"{place}: can be written by others (mode {found.st_mode & 0o777:o}), so it is not loaded;"
+                f" `chmod go-w` it if you trust what is in it"
+            )
+
+
+class Submitted(NamedTuple):
+    """What came of a submission."""
+
+    job: JobId
+    """Of the whole array where it is one; its `cluster` is for -M."""
+    script: str
+    """The script as sbatch got it."""
+    array: str | None = None
+    """What --array said."""
+
+
+class SlurmWatcher(InfoWatcher):
+    """The states of one cluster's jobs, all asked for at once: squeue, then sacct where there is one."""
+
+    def __init__(self, cluster: str) -> None:
+        super().__init__(delay_s=60)
+        self._cluster = cluster
+        self._absent: dict[str, int] = {}
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """As Slurm says it, VANISHED or UNKNOWN."""
+        return self.get_info(job_id, mode=mode).get("State", UNKNOWN.upper())
+
+    def is_done(self, job_id: str, mode: str = "standard") -> bool:
+        """Whether the job is over; not when its state is unknown."""
+        state = self.get_state(job_id, mode=mode)
+        return state == VANISHED or parse_state(state).final
+
+    def update(self) -> None:
+        """Ask about every job that is not over yet."""
+        self._num_calls += 1
+        self._last_status_check = time.time()
+        wanted = {text: found for text in self._registered - self._finished if (found := parse_job_id(text))}
+        questions = {text: Question(one.job, one.element, self._cluster) for text, one in wanted.items()}
+        answers = ask_jobs(questions.values()) if questions else {}
+        for text, question in questions.items():
+            answer = answers[question]
+            if answer.record is not None:
+                state = answer.record.state
+                shown = "+".join((state.name, *state.flags)) if state.name != UNKNOWN else UNKNOWN.upper()
+                self._info_dict[text] = {"JobID": text, "State": shown, "NodeList": answer.record.nodes}
+                self._absent.pop(text, None)
+            elif not answer.trouble:
+                self._absent[text] = self._absent.get(text, 0) + 1
+                if self._absent[text] >= _LOOKS:
+                    self._info_dict[text] = {"JobID": text, "State": VANISHED}
+            if self.is_done(text, mode="cache"):
+                self._finished.add(text)
+
+
+_watchers: dict[str, SlurmWatcher] = {}
+
+
+class _PrivateJob(AnyJob[R]):
+    """A job whose pickles are loaded only if nobody else can have written them."""
+
+    # The waiting for a result that is slow to appear is done here, where its file can be checked first.
+    _results_timeout_s = 0
+    _wait_for_result_s = 15
+
+    def submission(self) -> DelayedSubmission:
+        """What was submitted, with `function`, `args` and `kwargs`."""
+        check_private(self.paths.submitted_pickle)
+        return super().submission()
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        path, end = self.paths.result_pickle, time.monotonic() + self._wait_for_result_s
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.5)
+        if path.exists():
+            check_private(path)
+        return super()._get_outcome_and_result()
+
+
+class TemplateJob(_PrivateJob[R], submitit.SlurmJob[R]):
+    """A job of the TemplateExecutor: knows its cluster, and does not wait for a job that is gone."""
+
+    def __init__(
+        self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), cluster: str = ""
+    ) -> None:
+        self.cluster = cluster
+        super().__init__(folder, job_id, tasks)
+        for task in self._sub_jobs:
+            assert isinstance(task, TemplateJob)
+            task.cluster = cluster
+
+    @property
+    def watcher(self) -> SlurmWatcher:  # type: ignore[override]
+        """The one of its cluster."""
+        return _watchers.setdefault(self.cluster, SlurmWatcher(self.cluster))
+
+    def _register_in_watcher(self) -> None:
+        """Nothing: the watcher comes to know a job when it is first asked about it."""
+
+    def cancel(self, check: bool = True) -> None:
+        """Cancel it; SiteError with scancel's own words where that fails. One that is over stays so."""
+        where = ["-M", self.cluster] if self.cluster else []
+        environ = submission_environment(os.environ)[0]
+        done = process.run(["scancel", *where, self.job_id], timeout_s=_SCANCEL_S, env=environ)
+        trouble = parse_trouble(done.stderr)
+        over = trouble is not None and trouble.kind in ("ended", "no-job")
+        if check and not over and (trouble or done.exit_code):
+            raise SiteError(f"scancel {self.job_id}: {trouble.text if trouble else done.stderr.strip()}")
+
+
+class TemplateExecutor(submitit.SlurmExecutor):
+    """Submits what submitit pickles with a script of the site's template.
+
+    The context says everything about the job: `update_parameters` is refused. Its `launch` is what runs in
+    the job, its log files are submitit's own in `folder`. With `tasks` above 1 srun starts so many, each
+    with a result of its own. `note` is told what a person should know, `detail` what else happened.
+    """
+
+    job_class = TemplateJob
+
+    def __init__(
+        self,
+        folder: Path,
+        library: Library,
+        template: Template,
+        context: ScriptContext,
+        *,
+        slurm_cluster: str | None = None,
+        slurm_module: str | None = None,
+        tasks: int = 1,
+        max_num_timeout: int = 3,
+        note: Note = nobody,
+        detail: Note = nobody,
+    ) -> None:
+        log_pattern(folder)
+        super().__init__(folder, max_num_timeout=max_num_timeout)
+        self.template, self.tasks = template, tasks
+        self._render = partial(script_text, library, template)
+        self._context, self._note, self._detail = context, note, detail
+        self._slurm_cluster, self._slurm_module = slurm_cluster, slurm_module
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Always there: whether Slurm is shows at the submission, and a dry run needs none."""
+        return 2
+
+    def _num_tasks(self) -> int:
+        return self.tasks
+
+    def _internal_update_parameters(self, **kwargs: Any) -> NoReturn:
+        names = ", ".join(kwargs)
+        raise UsageError(f"{names}: the job's script is made from its spec; set it there, under `resources`")
+
+    def script_text(self, array: ArrayContext | None = None) -> str:
+        """The script of a job, or of an array, as it would be submitted."""
+        return self._render(self._context, self.folder, array)
+
+    def submit_task(self, fn: Callable[..., Any], *args: Any) -> Submitted:
+        """Submit one call as one job."""
+        pickle = self._dump(DelayedSubmission(fn, *args))
+        return self._send([(pickle, None)], None)
+
+    def submit_elements(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        elements: Sequence[int],
+        offset: int = 0,
+        throttle: int | None = None,
+    ) -> Submitted:
+        """Submit the same call for each of these elements of a sweep, as one array with one pickle.
+
+        The array's indices are the elements less `offset`; the template adds it again and says in
+        HPCRUN_ELEMENT which element it is. No more than `throttle` run at one time.
+        """
+        pickle = self._dump(DelayedSubmission(fn, *args))
+        indices = [element - offset for element in sorted(set(elements))]
+        array = ArrayContext(indices=array_indices(indices, throttle), offset=offset)
+        return self._send([(pickle, index) for index in indices], array)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[AnyJob[Any]]:
+        # submitit's own makes a plain SlurmExecutor of several, and the template would be lost.
+        pickles = [self._dump(delayed) for delayed in delayed_submissions]
+        if len(pickles) == 1:
+            job = self._send([(pickles[0], None)], None).job
+            return [self._handle(str(job.job), job.cluster)]
+        indices = list(range(len(pickles)))
+        array = ArrayContext(indices=array_indices(indices))
+        job = self._send(list(zip(pickles, indices, strict=True)), array).job
+        return [self._handle(f"{job.job}_{index}", job.cluster) for index in indices]
+
+    def _handle(self, job_id: str, cluster: str) -> TemplateJob[Any]:
+        return self.job_class(self.folder, job_id, list(range(self.tasks)), cluster)
+
+    def _dump(self, delayed: DelayedSubmission) -> Path:
+        limit = self._context.directives.get("time", 0)
+        # Without a limit in minutes each signal counts as a time-out, and those are limited in number.
+        delayed.set_timeout(limit if isinstance(limit, int) else 0, self.max_num_timeout)
+        return dump_private(delayed, self.folder)
+
+    def _send(self, pickles: Sequence[tuple[Path, int | None]], array: ArrayContext | None) -> Submitted:
+        """Submit, then put each pickle where its job, which waits for it for a minute, will look."""
+        context = self._with_known_nodes()
+        text = self._render(context, self.folder, array)
+        script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
+        write_private(script, text.encode())
+        sources = {pickle for pickle, _ in pickles}
+        try:
+            job = submit_script(
+                script,
+                slurm_cluster=self._slurm_cluster,
+                slurm_module=self._slurm_module,
+                note=self._note,
+                detail=self._detail,
+            )
+            for pickle, index in pickles:
+                name = str(job.job) if index is None else f"{job.job}_{index}"
+                place(pickle, JobPaths(self.folder, name).submitted_pickle)
+        finally:
+            for pickle in sources:
+                pickle.unlink(missing_ok=True)
+        # Slurm goes on naming the path that it was given.
+        JobPaths(self.folder, str(job.job)).move_temporary_file(
+            script, "submission_file", keep_as_symlink=True
+        )
+        return Submitted(job, text, array.indices if array else None)
+
+    def _with_known_nodes(self) -> ScriptContext:
+        hosts = self._context.directives.get("exclude")
+        if not isinstance(hosts, str):
+            return self._context
+        known = without_unknown_nodes(hosts, slurm_cluster=self._slurm_cluster, note=self._note)
+        others = {name: value for name, value in self._context.directives.items() if name != "exclude"}
+        directives = self._context.directives | {"exclude": known} if known else others
+        return self._context.model_copy(update={"directives": directives})
+
+
+class LocalTask(_PrivateJob[R], LocalJob[R]):
+    """A job of the BackgroundExecutor."""
+
+
+class BackgroundExecutor(submitit.LocalExecutor):
+    """submitit's local executor, whose jobs outlive the command and the terminal that started them."""
+
+    job_class = LocalTask
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tasks: int = 1,
+        limit_min: int | None = None,
+        env: Mapping[str, str] = {},
+        python: str = sys.executable,
+    ) -> None:
+        super().__init__(folder, python=shlex.quote(python))
+        self._tasks, self._limit_min, self._env = tasks, limit_min or _EVER_MIN, dict(env)
+
+    def _num_tasks(self) -> int:
+        return self._tasks
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[AnyJob[Any]]:
+        jobs: list[AnyJob[Any]] = []
+        for delayed in delayed_submissions:
+            delayed.set_timeout(self._limit_min, self.max_num_timeout)
+            pickle = dump_private(delayed, self.folder)
+            job = self._submit_command(self._submitit_command_str)
+            pickle.rename(job.paths.submitted_pickle)
+            jobs.append(job)
+        return jobs
+
+    def _submit_command(self, command: str) -> LocalTask[Any]:
+        # submitit's own would share our terminal, and hide the GPUs from a job that names none.
+        own = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+        given = {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_NTASKS": str(self._tasks),
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self._limit_min),
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            "SUBMITIT_STDERR_TO_STDOUT": "",
+        }
+        printed = self.folder / "controller.log"
+        printed.touch(mode=0o600)
+        with printed.open("ab") as log:
+            controller = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=submission_environment(os.environ)[0] | own | self._env | given,
+                start_new_session=True,
+                umask=0o077,
+            )
+        _controllers.append(controller)
+        return LocalTask(self.folder, str(controller.pid), list(range(self._tasks)), controller)
+
+
+_controllers: list[subprocess.Popen[bytes]] = []
+"""Nobody waits for them, and none of them is to be ended with its handle."""
+
+
+def submit_local(folder: Path, fn: Callable[..., Any], *args: Any) -> ProcessId:
+    """Run one call in the background, without Slurm; the process that watches over it.
+
+    It goes on when the command or the terminal that started it ends; what it prints lies in the folder,
+    as PID_0_log.out and .err.
+    """
+    job = BackgroundExecutor(folder).submit(fn, *args)
+    found = process.identify(int(job.job_id))
+    assert found is not None  # our child, which nobody has waited for
+    return found
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file that only the user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+
+
+def dump_private(delayed: DelayedSubmission, folder: Path) -> Path:
+    """Pickle a submission into the folder, made private before anything is in it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    path = folder / f"{uuid.uuid4().hex}.pkl"
+    path.touch(mode=0o600, exist_ok=False)
+    delayed.dump(path)
+    return path
+
+
+def place(source: Path, target: Path) -> None:
+    """Give a file one more name, which may be taken; where there are no hard links, a copy of it."""
+    target.unlink(missing_ok=True)
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        write_private(target, source.read_bytes())

@@ -1,0 +1,323 @@
+"""What is known before a job is submitted: whether it fits the cluster, and its place. Asks nobody."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcrun.hostlist import expand
+from hpcrun.slurm.directives import gpus_of
+from hpcrun.slurm.limits import Partition
+from hpcrun.slurm.live import LiveCluster
+from hpcrun.slurm.nodes import NodeRecord
+from hpcrun.specs.cluster import ClusterSpec, PartitionSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.units import parse_memory, parse_time, render_memory, render_time
+
+_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
+_NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
+_COUNTED_MIB = 1024
+_FILES_OF_A_RUN, _FILES_OF_A_RANK = 20, 4
+_FEATURE = re.compile(r"[A-Za-z_][\w.:-]*")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a person should know: with `refuse` the job cannot run as it was asked for."""
+
+    key: str
+    text: str
+    refuse: bool = True
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """A partition as the live Slurm tells it, or else the profile; None and math.inf: no limit is known."""
+
+    name: str
+    max_time_s: float = math.inf
+    default_time_s: float | None = None
+    max_nodes: float = math.inf
+    total_nodes: float = math.inf
+    max_memory_mib: float = math.inf
+    cpus: int | None = None
+    gpus: int | None = None
+    state: str = ""
+    nodes: tuple[NodeRecord, ...] = ()
+
+
+def _known(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def _limits(name: str, profile: PartitionSpec | None, live: LiveCluster | None) -> _Limits:
+    spec = profile or PartitionSpec()
+    shown = _partition(name, live) or Partition(name)
+    nodes = tuple(live.nodes_of(name)) if live else ()
+    profile_time = parse_time(spec.max_time).seconds if spec.max_time else math.inf
+    profile_memory = (parse_memory(spec.mem_per_node) if spec.mem_per_node else 0) or math.inf
+    return _Limits(
+        name=name,
+        max_time_s=profile_time if shown.max_time_s is None else shown.max_time_s,
+        default_time_s=shown.default_time_s,
+        max_nodes=_known(spec.max_nodes if shown.max_nodes is None else shown.max_nodes),
+        total_nodes=_known(shown.total_nodes),
+        max_memory_mib=min(_known(shown.max_memory_per_node_mib), math.inf if nodes else profile_memory),
+        cpus=None if nodes else spec.cpus_per_node,
+        gpus=None if nodes else spec.gpus_per_node,
+        state=shown.state,
+        nodes=nodes,
+    )
+
+
+def _partition(name: str, live: LiveCluster | None) -> Partition | None:
+    return next((one for one in live.partitions if one.name == name), None) if live else None
+
+
+def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> list[Finding]:
+    """Whether the job fits a partition, as far as the live Slurm and the profile tell.
+
+    Several partitions may be named; the job fits when one of them takes it. A QOS or a reservation may lift
+    a partition's limits, so with one of these they are told and not refused.
+    """
+    limit = parse_time(job.resources.time).seconds if job.resources.time else math.inf
+    if job.retry is not None and parse_time(job.retry.grace).seconds >= limit:
+        text = f"{job.retry.grace} is no less than resources.time {job.resources.time}"
+        return [Finding("retry.grace", f"{text}, so the save would begin at once; use less")]
+    names, found = _asked_partitions(job, cluster, live)
+    if not counts_memory(job, cluster, live):
+        job = job.model_copy(update={"resources": job.resources.model_copy(update={"mem": None})})
+    profiles = cluster.partitions if cluster else {}
+    verdicts = []
+    for name in names:
+        limits = _limits(name, profiles.get(name), live)
+        lifted = job.resources.reservation or job.resources.qos or (profiles.get(name) or PartitionSpec()).qos
+        verdicts.append(
+            [*_over(job, limits, refuse=not lifted), *_too_large(job, limits, gpus_of(job, cluster))]
+        )
+    fits = [verdict for verdict in verdicts if not any(one.refuse for one in verdict)]
+    return found + (fits or verdicts or [[]])[0]
+
+
+def counts_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> bool:
+    """Whether a job may ask for memory: where no memory is configured, nodes count as having next to none."""
+    shown = [_partition(name, live) for name in _asked_partitions(job, cluster, live)[0]]
+    amounts = [one.node_memory_mib for one in shown if one and one.node_memory_mib is not None]
+    return not amounts or max(amounts) >= _COUNTED_MIB
+
+
+def _asked_partitions(
+    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
+) -> tuple[list[str], list[Finding]]:
+    """The partitions that the job may come into, and what is wrong with their names."""
+    asked = job.resources.partition or (cluster.default_partition if cluster else None)
+    there = [one.name for one in live.partitions] if live else list(cluster.partitions) if cluster else []
+    if asked is None:
+        return [one.name for one in live.partitions if one.is_default] if live else [], []
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    absent = [name for name in names if name not in there] if there else []
+    text = "{} is no partition of {}; there are: {}"
+    where = "this cluster" if live else f"the profile {cluster.name if cluster else ''}"
+    findings = [
+        Finding("resources.partition", text.format(name, where, ", ".join(there)), refuse=live is not None)
+        for name in absent
+    ]
+    return [name for name in names if name not in absent], findings
+
+
+def _over(job: JobSpec, limits: _Limits, *, refuse: bool) -> Iterator[Finding]:
+    """What a policy of the partition forbids."""
+    asked, where = job.resources, f"partition {limits.name}"
+    if asked.time is not None:
+        seconds = parse_time(asked.time).seconds
+        if seconds > limits.max_time_s:
+            text = f"{asked.time} is more than {where} allows ({render_time(limits.max_time_s)})"
+            yield Finding("resources.time", f"{text}; ask for less or for another partition", refuse)
+    elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
+        text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
+        yield Finding("resources.time", text, refuse=False)
+    if limits.max_nodes < asked.nodes <= limits.total_nodes:
+        text = f"{asked.nodes} is more than {where} allows ({limits.max_nodes:.0f})"
+        yield Finding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)
+    memory = parse_memory(asked.mem) if asked.mem else 0
+    if memory > limits.max_memory_mib:
+        text = f"{asked.mem} is more than {where} allows a node ({render_memory(int(limits.max_memory_mib))})"
+        yield Finding("resources.mem", f"{text}; ask for less", refuse)
+    if limits.state not in ("", "unknown", "UP"):
+        text = f"{where} is {limits.state} now: the job waits until an administrator changes that"
+        yield Finding("resources.partition", text, refuse=False)
+
+
+def _too_large(job: JobSpec, limits: _Limits, gpus: int) -> Iterator[Finding]:
+    """What the partition's nodes cannot give: such a job would wait for ever."""
+    asked, where = job.resources, f"partition {limits.name}"
+    if asked.nodes > limits.total_nodes:
+        text = f"{asked.nodes} can never start: {where} has {limits.total_nodes:.0f}"
+        yield Finding("resources.nodes", f"{text}; ask for fewer")
+        return
+    cpus = job.ranks_per_node * (asked.cpus_per_rank or 1)
+    if not limits.nodes:
+        if limits.cpus is not None and cpus > limits.cpus:
+            yield Finding("resources.cpus_per_rank", _never(f"{cpus} CPUs a node", where, limits.cpus))
+        if limits.gpus is not None and gpus > limits.gpus:
+            text = _never(f"{gpus} GPUs a node", where, limits.gpus)
+            yield Finding("resources.gpus_per_node", text)
+        return
+    yield from _unfit_nodes(job, limits, cpus, gpus)
+
+
+def _never(what: str, where: str, most: object) -> str:
+    return f"{what} can never start: the nodes of {where} have {most}"
+
+
+def _unfit_nodes(job: JobSpec, limits: _Limits, cpus: int, gpus: int) -> Iterator[Finding]:
+    """Sort out the nodes that cannot take the job, need by need; the need that leaves too few is told."""
+    asked, left = job.resources, list(limits.nodes)
+    memory = parse_memory(asked.mem) if asked.mem else 0
+    excluded = set(expand(asked.exclude)) if asked.exclude else set()
+    needs: list[tuple[str, str, Callable[[NodeRecord], bool], Callable[[NodeRecord], object]]] = [
+        ("exclude", "", lambda node: node.name not in excluded, lambda node: 0),
+        (
+            "constraint",
+            str(asked.constraint),
+            lambda node: _has_features(node, asked.constraint or ""),
+            lambda node: ",".join(node.features),
+        ),
+        (
+            "gpus_per_node",
+            f"{gpus} GPUs a node",
+            lambda node: gpus <= _known(node.gpus),
+            lambda node: node.gpus,
+        ),
+        ("mem", str(asked.mem), lambda node: memory <= _known(node.memory_mib), _memory_of),
+        (
+            "cpus_per_rank",
+            f"{cpus} CPUs a node",
+            lambda node: cpus <= _known(node.cpus),
+            lambda node: node.cpus,
+        ),
+    ]
+    for key, what, fits, shown in needs:
+        fitting = [node for node in left if fits(node)]
+        if len(fitting) < asked.nodes:
+            yield Finding(
+                f"resources.{key}", _too_few(asked.nodes, key, what, limits.name, left, fitting, shown)
+            )
+            return
+        left = fitting
+    usable = [node for node in left if node.state.usable is not False]
+    if len(usable) < asked.nodes:
+        text = f"{asked.nodes} must wait: of the {len(left)} nodes that could take the job"
+        yield Finding(
+            "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up", refuse=False
+        )
+
+
+def _too_few(
+    nodes: int,
+    key: str,
+    what: str,
+    partition: str,
+    before: Sequence[NodeRecord],
+    fitting: Sequence[NodeRecord],
+    shown: Callable[[NodeRecord], object],
+) -> str:
+    if key == "exclude":
+        return (
+            f"leaves {len(fitting)} nodes of partition {partition}, the job asks for {nodes}; exclude fewer"
+        )
+    if not fitting:
+        there = ", ".join(
+            str(value) for value in dict.fromkeys(map(shown, before)) if value not in ("", None)
+        )
+        return _never(what, f"partition {partition}", there or "nothing of this")
+    return f"{what} can never start: {len(fitting)} nodes of partition {partition} have that, not {nodes}"
+
+
+def _memory_of(node: NodeRecord) -> str:
+    return "" if node.memory_mib is None else render_memory(node.memory_mib)
+
+
+def _has_features(node: NodeRecord, constraint: str) -> bool:
+    """Whether a node may serve a --constraint; what is more than a list of names is given the doubt."""
+    names = _FEATURE.findall(constraint)
+    has = [name in node.features for name in names]
+    return all(has) if re.fullmatch(r"[\w.:&,-]*", constraint) else any(has)
+
+
+def check_place(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[Finding]:
+    """Whether compute nodes will see run directories under `root`; `mounts` is the text of /proc/mounts."""
+    if cluster is not None:
+        allowed = [Path(expand_place(one)) for one in cluster.log_roots]
+        if allowed and not any(_is_under(root, place) for place in allowed):
+            there = ", ".join(map(str, allowed))
+            text = f"{root}: the profile {cluster.name} allows run directories under {there} only"
+            return [Finding("", f"{text}; set HPCRUN_ROOT to a place there")]
+        systems = [(Path(expand_place(one.path)), one) for one in cluster.file_systems.values()]
+        holding = [(place, one) for place, one in systems if _is_under(root, place)]
+        if holding:
+            place, system = max(holding, key=lambda pair: len(pair[0].parts))
+            if system.shared:
+                return []
+            text = f"{root}: is on {place}, which every node has for itself"
+            return [Finding("", f"{text}; set HPCRUN_ROOT to a shared file system")]
+        if allowed:
+            return []
+    kind = file_system_of(root, mounts)
+    own = next((place for place in _NODE_LOCAL if root.is_relative_to(place)), None)
+    if own is None and kind not in _MEMORY_FILE_SYSTEMS:
+        return []
+    found = f"under {own}" if own else f"on a {kind}"
+    text = f"{root}: is {found}, which compute nodes seldom share; if they do not, the job cannot start"
+    return [Finding("", f"{text} (HPCRUN_ROOT chooses another place)", refuse=False)]
+
+
+def _is_under(path: Path, place: Path) -> bool:
+    """Whether a path is in a place, by its name or by where links lead."""
+    return path.is_relative_to(place) or path.resolve().is_relative_to(place.resolve())
+
+
+def expand_place(text: str) -> str:
+    """A path of the profile with `~` and `$VARS` replaced from the environment."""
+    # Unlike Path.expanduser, this one does not raise where there is no home.
+    return os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111
+
+
+def file_system_of(path: Path, mounts: str) -> str:
+    """The type of the file system that holds a path, by the text of /proc/mounts; empty when unknown."""
+    best, kind = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        place = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
+        # Of several on one place the last mounted is seen.
+        if path.is_relative_to(place) and len(place.parts) >= best:
+            best, kind = len(place.parts), fields[2]
+    return kind
+
+
+def check_room(
+    place: Path, found: os.statvfs_result, need_bytes: int, ranks: int, runs: int
+) -> list[Finding]:
+    """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
+    free, findings = found.f_bavail * found.f_frsize, []
+    if found.f_blocks and free < need_bytes:
+        text = f"{place}: {free / 1e9:.1f} GB are free, but the saves need {need_bytes / 1e9:.1f} GB"
+        findings.append(Finding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"))
+    files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
+    if found.f_files and found.f_favail < files:
+        text = f"{place}: {found.f_favail} more files are possible, but about {files} are needed"
+        findings.append(Finding("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
+    return findings
+
+
+def over_quota(printed: str) -> list[str]:
+    """The lines of a quota command that say a limit is passed: there `quota` and `lfs quota` write a `*`."""
+    return [
+        " ".join(line.split()) for line in printed.splitlines() if re.search(r"\d[\d.]*[kKMGTP]?\*", line)
+    ]

@@ -1,0 +1,150 @@
+"""Jobs in Slurm's hands: asked about, any number in one squeue call and one of sacct, and taken back."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.jobs import SACCT_FORMAT, SQUEUE_FORMAT, JobRecord, parse_sacct, parse_squeue
+
+_MOST_IDS = 5000
+"""More may not fit on a command line; then all jobs are asked for."""
+_OF_THE_CALLER = ("SQUEUE_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
+"""Variables that change what is printed, or where it is asked."""
+
+
+_PHASES = ("running", "pending", "unknown", "ended")
+
+
+class Question(NamedTuple):
+    """A job, or one element of an array; of the cluster here where none is named."""
+
+    job: int
+    element: int | None = None
+    cluster: str = ""
+
+    def __str__(self) -> str:
+        """The id as Slurm's commands take it."""
+        return str(self.job) if self.element is None else f"{self.job}_{self.element}"
+
+
+class Answer(NamedTuple):
+    """What Slurm knows; without a record and without trouble it knows no such job (any more)."""
+
+    record: JobRecord | None = None
+    trouble: str = ""
+    """Why squeue could not be asked, in its own words."""
+
+
+class _Known:
+    """The records that a command printed, quick to look into: an array has thousands."""
+
+    def __init__(self, records: Iterable[JobRecord] = ()) -> None:
+        self._jobs: defaultdict[int, list[JobRecord]] = defaultdict(list)
+        self._elements: dict[tuple[int, int], JobRecord] = {}
+        self._ranges: defaultdict[int, list[JobRecord]] = defaultdict(list)
+        self._rest: dict[int, JobRecord] = {}
+        for record in records:
+            found = record.id
+            self._jobs[found.job].append(record)
+            if found.element is not None:
+                self._elements[found.job, found.element] = record
+            elif found.elements:
+                self._ranges[found.job].append(record)
+            elif record.state.final:
+                # What never started of an array that was cancelled as a whole has no elements any more.
+                self._rest[found.job] = record
+
+    def find(self, asked: Question) -> JobRecord | None:
+        records = self._jobs[asked.job]
+        if asked.element is None:
+            # Of an array, what goes on speaks for it; of a heterogeneous job the first component.
+            return min(records, key=lambda one: _PHASES.index(one.state.phase), default=None)
+        if single := self._elements.get((asked.job, asked.element)):
+            return single
+        listed = (one for one in self._ranges[asked.job] if one.id.holds(asked.element))
+        return next(listed, self._rest.get(asked.job))
+
+
+def ask_jobs(questions: Iterable[Question], timeout_s: float = 20.0) -> dict[Question, Answer]:
+    """Ask Slurm about jobs, with one squeue call a cluster.
+
+    Never raises: where squeue is missing or fails, the answer holds its words; where sacct does, as on
+    clusters without accounting, the job is just not known. `timeout_s` holds for each call.
+    """
+    by_cluster: defaultdict[str, list[Question]] = defaultdict(list)
+    for one in dict.fromkeys(questions):
+        by_cluster[one.cluster].append(one)
+    answers = {}
+    for cluster, asked in by_cluster.items():
+        known, trouble = _ask(_squeue(asked, cluster), parse_squeue, timeout_s)
+        forgotten = [one for one in asked if known.find(one) is None]
+        older = _Known()
+        if forgotten and not trouble:
+            older, _ = _ask(_sacct(forgotten, cluster), parse_sacct, timeout_s)
+        for one in asked:
+            record = known.find(one) or older.find(one)
+            answers[one] = Answer(record, "" if record else trouble)
+    return answers
+
+
+def _squeue(asked: Sequence[Question], cluster: str) -> list[str]:
+    return ["squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *_which(asked, cluster)]
+
+
+def _sacct(asked: Sequence[Question], cluster: str) -> list[str]:
+    return ["sacct", "--parsable2", "--allocations", "-o", SACCT_FORMAT, *_which(asked, cluster)]
+
+
+def _which(asked: Sequence[Question], cluster: str) -> list[str]:
+    # An element that waits is only found by the id of its array.
+    jobs = dict.fromkeys(str(one.job) for one in asked)
+    ids = ["-j", ",".join(jobs)] if len(jobs) <= _MOST_IDS else []
+    return [*ids, *(["-M", cluster] if cluster else [])]
+
+
+def _ask(
+    argv: Sequence[str], parse: Callable[[str], list[JobRecord]], timeout_s: float
+) -> tuple[_Known, str]:
+    """What a command knows, and what went wrong."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
+    try:
+        # By itself Slurm cuts the list of an array's waiting elements short.
+        done = process.run(argv, timeout_s=timeout_s, env=env | {"SLURM_BITSTR_LEN": "0"})
+    except SiteError as error:
+        return _Known(), str(error)
+    return _Known(parse(done.stdout)), _trouble(argv[0], done)
+
+
+def _trouble(command: str, done: process.Completed) -> str:
+    said = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
+    trouble = parse_trouble(said)
+    if trouble and trouble.kind == "no-job":
+        return ""
+    if trouble:
+        return f"{command} said: {trouble.text}" + (f"; {trouble.remedy}" if trouble.remedy else "")
+    return f"{command} ended with exit code {done.exit_code}: {said or 'no words'}" if done.exit_code else ""
+
+
+def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s: float = 30.0) -> None:
+    """pending: take what waits out of the queue; save: ask the batch shell to save and stop; now: end it all.
+
+    SiteError with scancel's words; a job that is over is no error.
+    """
+    words = {
+        # With this filter Slurm 22.05 takes all waiting elements of the array, whichever is named.
+        "pending": ["--state=PENDING"] if job.element is None else [],
+        "save": ["--state=RUNNING", "--batch", "--signal=TERM"],
+        "now": [],
+    }[how]
+    where = ["-M", job.cluster] if job.cluster else []
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
+    done = process.run(["scancel", *words, *where, str(job)], timeout_s=timeout_s, env=env)
+    trouble = parse_trouble(done.stderr)
+    if trouble is None or trouble.kind not in ("no-job", "ended"):
+        done.require()

@@ -1,0 +1,217 @@
+"""sbatch as it is called here: in a clean environment, patiently, and never twice for one script."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.hostlist import expand, fold
+from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
+from hpcrun.slurm.contract import ArrayContext, ScriptContext, check_script, render_script
+from hpcrun.slurm.ids import JobId
+from hpcrun.slurm.template import Library, Template
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0)
+"""Between the tries, when the controller is busy or does not answer."""
+_SBATCH_S = 300
+"""sbatch itself goes on trying for about two minutes when the controller takes no jobs."""
+_LOOK_S = 60
+_PATIENCE_S = 300
+"""Past this nothing is tried again."""
+
+_OF_A_JOB = re.compile(
+    r"(SLURM|SLURMD|SBATCH|SRUN|SALLOC|PMI2?|PMIX|OMPI|PRTE|MPI|TORCHELASTIC|SUBMITIT)_.*|(HYDRA|HYDI).*"
+    r"|PMI|MASTER_(ADDR|PORT)|((LOCAL|GROUP|NODE|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE"
+    r"|HPCRUN_(?!(ROOT|SITE)$).*"
+)
+_KEPT = {"SLURM_CONF", "SLURM_JWT"}
+"""Where the cluster is, and who one is there."""
+_OF_THE_CALLER = ("SQUEUE_", "SINFO_")
+_TRANSIENT = re.compile(r"Unable to contact slurm controller|Connection refused")
+
+Note = Callable[[str], None]
+"""Takes one line for the person."""
+
+
+def nobody(text: str) -> None:
+    """The Note of those who do not want to know."""
+
+
+def submission_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The environment that a job is submitted in, and the names that were dropped from it.
+
+    What a job or its ranks were given (we may be inside one) would give the new job the old one's place,
+    memory and processors; exported shell functions break scripts.
+    """
+    safe = process.scrubbed(environ)
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name in safe and (name in _KEPT or not _OF_A_JOB.fullmatch(name))
+    }
+    return kept, tuple(sorted(name for name in environ if name not in kept))
+
+
+def log_pattern(folder: Path, is_array: bool = False, ending: str = "out") -> str:
+    """Where the tasks write, as sbatch and srun take it and submitit looks for it; `%t` is the task."""
+    text = str(folder)
+    if re.search(r"%[jtAa]", text) or not text.isprintable():
+        raise UsageError(
+            f"{text!r}: no folder for a job: its name may not hold %j, %t, %A, %a or a control character;"
+            " set HPCRUN_ROOT to another place"
+        )
+    return f"{text.replace('%', '%%')}/{'%A_%a' if is_array else '%j'}_%t_log.{ending}"
+
+
+def array_indices(indices: Sequence[int], throttle: int | None = None) -> str:
+    """Indices as sbatch --array takes them: 0-39, or 3,7,12-14%8 where no more than 8 shall run at once."""
+    runs: list[list[int]] = []
+    for index in sorted(set(indices)):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    listed = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{listed}%{throttle}" if throttle else listed
+
+
+def script_text(
+    library: Library,
+    template: Template,
+    context: ScriptContext,
+    folder: Path,
+    array: ArrayContext | None = None,
+) -> str:
+    """The script exactly as it is submitted from `folder`: the context with its log files put in.
+
+    Needs no Slurm. Errors go into the output where the context has no stderr. SpecError lists all in which a
+    site's template breaks the contract for this job.
+    """
+    is_array = array is not None
+    final: dict[str, Any] = {"array": array, "stdout": log_pattern(folder, is_array)}
+    if context.stderr is not None:
+        final["stderr"] = log_pattern(folder, is_array, "err")
+    whole = ScriptContext.model_validate(dict(context) | final)
+    text = render_script(library, template, whole)
+    problems = check_script(library, template, whole, text)
+    if problems:
+        raise SpecError(problems)
+    return text
+
+
+def submit_script(
+    path: Path,
+    *,
+    slurm_cluster: str | None = None,
+    slurm_module: str | None = None,
+    note: Note = nobody,
+    detail: Note = nobody,
+) -> JobId:
+    """Hand a script to sbatch; SiteError with sbatch's own words where it is not taken.
+
+    A controller that is busy or away is asked again, but only after a look whether it has the job already:
+    an answer may get lost on its way. `detail` is told which variables the job does not get.
+    """
+    environ, dropped = submission_environment(os.environ)
+    if dropped:
+        detail(f"left out of the job's environment: {', '.join(dropped)}")
+    if shutil.which("sbatch", path=environ.get("PATH")) is None:
+        remedy = f"`module load {slurm_module}` first" if slurm_module else "load the module that holds Slurm"
+        raise SiteError(
+            f"sbatch: no such command, so there is no Slurm here; on a login node of the cluster, {remedy}"
+        )
+    where = ["-M", slurm_cluster] if slurm_cluster else []
+    words = [*_own_locale(environ), "sbatch", "--parsable", *where, str(path)]
+    said: Trouble | None = None
+    end = time.monotonic() + _PATIENCE_S
+    for pause in (0.0, *PAUSES_S):
+        if said is not None:
+            if time.monotonic() > end:
+                break
+            note(f"sbatch: {said.text}; looking again in {pause:g} s")
+            time.sleep(pause)
+            jobs = _jobs_of(path, where, environ)
+            if jobs:
+                note(f"the job is there all the same: {jobs[0]}")
+                return JobId(jobs[0], cluster=slurm_cluster or "")
+            if jobs is None:  # not known to be absent, so a second job might come of it
+                continue
+        answer = _answer(words, environ)
+        if answer.job is not None:
+            if answer.trouble:
+                note(f"sbatch: {answer.trouble.text}")
+            return JobId(answer.job, cluster=answer.cluster or slurm_cluster or "")
+        said = answer.trouble or Trouble("unknown", "sbatch printed nothing")
+        if not _is_transient(said):
+            remedy = f"; {said.remedy}" if said.remedy else ""
+            raise SiteError(f"sbatch did not take {path}: {said.text}{remedy}")
+    assert said is not None
+    jobs = _jobs_of(path, where, environ)
+    if jobs:
+        return JobId(jobs[0], cluster=slurm_cluster or "")
+    left = "the job is not there" if jobs == [] else "look with `squeue --me` whether the job is there"
+    raise SiteError(f"sbatch did not take {path}: {said.text}; {left}, and try again in a while")
+
+
+def _own_locale(environ: Mapping[str, str]) -> list[str]:
+    """The runner asks commands to speak English, but the job is to have the user's own language."""
+    own = environ.get("LC_ALL")
+    return ["env", "-u", "LC_ALL", *([f"LC_ALL={own}"] if own else [])]
+
+
+def _answer(words: Sequence[str], environ: Mapping[str, str]) -> Submission:
+    try:
+        done = process.run(words, timeout_s=_SBATCH_S, env=environ)
+    except SiteError as error:
+        return Submission(None, trouble=Trouble("busy", str(error)))
+    answer = parse_submission(done.stdout, done.stderr)
+    if answer.job is None and done.exit_code == 0 and answer.trouble is None:
+        return Submission(None, trouble=Trouble("unknown", "sbatch printed nothing"))
+    return answer
+
+
+def _is_transient(trouble: Trouble) -> bool:
+    return trouble.kind == "busy" or bool(_TRANSIENT.search(trouble.text))
+
+
+def _jobs_of(script: Path, where: Sequence[str], environ: Mapping[str, str]) -> list[int] | None:
+    """The jobs that were made of a script, whose name no other script has; None without an answer."""
+    words = ["squeue", "-h", "-a", "-t", "all", "-u", str(os.getuid()), "-o", "%F|%o", *where]
+    done = _ask(words, environ)
+    if done is None:
+        return None
+    rows = (line.split("|", 1) for line in done.splitlines() if "|" in line)
+    # Not the whole path: it may have been shown with its symbolic links resolved.
+    named = (job for job, command in rows if Path(command.strip()).name == script.name)
+    return sorted({int(job) for job in named if job.isdigit()})
+
+
+def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note: Note = nobody) -> str:
+    """A list of hosts without those that the cluster does not have: sbatch would refuse the whole job."""
+    where = ["-M", slurm_cluster] if slurm_cluster else []
+    answer = _ask(["sinfo", "-h", "-a", "-N", "-o", "%N", *where], submission_environment(os.environ)[0])
+    known = set((answer or "").split())
+    wanted = expand(hosts, "exclude")
+    missing = [host for host in wanted if host not in known]
+    if not known or not missing:
+        return hosts
+    note(f"exclude: {fold(missing)}: no such node (any more); left out")
+    return fold([host for host in wanted if host in known], suffixes=False) if known & set(wanted) else ""
+
+
+def _ask(words: Sequence[str], environ: Mapping[str, str]) -> str | None:
+    """What a command that only reads prints; None where it fails."""
+    own = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_CALLER)}
+    try:
+        done = process.run(words, timeout_s=_LOOK_S, env=own)
+    except SiteError:
+        return None
+    trouble = parse_trouble(done.stderr)
+    return done.stdout if done.exit_code == 0 and trouble is None else None

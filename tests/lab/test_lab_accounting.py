@@ -1,0 +1,113 @@
+"""sacct on a real slurmdbd: what it says of jobs that ended, each in its own way, and what we read in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hpcrun.slurm.jobs import SACCT_FORMAT, JobRecord, parse_sacct
+from tests.lab.cluster import Lab, Shape
+from tests.lab.packages import ACCOUNTING, NoLabError, overlay
+
+SACCT = ["sacct", "--parsable2", "-o", SACCT_FORMAT]
+JOBS = {
+    "done": ["--wrap=true"],
+    "failed": ["--job-name=odd|name", "--wrap=exit 3"],
+    "killed": ["--wrap=kill -9 $$"],
+    "array": ["--array=0-3%2", "--wrap=exit $((SLURM_ARRAY_TASK_ID % 2))"],
+    "overdue": ["--time=1", "--wrap=sleep 600"],
+    "stopped": ["--wrap=sleep 600"],
+    "withdrawn": ["--hold", "--wrap=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def lab(lab_here: None) -> Iterator[Lab]:
+    """A small lab of this file's own, with accounting."""
+    try:
+        overlay(ACCOUNTING)
+    except NoLabError as reason:
+        pytest.skip(str(reason))
+    with Lab(Shape((2,)), accounting=True) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def jobs(lab: Lab) -> dict[str, str]:
+    """The ids of JOBS, all of which have ended."""
+    words = ["sbatch", "--parsable", "--output=/dev/null"]
+    ids = {name: lab.run([*words, *more]).require().stdout.strip() for name, more in JOBS.items()}
+
+    def state(name: str) -> str:
+        return lab.run(["squeue", "-h", "-j", ids[name], "-o", "%T"]).stdout.strip()
+
+    for name in ("overdue", "stopped"):
+        lab.wait_until(lambda name=name: state(name) == "RUNNING", 30)  # type: ignore[misc]
+    # By itself the shortest limit is a minute.
+    lab.run(["scontrol", "update", f"jobid={ids['overdue']}", "endtime=now+2seconds"]).require()
+    lab.run(["scancel", ids["stopped"], ids["withdrawn"]]).require()
+    everyone = [*SACCT, "--allocations", "-j", ",".join(ids.values())]
+
+    def ended() -> bool:
+        found = parse_sacct(lab.run(everyone).stdout)
+        return len(found) == len(JOBS) + 3 and all(record.state.phase == "ended" for record in found)
+
+    lab.wait_until(ended, 100, lambda: lab.run(everyone).stdout)
+    return ids
+
+
+@pytest.fixture
+def of(lab: Lab, jobs: dict[str, str]) -> dict[str, list[JobRecord]]:
+    """What is known of each job, with its steps."""
+    return {name: parse_sacct(lab.run([*SACCT, "-j", job]).require().stdout) for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "exit_code", "signal"),
+    [
+        ("done", "COMPLETED", 0, 0),
+        ("failed", "FAILED", 3, 0),
+        ("killed", "FAILED", 0, 9),
+        ("overdue", "TIMEOUT", 0, 0),
+        ("stopped", "CANCELLED", 0, 0),
+        ("withdrawn", "CANCELLED", 0, 0),
+    ],
+)
+def test_how_a_job_ended(
+    name: str, state: str, exit_code: int, signal: int, of: dict[str, list[JobRecord]], jobs: dict[str, str]
+) -> None:
+    record = of[name][0]
+    assert (record.id.job, record.id.element, record.id.step) == (int(jobs[name]), None, "")
+    assert (record.state.name, record.state.phase) == (state, "ended")
+    assert (record.exit_code, record.signal, record.partition) == (exit_code, signal, "main")
+    assert record.end.startswith("20")
+    assert record.elapsed_s is not None
+
+
+def test_who_cancelled_stands_behind_the_state(of: dict[str, list[JobRecord]]) -> None:
+    assert of["stopped"][0].state.detail == "by 0"
+
+
+def test_a_job_that_never_ran_has_no_nodes(of: dict[str, list[JobRecord]]) -> None:
+    assert (of["withdrawn"][0].nodes, of["withdrawn"][0].elapsed_s) == ("", 0)
+    assert of["stopped"][0].nodes in ("n01", "n02")
+
+
+def test_a_name_may_hold_the_delimiter(of: dict[str, list[JobRecord]]) -> None:
+    assert of["failed"][0].name == "odd|name"
+
+
+def test_the_steps_come_after_their_job(of: dict[str, list[JobRecord]]) -> None:
+    assert [record.id.step for record in of["failed"]] == ["", "batch"]
+    assert [record.id.step for record in of["withdrawn"]] == [""]
+
+
+def test_every_element_of_an_array_has_its_own_record(of: dict[str, list[JobRecord]]) -> None:
+    elements = [record for record in of["array"] if not record.id.step]
+    assert {(one.id.element, one.state.name, one.exit_code) for one in elements} == {
+        (0, "COMPLETED", 0),
+        (1, "FAILED", 1),
+        (2, "COMPLETED", 0),
+        (3, "FAILED", 1),
+    }

@@ -1,0 +1,162 @@
+"""`hpcrun submit` on a real Slurm: commands, sweeps, dependencies, a site's template, what cannot be."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.process import Completed
+from hpcrun.specs.rundir import RunDir
+from tests.lab.cluster import Lab
+
+Hpcrun = Callable[..., Completed]
+"""The command on the lab's login node, with a site, a root and a working directory of this test."""
+
+
+@pytest.fixture
+def hpcrun(lab: Lab, tmp_path: Path) -> Hpcrun:
+    env = {
+        "HPCRUN_ROOT": str(tmp_path / "runs"),
+        "HPCRUN_SITE": str(tmp_path / "site"),
+        "XDG_CONFIG_HOME": str(tmp_path / "config"),
+    }
+
+    def call(*words: str, timeout_s: float = 120) -> Completed:
+        return lab.run(["python", "-m", "hpcrun", *words], env=env, cwd=tmp_path, timeout_s=timeout_s)
+
+    return call
+
+
+def submitted(done: Completed, tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs" / done.require().stdout.splitlines()[0])
+
+
+def ended(runs: list[RunDir], within_s: float = 240) -> list[dict[str, Any]]:
+    """The exit records of runs, once all are there."""
+    deadline = time.monotonic() + within_s
+    while True:
+        records = [run.read_exit() for run in runs]
+        if all(record is not None for record in records):
+            return [record for record in records if record is not None]
+        assert time.monotonic() < deadline, [run.id for run in runs if run.read_exit() is None]
+        time.sleep(0.2)
+
+
+def test_a_command_over_two_nodes_is_followed_to_its_end(hpcrun: Hpcrun, tmp_path: Path) -> None:
+    words = "echo rank $RANK of $WORLD_SIZE, $LOCAL_RANK on $(hostname), of $MASTER_ADDR; test $RANK != 3"
+    asked = ["resources.nodes=2", "resources.ranks_per_node=2", "resources.time=5m"]
+    done = hpcrun("submit", *asked, "--follow", "--", "sh", "-c", words)
+    assert done.exit_code == 5, done.stderr
+    run = RunDir(tmp_path / "runs" / done.stdout.splitlines()[0])
+    assert "rank 0 of 4, 0 on n01, of n01\n" in done.stdout
+    logs = [run.attempt(1).log(rank).read_text() for rank in range(4)]
+    assert [text.splitlines()[0] for text in logs] == [
+        "rank 0 of 4, 0 on n01, of n01",
+        "rank 1 of 4, 1 on n01, of n01",
+        "rank 2 of 4, 0 on n02, of n01",
+        "rank 3 of 4, 1 on n02, of n01",
+    ]
+
+
+def test_forty_elements_and_the_three_that_failed_again(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
+    # Three elements find what they need only the second time.
+    text = f'if [ "$N" -gt 36 ] && ! [ -e {tmp_path}/mended ]; then exit 7; fi; echo element $N'
+    job = {
+        "name": "forty",
+        "command": ["sh", "-c", text],
+        "resources": {"time": "5m", "mem": "200M"},
+        "sweep": {"grid": {"env.N": [str(number) for number in range(40)]}, "throttle": 8},
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    run = submitted(hpcrun("submit", "job.yaml"), tmp_path)
+    elements = [run.element(number) for number in range(40)]
+    assert [one["status"] for one in ended(elements)] == ["done"] * 37 + ["failed"] * 3
+    assert elements[12].attempt(1).log(0).read_text() == "element 12\n"
+    (tmp_path / "mended").touch()
+    again = hpcrun("submit", "--resume", run.id, "--only-failed")
+    assert again.stderr.splitlines()[-1].endswith("[37-39%8]"), again.stderr
+    assert submitted(again, tmp_path) == run
+    assert [one["status"] for one in ended(elements)] == ["done"] * 40
+    assert [len(one.attempts()) for one in (elements[0], elements[36], elements[37])] == [1, 1, 2]
+
+
+def test_a_run_waits_for_another(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
+    sleeps = ["resources.time=5m", "--", "sh", "-c", f"while ! [ -e {tmp_path}/go ]; do sleep 0.1; done"]
+    first = submitted(hpcrun("submit", "name=first", *sleeps), tmp_path)
+    second = submitted(hpcrun("submit", "name=second", "--after", first.id, *sleeps), tmp_path)
+    shown = lab.run(["squeue", "-h", "-n", "second", "-o", "%T %r"]).require().stdout
+    assert shown == "PENDING Dependency\n"
+    (tmp_path / "go").touch()
+    ends = [record["ended"] for record in ended([first, second])]
+    assert ends[0] < ends[1]
+
+
+def test_a_site_changes_one_block_of_every_job(hpcrun: Hpcrun, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    template = site / "base.sbatch.j2"
+    block = "{% block setup %}\n{{ super() }}\nexport SITE_SAYS=hello\n{% endblock %}\n"
+    template.write_text('{% extends "shipped/base.sbatch.j2" %}\n' + block)
+    done = hpcrun(
+        "submit", "resources.time=5m", "--follow", "--", "sh", "-c", "echo the site says $SITE_SAYS"
+    )
+    assert "the site says hello\n" in done.require().stdout
+    template.write_text(template.read_text().replace("hello", "{{ helo }}"))
+    broken = hpcrun("submit", "resources.time=5m", "--", "true")
+    assert broken.exit_code == 2
+    assert f"{template}:4: 'helo' is undefined" in broken.stderr
+
+
+def test_what_can_never_start_is_told(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
+    asked = ["resources.time=5m", "--", "false"]
+    for override, words in {
+        "resources.nodes=9": "resources.nodes: 9 can never start: partition main has 8",
+        "resources.mem=65G": "resources.mem: 65G can never start: the nodes of partition main have 64000M",
+        "resources.gpus_per_node=5": "5 GPUs a node can never start: the nodes of partition main have 4",
+        "resources.partition=gone": "gone is no partition of this cluster; there are: main",
+        "resources.constraint=h100": "h100 can never start",
+    }.items():
+        done = hpcrun("submit", override, *asked)
+        assert (done.exit_code, done.stdout) == (2, ""), override
+        assert words in done.stderr
+    refused = hpcrun("submit", "resources.reservation=gone", *asked)
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    assert "Requested reservation is invalid" in refused.stderr
+    assert not list((tmp_path / "runs").iterdir())
+    failing = submitted(hpcrun("submit", "name=failing", "resources.nodes=8", *asked), tmp_path)
+    waiting = hpcrun("submit", "--after", failing.id, *asked)
+    ended([failing])
+    assert waiting.exit_code in (0, 2), "it may have failed before it was waited for"
+    late = hpcrun("submit", "--after", failing.id, *asked)
+    assert late.exit_code == 2
+    assert "it is failed, so this would wait for ever" in late.stderr
+    lab.run(["scancel", "--user=root"])
+
+
+@pytest.mark.parametrize("kind", ["train", "command", "sweep"])
+def test_slurm_accepts_what_a_dry_run_prints(kind: str, hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
+    job: dict[str, Any] = {
+        "resources": {"time": "10m", "nodes": 2, "mem": "1G", "gpus_per_node": 2, "exclusive": True}
+    }
+    job |= {
+        "env": {"ODD": 'it\'s "$HOME" \n'},
+        "resources": job["resources"] | {"sbatch": {"comment": "a'b' $c"}},
+    }
+    if kind == "command":
+        job |= {"command": ["true"]}
+    else:
+        job |= {"model": "tiny", "data": {"text": "python-stdlib"}, "parallel": {"dp_shard": 2}}
+    if kind == "sweep":
+        job |= {"sweep": {"grid": {"train.seed": [1, 2, 3]}, "throttle": 2}}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    script = tmp_path / "script.sh"
+    script.write_text(hpcrun("submit", "job.yaml", "--dry-run").require().stdout)
+    said = lab.run(["sbatch", "--test-only", str(script)])
+    assert said.exit_code == 0, said.stderr
+    assert "to start at" in said.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,595 @@
+"""Submitting: what is made, what is handed to sbatch, what is left when that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.launch.request import Request
+from hpcrun.launch.runs import look_at_elements
+from hpcrun.launch.submission import Submitted, dry_run, submit
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.sweep import read_sweep
+from tests.slurm.fakes import Fake, calls, stand_ins
+
+JOB = "name: small\nmodel: tiny\ndata: {text: python-stdlib}\nresources: {time: 10m}\n"
+SWEEP = JOB + "train: {steps: 4}\nsweep: {grid: {train.seed: [0, 1, 2, 3, 4, 5]}, throttle: 3}\n"
+PROFILE = """\
+name: here
+slurm_cluster: far
+slurm_version: "24.05"
+root: $WORK/runs
+account: proj
+partitions: {gpu: {default: true, gpus_per_node: 4, exclusive: true}}
+python: {path: $WORK/bin/python}
+container: {runtime: apptainer, mounts: ["$WORK:/work"], options: [--cleanenv]}
+modules: {load: [site/1], purge: true}
+env: {OMP_NUM_THREADS: "4", WHO: site}
+setup: ["ulimit -l unlimited"]
+"""
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Stand-ins for Slurm's commands; nobody's profiles or templates; the working directory is empty."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.setenv("WORK", str(work))
+    monkeypatch.chdir(work)
+    return stand_ins(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def slurm(put: Fake) -> Fake:
+    """The same with an sbatch that takes everything, and a squeue that knows nothing."""
+    put("sbatch", *map(str, range(101, 120)))
+    put("squeue", "")
+    return put
+
+
+def live(put: Fake, *, array_size: int = 1001, tres: str = "") -> None:
+    """A controller that answers."""
+    config = f"SLURM_VERSION = 22.05.8\nMaxArraySize = {array_size}\n"
+    partition = "PartitionName=main Default=YES MaxTime=1-00:00:00 MaxNodes=4 TotalNodes=4 State=UP\n"
+    partition += f" TRES={tres}\n" if tres else ""
+    node = "NodeName=n01 CPUTot=8 RealMemory=64000 Partitions=main State=IDLE\n"
+    put("scontrol", "slurm 22.05.8", config, partition, node, "No topology information available")
+
+
+def waiting(put: Fake, *jobs: int | str) -> None:
+    """A queue in which these wait."""
+    put("squeue", "\n".join(f"{job}|PENDING|Priority|N/A||main|0:00|10:00|small" for job in jobs))
+
+
+def profile(tmp_path: Path, text: str = PROFILE) -> None:
+    path = tmp_path / "site" / "profiles" / "here.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def ask(text: str | None = JOB, *overrides: str, **given: Any) -> Request:
+    """A request for a job file of this text."""
+    path = None
+    if text is not None:
+        path = Path("job.yaml")
+        path.write_text(text, encoding="utf-8")
+    return Request(job=path, overrides=overrides, **given)
+
+
+def handed_over(request: Request) -> Submitted:
+    return submit(request, lambda _: None)
+
+
+def noted(request: Request) -> tuple[Submitted, list[str]]:
+    notes: list[str] = []
+    return submit(request, notes.append), notes
+
+
+def script(request: Request) -> str:
+    return dry_run(request, lambda _: None)
+
+
+def directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    return {line.partition("=")[0]: line.partition("=")[2] for line in lines}
+
+
+def runs(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+
+
+def test_a_run_directory_holds_what_was_handed_over(slurm: Fake, tmp_path: Path, runs_root: Path) -> None:
+    log = slurm("sbatch", "a banner that speaks of job 5", "101")
+    slurm("sbatch", "Submitted batch job 101")
+    done, notes = noted(ask(JOB, "train.steps=7"))
+    run = done.run
+    assert run.path.parent == runs_root
+    assert [path.stat().st_mode & 0o777 for path in (run.path, run.submitit)] == [0o700, 0o700]
+    record = read_provenance(run)
+    assert record is not None
+    assert (record.kind, record.steps, record.submissions) == ("train", 7, list(done.submissions))
+    assert (done.submissions[0].job, done.cluster) == (101, "")
+    assert "steps: 7" in run.spec.read_text()
+    text = run.script.read_text()
+    assert str(run.submitit) in text
+    assert (run.submitit / "101_submitted.pkl").is_file()
+    (words,) = calls(log)
+    assert words.startswith("--parsable ")
+    assert run.read_exit() is None
+    assert not run.cluster.exists()
+    assert any("which compute nodes seldom share" in note for note in notes), "pytest's folder is in /tmp"
+
+
+def test_a_dry_run_prints_that_very_script_and_makes_nothing(slurm: Fake, runs_root: Path) -> None:
+    request = ask(JOB, "env.GREETING=it's $HOME")
+    shown = script(request)
+    assert runs(runs_root) == []
+    run = handed_over(request).run
+    assert run.script.read_text() == shown.replace("small-dry-run", run.id)
+
+
+def test_when_sbatch_refuses_nothing_is_left(put: Fake, runs_root: Path) -> None:
+    put(
+        "sbatch",
+        "!sbatch: error: Batch job submission failed: Invalid account or account/partition combination",
+    )
+    put("squeue", "")
+    notes: list[str] = []
+    with pytest.raises(SiteError, match="Invalid account or account/partition combination"):
+        submit(ask(), notes.append)
+    assert runs(runs_root) == []
+    assert notes[-1] == "no run was made; --dry-run shows the script"
+
+
+def test_when_a_later_array_is_refused_the_first_is_cancelled(put: Fake, runs_root: Path) -> None:
+    put("sbatch", "101", "!sbatch: error: Batch job submission failed: Invalid qos specification")
+    put("squeue", "")
+    cancelled = put("scancel", "")
+    live(put, array_size=4)
+    with pytest.raises(SiteError):
+        handed_over(ask(SWEEP))
+    assert calls(cancelled) == ["101"]
+    assert runs(runs_root) == []
+
+
+def test_without_slurm_and_profile_it_runs_here(put: Fake) -> None:
+    done = handed_over(ask(None, command=("echo", "hello")))
+    (made,) = done.submissions
+    assert (done.cluster, made.job, made.host) == ("local", None, os.uname().nodename)
+    assert made.pid is not None
+    assert os.getsid(made.pid) != os.getsid(0), "it outlives the terminal"
+    record = read_provenance(done.run)
+    assert record is not None
+    assert (record.cluster, record.template, record.submissions) == ("local", None, [made])
+    assert done.describe() == f"runs here, in the background, as process {made.pid}"
+    os.waitpid(made.pid, 0)
+    assert (done.run.read_exit() or {})["status"] == "done"
+    assert done.run.attempt(1).log(0).read_text() == "hello\n"
+
+
+def test_a_sweep_that_runs_here_and_what_failed_again(put: Fake, tmp_path: Path) -> None:
+    text = f"test $N != 1 || test -e {tmp_path}/mended"
+    sweep = json.dumps({"command": ["sh", "-c", text], "sweep": {"grid": {"env.N": ["0", "1"]}}})
+    run: RunDir | None = None
+    for states in (["done", "failed"], ["done", "done"]):
+        done = handed_over(Request(resume=run, only_failed=True) if run else ask(sweep))
+        run = done.run
+        (made,) = done.submissions
+        assert made.pid is not None
+        os.waitpid(made.pid, 0)
+        assert [state.state for state in look_at_elements(run)] == states
+        (tmp_path / "mended").touch()
+    assert run is not None
+    assert len(run.element(0).attempts()) == 1
+
+
+def test_without_slurm_there_is_one_node(put: Fake, runs_root: Path) -> None:
+    with pytest.raises(SpecError, match=r"resources.nodes: 2 nodes are asked for, but this would run on one"):
+        handed_over(ask(None, "resources.nodes=2", command=("true",)))
+    assert runs(runs_root) == []
+
+
+def test_what_decides_where_a_job_runs(slurm: Fake, tmp_path: Path) -> None:
+    assert handed_over(ask()).submissions[0].job is not None, "there is an sbatch"
+    with pytest.raises(SpecError, match=r"cluster: there is no profile; see `hpcrun cluster draft`"):
+        script(ask(JOB, "cluster=default"))
+    with pytest.raises(UsageError, match="nowhere: no profile of this name; there are: none"):
+        script(ask(JOB, "cluster=nowhere"))
+    (tmp_path / "bin" / "sbatch").unlink()
+    profile(tmp_path, "name: here\nslurm_module: slurm\n")
+    with pytest.raises(SiteError, match=r"sbatch: no such command.*module load slurm"):
+        handed_over(ask())
+    notes: list[str] = []
+    dry_run(ask(JOB, "cluster=local"), notes.append)
+    assert "it would run here, as a process in the background" in notes[-1]
+
+
+def test_the_profile_gives_what_the_job_leaves_open(
+    slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HPCRUN_ROOT")
+    profile(tmp_path)
+    log = slurm("sbatch", "101;far")
+    request = ask(
+        JOB + "env: {WHO: me, ompi_Mixed: x}\nmodules: [own/2]\n", "resources.nodes=2", "parallel.dp_shard=2"
+    )
+    done = handed_over(request)
+    work = tmp_path / "work"
+    assert done.run.path.parent == work / "runs"
+    assert (done.cluster, done.submissions[0].cluster) == ("here", "far")
+    assert calls(log)[0].startswith("--parsable -M far ")
+    assert "name: here" in done.run.cluster.read_text()
+    text = done.run.script.read_text()
+    assert directives(text) | {"nodes": "2"} == directives(text)
+    assert {
+        "partition": "gpu",
+        "account": "proj",
+        "gpus-per-node": "4",
+        "exclusive": "",
+    }.items() <= directives(text).items()
+    lines = text.splitlines()
+    assert [line.split()[2] for line in lines if line.startswith("module load")] == ["site/1", "own/2"]
+    assert {"export WHO=me", "export ompi_Mixed=x", "export OMP_NUM_THREADS=4", "ulimit -l unlimited"} <= set(
+        lines
+    )
+    assert f"{work}/bin/python -u -m hpcrun _task {done.run.submitit} &" in lines
+    assert "SRUN_CPUS_PER_TASK" not in text, "24.05 hands it on by itself"
+    assert "SRUN_CPUS_PER_TASK" in script(replace(request, slurm_version="23.02"))
+
+
+def test_the_release_is_the_one_that_answers(slurm: Fake, tmp_path: Path, runs_root: Path) -> None:
+    profile(tmp_path)
+    assert "SRUN_CPUS_PER_TASK" not in script(ask())
+    live(slurm)
+    slurm("sbatch", "101")
+    # The live cluster has no partition gpu, which the profile makes the default one.
+    run = handed_over(ask(JOB, "resources.partition=main")).run
+    assert "SRUN_CPUS_PER_TASK" in run.script.read_text(), "22.05 is here, whatever the profile says"
+    assert run.path.parent == runs_root, "HPCRUN_ROOT comes before the profile's root"
+
+
+def test_a_backtick_cannot_stand_in_a_directive(slurm: Fake) -> None:
+    with pytest.raises(
+        SpecError, match=r"^command line resources.account: may not hold a backtick; leave it out$"
+    ):
+        script(ask(JOB, "resources.account='a`b'"))
+    with pytest.raises(SpecError, match=r"^command line resources.sbatch.comment: may not hold a backtick"):
+        script(ask(JOB, "resources.sbatch.comment='a`b'"))
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "template", "holds"),
+    [
+        (JOB, [], "train", ()),
+        (None, [], "command", ("_task",)),
+        (JOB, ["container.image=a.sif"], "train-apptainer", (r"apptainer\ exec\ --nv\ --bind", "--cleanenv")),
+        (None, ["container.image=a.sif"], "command-apptainer", ("a.sif",)),
+        (
+            JOB,
+            ["container.image=a", "container.runtime=pyxis"],
+            "train-pyxis",
+            ("HPCRUN_RANK_SRUN=--container-image=a",),
+        ),
+        (SWEEP, [], "array", ("HPCRUN_ELEMENT=$(( SLURM_ARRAY_TASK_ID + 0 ))",)),
+        (SWEEP, ["container.image=a.sif"], "array", ("HPCRUN_ELEMENT", r"apptainer\ exec", "WORK:/work")),
+    ],
+)
+def test_the_template_is_the_one_for_the_job(
+    text: str | None, overrides: list[str], template: str, holds: tuple[str, ...], slurm: Fake, tmp_path: Path
+) -> None:
+    profile(tmp_path)
+    command = ("echo", "hi") if text is None else None
+    done = handed_over(ask(text, *overrides, command=command))
+    record = read_provenance(done.run)
+    assert record is not None
+    assert Path(str(record.template)).name == f"{template}.sbatch.j2"
+    made = done.run.script.read_text()
+    for words in holds:
+        assert words.replace("WORK", str(tmp_path / "work")) in made
+
+
+def test_a_sweep_of_a_command(slurm: Fake) -> None:
+    done = handed_over(ask("command: [echo]\nsweep: {grid: {env.A: [x, y]}}\n"))
+    text = done.run.script.read_text()
+    assert "export HPCRUN_ELEMENT=" in text
+    assert directives(text)["array"] == "0-1"
+    assert [done.run.element(number).spec.is_file() for number in (0, 1, 2)] == [True, True, False]
+
+
+def test_a_container_needs_a_runtime(slurm: Fake) -> None:
+    with pytest.raises(
+        UsageError, match=r"container.runtime: is missing, and there is no profile that names one"
+    ):
+        script(ask(JOB, "container.image=a"))
+
+
+def test_a_template_of_one_s_own(slurm: Fake) -> None:
+    path = Path("mine.sbatch.j2")
+    path.write_text('{% extends "shipped/train.sbatch.j2" %}{% block teardown %}\necho bye\n{% endblock %}')
+    assert "\necho bye\n" in script(ask(template=str(path)))
+    path.write_text(
+        '{% extends "shipped/train.sbatch.j2" %}{% block teardown %}\n{{ nothing }}\n{% endblock %}'
+    )
+    with pytest.raises(UsageError, match=r"mine\.sbatch\.j2:2: 'nothing' is undefined"):
+        handed_over(ask(template=str(path)))
+
+
+def test_requeue_follows_whether_the_job_can_go_on_from_a_save(slurm: Fake) -> None:
+    assert "requeue" in directives(script(ask(JOB, "retry.grace=3m")))
+    assert directives(script(ask(JOB, "retry.grace=3m")))["signal"] == "B:USR2@180"
+    command = script(ask(None, command=("echo",)))
+    assert "no-requeue" in directives(command)
+    assert "requeue" in directives(script(ask("command: [echo]\nretry: {crash: 1}\n")))
+
+
+@pytest.mark.parametrize(("limit", "grace"), [("8h", 120), ("8m", 120), ("2m", 30), ("UNLIMITED", 120)])
+def test_a_short_job_is_not_signalled_at_its_beginning(limit: str, grace: int, slurm: Fake) -> None:
+    for request in (ask(JOB, f"resources.time={limit}"), ask("command: [a]\n", f"resources.time={limit}")):
+        assert directives(script(request))["signal"] == f"B:USR2@{grace}"
+
+
+def test_a_sweep_is_one_array(slurm: Fake) -> None:
+    log = slurm("sbatch", "101")
+    done = handed_over(ask(SWEEP))
+    assert len(calls(log)) == 1
+    assert [(one.job, one.array, one.offset) for one in done.submissions] == [(101, "0-5%3", 0)]
+    assert read_sweep(done.run)[5] == {"train.seed": 5}
+    assert "seed: 5" in done.run.element(5).spec.read_text()
+    assert (done.run.submitit / "101_5_submitted.pkl").is_file()
+
+
+def test_a_sweep_larger_than_the_cluster_s_arrays_becomes_several(slurm: Fake) -> None:
+    live(slurm, array_size=2)
+    done = handed_over(ask(SWEEP.replace("throttle: 3", "throttle: 2")))
+    assert [(one.job, one.array, one.offset) for one in done.submissions] == [
+        (101, "0-1%1", 0),
+        (102, "0-1%1", 2),
+        (103, "0-1%1", 4),
+    ]
+    last = (done.run.submitit / "103_submission.sh").read_text()
+    assert directives(last)["dependency"] == "afterany:101"
+    assert "HPCRUN_ELEMENT=$(( SLURM_ARRAY_TASK_ID + 4 ))" in last
+    assert done.describe() == "jobs 101[0-1%1], 102[0-1%1], 103[0-1%1]"
+    live(slurm, array_size=0)
+    with pytest.raises(UsageError, match="this cluster takes no arrays"):
+        handed_over(ask(SWEEP))
+
+
+def end(run: RunDir, status: str, step: int = 4) -> None:
+    write_json(
+        run.exit,
+        {"status": status, "exit_code": 0, "message": "", "attempt": 1, "step": step, "ended": time.time()},
+    )
+
+
+def test_only_the_failed_elements_are_submitted_again(slurm: Fake) -> None:
+    run = handed_over(ask(SWEEP)).run
+    for number, status in enumerate(("done", "failed", "done", "done", "saved")):
+        run.element(number).attempt(1).create()
+        end(run.element(number), status)
+    again = handed_over(Request(resume=run, only_failed=True, overrides=("resources.time=1h",)))
+    assert again.run == run
+    assert again.submissions[0].array == "1,4-5%3"
+    assert directives((run.submitit / "102_submission.sh").read_text())["time"] == "60"
+    record = read_provenance(run)
+    assert record is not None
+    assert [one.job for one in record.submissions] == [101, 102]
+    assert [run.element(number).read_exit() is None for number in range(6)] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
+    for number in range(6):
+        run.element(number).attempt(1).create()
+        end(run.element(number), "done")
+    with pytest.raises(UsageError, match="every element ended well; nothing is left to do"):
+        handed_over(Request(resume=run))
+    longer = handed_over(Request(resume=run, overrides=("train.steps=8",)))
+    assert longer.submissions[0].array == "0-5%3"
+    with pytest.raises(UsageError, match="the sweep's own keys cannot be changed"):
+        handed_over(Request(resume=run, overrides=("sweep.grid={train.seed: [9]}",)))
+
+
+def test_one_element_is_submitted_again(slurm: Fake) -> None:
+    run = handed_over(ask(SWEEP)).run
+    for number in range(6):
+        run.element(number).attempt(1).create()
+        end(run.element(number), "failed" if number == 4 else "done")
+    again = handed_over(Request(resume=run.element(4)))
+    assert (again.run, again.submissions[0].array) == (run, "4%3")
+    with pytest.raises(UsageError, match=f"{run.id}/3: it ended well; nothing is left to do"):
+        handed_over(Request(resume=run.element(3)))
+
+
+def test_a_failed_resume_of_a_sweep_leaves_its_elements_as_they_were(slurm: Fake) -> None:
+    run = handed_over(ask(SWEEP)).run
+    for number in range(6):
+        run.element(number).attempt(1).create()
+        end(run.element(number), "failed")
+    before = {path: path.read_text() for path in run.path.rglob("*.*") if path.suffix in (".yaml", ".json")}
+    assert len(before) == 15
+    slurm("sbatch", "!sbatch: error: Batch job submission failed: Requested time limit is invalid")
+    with pytest.raises(SiteError):
+        handed_over(Request(resume=run, overrides=("resources.time=99h",)))
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_memory_is_left_out_where_it_is_not_counted(slurm: Fake) -> None:
+    live(slurm, tres="cpu=8,mem=4M,node=4")
+    done, notes = noted(ask(JOB, "resources.mem=8G"))
+    assert "mem" not in directives(done.run.script.read_text())
+    assert "resources.mem: left out: this partition counts no memory" in notes
+
+
+def test_resume_submits_the_same_run_again(slurm: Fake) -> None:
+    run = handed_over(ask(JOB, "train.steps=4")).run
+    run.attempt(1).create()
+    end(run, "saved", 2)
+    again = handed_over(Request(resume=run, overrides=("resources.time=2h",)))
+    assert (again.run, again.submissions[0].job) == (run, 102)
+    assert run.read_exit() is None
+    assert directives(run.script.read_text())["time"] == "120"
+    assert "time: 2h" in run.spec.read_text()
+    end(run, "saved", 3)
+    handed_over(Request(resume=run, overrides=("train.steps=9", "resources.time=10m")))
+    assert (record := read_provenance(run)) is not None
+    assert (record.steps, len(record.submissions)) == (9, 3)
+    end(run, "done", 9)
+    with pytest.raises(UsageError, match=r"is done \(9 of 9 steps\); to go on, give it more"):
+        handed_over(Request(resume=run))
+
+
+def test_a_failed_resume_leaves_the_run_as_it_was(slurm: Fake) -> None:
+    run = handed_over(ask()).run
+    run.attempt(1).create()
+    end(run, "saved")
+    before = {path: path.read_text() for path in (run.spec, run.exit, run.job)}
+    slurm("sbatch", "!sbatch: error: Batch job submission failed: Requested time limit is invalid")
+    with pytest.raises(SiteError):
+        handed_over(Request(resume=run, overrides=("resources.time=99h",)))
+    assert {path: path.read_text() for path in before} == before
+
+
+def test_a_run_that_goes_on_is_not_submitted_again(slurm: Fake) -> None:
+    run = handed_over(ask()).run
+    waiting(slurm, 101)
+    with pytest.raises(UsageError, match=f"{run.id} is queued; `hpcrun cancel {run.id}` first"):
+        handed_over(Request(resume=run))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "nothing to submit; write `hpcrun submit JOB.yaml`"),
+        ({"only_failed": True, "job": Path("job.yaml")}, "--only-failed goes with --resume RUN"),
+        ({"job": Path("none.yaml")}, "none.yaml: no such file"),
+        ({"job": Path("job.yaml"), "slurm_version": "new"}, "--slurm-version new: is no release of Slurm"),
+        ({"job": Path("job.yaml"), "template": "nothing"}, "nothing: no such template or file; there are: "),
+    ],
+)
+def test_requests_that_make_no_sense(given: dict[str, Any], said: str, slurm: Fake) -> None:
+    Path("job.yaml").write_text(JOB)
+    with pytest.raises(UsageError, match=said):
+        script(Request(**given))
+
+
+def test_jobs_wait_for_the_newest_jobs_of_other_runs(slurm: Fake) -> None:
+    first, sweep = handed_over(ask()).run, handed_over(ask(SWEEP)).run
+    first.attempt(1).create()
+    end(first, "saved")
+    handed_over(Request(resume=first))
+    waiting(slurm, "102_[0-5%3]", 103)
+    asked = ask(JOB, after=(first, sweep), after_any=(first,))
+    assert directives(script(asked))["dependency"] == "afterok:103:102,afterany:103"
+
+
+def test_a_run_that_has_ended_needs_no_waiting(slurm: Fake) -> None:
+    run = handed_over(ask()).run
+    run.attempt(1).create()
+    end(run, "done")
+    notes: list[str] = []
+    assert "dependency" not in directives(dry_run(ask(JOB, after=(run,)), notes.append))
+    assert f"{run.id} has ended already (done); there is nothing to wait for" in notes
+    end(run, "failed")
+    assert "dependency" not in directives(script(ask(JOB, after_any=(run,))))
+    with pytest.raises(UsageError, match=f"--after {run.id}: it is failed, so this would wait for ever"):
+        script(ask(JOB, after=(run,)))
+
+
+def test_only_slurm_can_make_a_job_wait(slurm: Fake, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "train-run")
+    run.path.mkdir()
+    (run.path / "spec.yaml").touch()
+    with pytest.raises(UsageError, match="train-run: was not submitted to Slurm"):
+        script(ask(JOB, after=(run,)))
+    with pytest.raises(UsageError, match="--after needs Slurm"):
+        script(ask(JOB, "cluster=local", after=(run,)))
+
+
+def test_a_job_that_slurm_took_but_will_never_start_is_told(slurm: Fake) -> None:
+    slurm("squeue", "101|PENDING|PartitionTimeLimit|N/A||main|0:00|10:00|small")
+    _, notes = noted(ask())
+    assert notes[-1] == (
+        "job 101 will not start by itself: asks for more time than the partition allows (Slurm says"
+        " PartitionTimeLimit)"
+    )
+
+
+def test_a_job_that_fits_no_node_is_refused_with_its_line(slurm: Fake, runs_root: Path) -> None:
+    live(slurm)
+    with pytest.raises(SpecError, match=r"job.yaml:4 resources.time: 25h is more than partition main allows"):
+        handed_over(ask(JOB.replace("10m", "25h")))
+    assert runs(runs_root) == []
+    slurm("scontrol", "!slurm_load_ctl_conf error: Unable to contact slurm controller (connect failure)")
+    done, notes = noted(ask())
+    assert done.submissions[0].job is not None
+    assert any(note.startswith("not checked against Slurm: `scontrol") for note in notes)
+
+
+def test_what_the_job_needs_is_looked_for_before(slurm: Fake, tmp_path: Path, runs_root: Path) -> None:
+    text = JOB.replace("python-stdlib", "gone.txt") + "secrets: {TOKEN: gone.key}\n"
+    with pytest.raises(SpecError) as found:
+        handed_over(ask(text))
+    lines = sorted(str(found.value).splitlines())
+    assert [line.split(": ")[0] for line in lines] == ["job.yaml:3 data.text", "job.yaml:5 secrets.TOKEN"]
+    assert runs(runs_root) == []
+    notes: list[str] = []
+    assert dry_run(ask(text), notes.append).startswith("#!/bin/bash\n")
+    assert sum(note.startswith("this would be refused: job.yaml:") for note in notes) == 2
+
+
+def test_a_place_that_nodes_do_not_see_is_refused(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path, "name: here\nlog_roots: [/scratch]\n")
+    with pytest.raises(SpecError, match="the profile here allows run directories under /scratch only"):
+        handed_over(ask())
+
+
+def test_a_quota_that_is_passed_is_told(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path, "name: here\nquota: [quota, -s]\n")
+    slurm("quota", "/home  1.2G  10G  20G\n/scratch  1.205T*  1T  2T  6d")
+    _, notes = noted(ask())
+    assert "over the quota, so writing may fail: /scratch 1.205T* 1T 2T 6d (`quota -s`)" in notes
+    (tmp_path / "bin" / "quota").unlink()
+    assert any(note.startswith("the quota is not known: ") for note in noted(ask())[1])
+
+
+def test_a_python_that_is_not_here_is_told(slurm: Fake) -> None:
+    _, notes = noted(ask(JOB, "python=/opt/none/bin/python"))
+    assert any("python: /opt/none/bin/python is not on this machine" in note for note in notes)
+
+
+def test_secrets_are_in_no_file_of_the_run(slurm: Fake, tmp_path: Path) -> None:
+    value = "hunter2-hunter2"
+    key = tmp_path / "key"
+    key.write_text(value + "\n")
+    key.chmod(0o600)
+    run = handed_over(ask(JOB + f"secrets: {{TOKEN: {key}}}\n")).run
+    assert value not in script(ask(JOB + f"secrets: {{TOKEN: {key}}}\n"))
+    files = [path for path in run.path.rglob("*") if path.is_file()]
+    assert len(files) > 4
+    assert not [path for path in files if value.encode() in path.read_bytes()]
+
+
+def test_dropped_variables_are_told_only_to_those_who_ask(
+    slurm: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CPU_BIND", "quiet")
+    notes: list[str] = []
+    details: list[str] = []
+    submit(ask(), notes.append, details.append)
+    assert not any("SLURM_CPU_BIND" in note for note in notes)
+    assert any("SLURM_CPU_BIND" in note for note in details)

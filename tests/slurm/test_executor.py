@@ -1,0 +1,317 @@
+"""The executor: the site's script whatever is submitted, pickles that are private, handles that give up."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import DelayedSubmission, UncompletedJobError, cloudpickle_dump
+
+from hpcrun import process
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.process import ProcessId
+from hpcrun.slurm.contract import ScriptContext
+from hpcrun.slurm.executor import TemplateExecutor, TemplateJob, check_private
+from hpcrun.slurm.ids import JobId
+from hpcrun.slurm.template import Library
+from tests.slurm.fakes import Fake, calls, stand_ins
+
+LAYER = """{% extends "shipped/function.sbatch.j2" %}
+{% block setup %}
+{{ super() }}
+echo the site was here
+{% endblock %}
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Put a stand-in for a command on PATH; see stand_ins."""
+    return stand_ins(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Library:
+    """The shipped templates, and one of the site's."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "function.sbatch.j2").write_text(LAYER, encoding="utf-8")
+    return Library({"site": site, **Library().shipped().directories})
+
+
+def executor(
+    library: Library,
+    folder: Path,
+    template: str = "function",
+    *,
+    directives: dict[str, object] | None = None,
+    cluster: str | None = None,
+    tasks: int = 1,
+) -> TemplateExecutor:
+    context = ScriptContext.model_validate(
+        {
+            "name": "n",
+            "run_id": "r",
+            "run_dir": "/runs/r",
+            "launch": ["python", "-m", "x"],
+            "stdout": "/later",
+            "directives": {"time": 30} | (directives or {}),
+        }
+    )
+    chosen = library.find(template)
+    return TemplateExecutor(folder, library, chosen, context, slurm_cluster=cluster, tasks=tasks)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+def test_a_call_becomes_a_job_with_the_site_s_script(library: Library, tmp_path: Path, fake: Fake) -> None:
+    fake("sbatch", "12;blue")
+    folder = tmp_path / "folder"
+    job = executor(library, folder, tasks=2).submit(divmod, 7, 2)
+    assert isinstance(job, TemplateJob)
+    assert (job.job_id, job.cluster, job.num_tasks) == ("12", "blue", 2)
+    assert [getattr(job.task(k), "cluster", None) for k in (0, 1)] == ["blue", "blue"]
+    script = job.paths.submission_file
+    assert "echo the site was here" in script.read_text(encoding="utf-8")
+    delayed = job.submission()
+    assert (delayed.function, delayed.args, delayed._timeout_min) == (divmod, (7, 2), 30)
+    assert (mode(folder), mode(job.paths.submitted_pickle), mode(script)) == (0o700, 0o600, 0o600)
+
+
+def test_every_way_to_an_array_keeps_script_and_handles(library: Library, tmp_path: Path, fake: Fake) -> None:
+    log = fake("sbatch", "12;blue")
+    made = executor(library, tmp_path / "folder", cluster="blue", tasks=2)
+    with made.batch():
+        in_batch = [made.submit(divmod, a, 2) for a in (7, 8, 9)]
+    mapped = made.map_array(divmod, [7, 8, 9], [2, 2, 2])
+    for jobs in (in_batch, mapped, made.submit_array([partial(divmod, a, 2) for a in (7, 8, 9)])):
+        assert [(job.job_id, job.num_tasks) for job in jobs] == [("12_0", 2), ("12_1", 2), ("12_2", 2)]
+        assert all(isinstance(job, TemplateJob) and job.cluster == "blue" for job in jobs)
+    assert len(calls(log)) == 3
+    script = (tmp_path / "folder" / "12_submission.sh").read_text(encoding="utf-8")
+    assert "echo the site was here" in script
+    assert "#SBATCH --array=0-2\n" in script
+    assert f"#SBATCH --output={tmp_path}/folder/%A_%a_0_log.out\n" in script
+
+
+def test_each_element_of_an_array_gets_its_own_arguments(
+    library: Library, tmp_path: Path, fake: Fake
+) -> None:
+    fake("sbatch", "12")
+    jobs = executor(library, tmp_path / "folder").map_array(divmod, [7, 8, 9], [2, 3, 4])
+    assert [job.submission().args for job in jobs] == [(7, 2), (8, 3), (9, 4)]
+
+
+def test_the_elements_of_a_sweep_share_one_pickle(library: Library, tmp_path: Path, fake: Fake) -> None:
+    log, folder = fake("sbatch", "12"), tmp_path / "folder"
+    elements = [1003, 1007, 1012, 1013, 1014]
+    made = executor(library, folder, "array").submit_elements(
+        divmod, 7, 2, elements=elements, offset=1000, throttle=3
+    )
+    assert (made.job, made.array) == (JobId(12), "3,7,12-14%3")
+    assert "#SBATCH --array=3,7,12-14%3\n" in made.script
+    assert "1000" in made.script
+    pickles = [folder / f"12_{index}_submitted.pkl" for index in (3, 7, 12, 13, 14)]
+    assert sorted(folder.glob("*.pkl")) == sorted(pickles)
+    assert len({path.stat().st_ino for path in pickles}) == 1
+    assert DelayedSubmission.load(pickles[0]).args == (7, 2)
+    assert len(calls(log)) == 1
+
+
+def test_one_task_is_handed_over_with_its_script(library: Library, tmp_path: Path, fake: Fake) -> None:
+    fake("sbatch", "12;blue")
+    made = executor(library, tmp_path / "folder", "train")
+    done = made.submit_task(divmod, 7, 2)
+    assert tuple(done) == (JobId(12, cluster="blue"), made.script_text(), None)
+    assert (tmp_path / "folder" / "12_submission.sh").read_text(encoding="utf-8") == done.script
+    assert DelayedSubmission.load(tmp_path / "folder" / "12_submitted.pkl").args == (7, 2)
+
+
+def test_the_path_that_slurm_was_given_goes_on_existing(library: Library, tmp_path: Path, fake: Fake) -> None:
+    log = fake("sbatch", "12")
+    executor(library, tmp_path / "folder").submit_task(dict)
+    assert Path(calls(log)[0].split()[-1]).is_file()
+
+
+def test_a_refused_job_leaves_its_script_and_no_pickle(library: Library, tmp_path: Path, fake: Fake) -> None:
+    fake("sbatch", "!sbatch: error: Batch job submission failed: Invalid account or account/partition")
+    folder = tmp_path / "folder"
+    with pytest.raises(SiteError, match="Invalid account") as raised:
+        executor(library, folder).submit(dict)
+    assert [path.suffix for path in folder.iterdir()] == [".sh"]
+    assert str(next(folder.iterdir())) in str(raised.value)
+
+
+def test_nodes_that_do_not_exist_are_not_excluded(library: Library, tmp_path: Path, fake: Fake) -> None:
+    fake("sbatch", "12")
+    fake("sinfo", "n01\nn02")
+    made = executor(library, tmp_path / "a", "train", directives={"exclude": "n[02-03]"})
+    assert "#SBATCH --exclude=n02\n" in made.submit_task(dict).script
+    made = executor(library, tmp_path / "b", "train", directives={"exclude": "n09"})
+    assert "--exclude" not in made.submit_task(dict).script
+
+
+def test_parameters_are_the_spec_s(library: Library, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="time"):
+        executor(library, tmp_path / "folder").update_parameters(time=5)
+
+
+def test_cancelling_asks_the_job_s_own_cluster(tmp_path: Path, fake: Fake) -> None:
+    log = fake("scancel", "")
+    TemplateJob[object](tmp_path, "12_3", cluster="blue").cancel()
+    assert calls(log) == ["-M blue 12_3"]
+
+
+def test_cancelling_what_is_over_is_no_mistake(tmp_path: Path, fake: Fake) -> None:
+    fake("scancel", "!scancel: error: Kill job error on job id 12: Invalid job id specified")
+    TemplateJob[object](tmp_path, "12").cancel()
+    fake("scancel", "!scancel: error: Kill job error on job id 12: Access/permission denied")
+    with pytest.raises(SiteError, match="permission denied"):
+        TemplateJob[object](tmp_path, "12").cancel()
+
+
+@pytest.mark.parametrize(
+    ("state", "is_done"),
+    [
+        ("PENDING", False),
+        ("CONFIGURING", False),
+        ("RUNNING", False),
+        ("SUSPENDED", False),
+        ("COMPLETING", False),
+        ("REQUEUE_HOLD", False),
+        ("RESV_DEL_HOLD", False),
+        ("NEVER_HEARD_OF", False),
+        ("COMPLETED", True),
+        ("FAILED", True),
+        ("OUT_OF_MEMORY", True),
+        ("NODE_FAIL", True),
+        ("PREEMPTED", True),
+    ],
+)
+def test_states_that_are_an_end(state: str, is_done: bool, tmp_path: Path, fake: Fake) -> None:
+    fake("squeue", f"12|{state}|None|N/A|n[01-02]|main|0:01|1:00|name|with bar")
+    job = TemplateJob[object](tmp_path, "12", cluster=f"of-{state}")
+    assert job.done(force_check=True) is is_done
+
+
+def test_an_element_is_found_among_those_that_wait(tmp_path: Path, fake: Fake) -> None:
+    fake(
+        "squeue", "12_[4-9%2]|PENDING|Resources|N/A||main|0:00|1:00|n\n12_3|FAILED|None|N/A||main|0:00|1:00|n"
+    )
+    failed, waiting = (TemplateJob[object](tmp_path, f"12_{k}", cluster="elements") for k in (3, 5))
+    assert (failed.done(force_check=True), waiting.done(force_check=True)) == (True, False)
+    assert (failed.state, waiting.state) == ("FAILED", "PENDING")
+
+
+@pytest.fixture
+def no_accounting(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake("sacct", "!Slurm accounting storage is disabled")
+    monkeypatch.setattr(TemplateJob, "_wait_for_result_s", 0)
+
+
+@pytest.mark.usefixtures("no_accounting")
+def test_nobody_waits_for_a_job_that_crashed(tmp_path: Path, fake: Fake) -> None:
+    fake("squeue", "12|FAILED|NonZeroExitCode|N/A|n01|main|0:01|1:00|n")
+    job = TemplateJob[object](tmp_path, "12", cluster="crashed")
+    job.paths.stderr.write_text("it went wrong", encoding="utf-8")
+    with pytest.raises(UncompletedJobError, match=r"FAILED(.|\n)*it went wrong"):
+        job.result()
+
+
+@pytest.mark.usefixtures("no_accounting")
+def test_a_job_that_slurm_forgot_is_over_at_the_second_look(tmp_path: Path, fake: Fake) -> None:
+    log = fake("squeue", "!slurm_load_jobs error: Invalid job id specified")
+    job = TemplateJob[object](tmp_path, "12", cluster="forgot")
+    assert [job.watcher.is_done("12", "force"), job.watcher.is_done("12", "force")] == [False, True]
+    with pytest.raises(UncompletedJobError, match="VANISHED"):
+        job.result()
+    assert len(calls(log)) == 2
+
+
+@pytest.mark.usefixtures("no_accounting")
+def test_a_controller_that_is_away_is_no_end(tmp_path: Path, fake: Fake) -> None:
+    fake("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    job = TemplateJob[object](tmp_path, "12", cluster="away")
+    assert not any(job.watcher.is_done("12", "force") for _ in range(3))
+    assert job.state == "UNKNOWN"
+
+
+def test_handles_survive_pickling(tmp_path: Path) -> None:
+    job = pickle.loads(pickle.dumps(TemplateJob[object](tmp_path, "12", (0, 1), cluster="blue")))
+    assert (job.job_id, job.cluster, job.num_tasks, job.task(1).cluster) == ("12", "blue", 2, "blue")
+
+
+def result_of(folder: Path, value: object) -> TemplateJob[object]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    job = TemplateJob[object](folder, "12")
+    cloudpickle_dump(("success", value), job.paths.result_pickle)
+    job.paths.result_pickle.chmod(0o600)
+    return job
+
+
+def test_a_result_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    job = result_of(tmp_path / "folder", 7)
+    assert job.result() == 7
+    job.paths.result_pickle.chmod(0o620)
+    with pytest.raises(UsageError, match="written by others"):
+        job.result()
+    job.paths.result_pickle.chmod(0o600)
+    job.paths.folder.chmod(0o703)
+    with pytest.raises(UsageError, match="written by others"):
+        job.result()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away; run as root in a container")
+def test_a_result_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
+    job = result_of(tmp_path / "folder", 7)
+    os.chown(job.paths.result_pickle, 12345, -1)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        check_private(job.paths.result_pickle)
+
+
+START = """
+import os, signal, sys
+from pathlib import Path
+from hpcrun.slurm.executor import submit_local
+found = submit_local(Path(sys.argv[1]), Path.read_text, Path(sys.argv[2]))
+print(*found, os.getpgid(found.pid), flush=True)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+os.killpg(0, signal.SIGHUP)
+"""
+
+
+def test_a_local_run_outlives_what_started_it_and_its_terminal(tmp_path: Path) -> None:
+    folder, pipe = tmp_path / "folder", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    environ = os.environ | {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1"}
+    starter = subprocess.run(
+        [sys.executable, "-c", START, str(folder), str(pipe)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environ,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert starter.returncode == -1, starter.stderr
+    pid, ticks, group = map(int, starter.stdout.split())
+    assert (group, process.is_alive(ProcessId(pid, ticks))) == (pid, True)
+    # Blocks until the task, whose starter is gone, has opened its end.
+    pipe.write_text("still here", encoding="utf-8")
+    result = folder / f"{pid}_0_result.pkl"
+    handle = process.Handle(ProcessId(pid, ticks))
+    ended = handle.fileno()
+    assert ended is not None
+    select.select([ended], [], [], 60)
+    handle.close()
+    assert pickle.loads(result.read_bytes()) == ("success", "still here")
+    assert mode(folder) == 0o700
+    assert {mode(path) for path in folder.iterdir()} == {0o600}
