@@ -44,7 +44,7 @@ def directives_of(
         "partition": partition,
         "account": asked.account or (cluster.account if cluster else None),
         "qos": asked.qos or profile.qos,
-        "nodes": asked.nodes,
+        "nodes": asked.all_nodes,
         "ntasks-per-node": job.ranks_per_node,
         "cpus-per-task": asked.cpus_per_rank,
         **_gpu_request(job, cluster),
@@ -66,6 +66,8 @@ def directives_of(
         "constraint": asked.constraint,
         "reservation": asked.reservation,
         "exclude": asked.exclude,
+        # With a spare the job outlives a node; without one Slurm's own requeue is the better end.
+        "no-kill": True if asked.spares else None,
         "exclusive": True if (profile.exclusive if asked.exclusive is None else asked.exclusive) else None,
     }
     steering, reasons = _steering(asked, version, leaves)
@@ -146,7 +148,7 @@ def _steering(
     notes: list[str] = []
     if asked.placement == "pin":
         pinned = expand(asked.nodelist or "", "resources.nodelist")
-        if len(pinned) > asked.nodes:
+        if len(pinned) > asked.all_nodes:
             require(version, "nodelist-longer-than-nodes", "resources.nodelist")
         options["nodelist"] = fold(pinned, suffixes=False)
         notes.append(

@@ -84,6 +84,15 @@ def ask_cluster(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> Li
     return read_cluster(answers, slurm_cluster)
 
 
+def ask_topology(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> LiveCluster:
+    """What Slurm says about its switches, and nothing else; a Slurm that does not answer says nothing."""
+    try:
+        answers = {"topology": _ask(_command("topology", slurm_cluster), timeout_s)}
+    except SiteError as error:
+        answers = {"topology": str(error)}
+    return read_cluster(answers, slurm_cluster)
+
+
 def _command(name: str, slurm_cluster: str | None) -> list[str]:
     command, *words = QUESTIONS[name]
     where = ["-M", slurm_cluster] if slurm_cluster and name != "version" else []

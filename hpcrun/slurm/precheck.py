@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.directives import gpus_of
 from hpcrun.slurm.limits import Partition
 from hpcrun.slurm.live import LiveCluster
@@ -89,6 +89,10 @@ def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | Non
         text = f"{job.retry.grace} is no less than resources.time {job.resources.time}"
         return [Finding("retry.grace", f"{text}, so the save would begin at once; use less")]
     names, found = _asked_partitions(job, cluster, live)
+    if live and live.nodes and job.resources.nodelist:
+        known = {node.name for node in live.nodes}
+        gone = [node for node in expand(job.resources.nodelist) if node not in known]
+        found += [Finding("resources.nodelist", f"{fold(gone)}: no such node here")] if gone else []
     if not counts_memory(job, cluster, live):
         job = job.model_copy(update={"resources": job.resources.model_copy(update={"mem": None})})
     profiles = cluster.partitions if cluster else {}
@@ -140,8 +144,8 @@ def _over(job: JobSpec, limits: _Limits, *, refuse: bool) -> Iterator[Finding]:
     elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
         text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
         yield Finding("resources.time", text, refuse=False)
-    if limits.max_nodes < asked.nodes <= limits.total_nodes:
-        text = f"{asked.nodes} is more than {where} allows ({limits.max_nodes:.0f})"
+    if limits.max_nodes < asked.all_nodes <= limits.total_nodes:
+        text = f"{asked.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
         yield Finding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)
     memory = parse_memory(asked.mem) if asked.mem else 0
     if memory > limits.max_memory_mib:
@@ -155,8 +159,8 @@ def _over(job: JobSpec, limits: _Limits, *, refuse: bool) -> Iterator[Finding]:
 def _too_large(job: JobSpec, limits: _Limits, gpus: int) -> Iterator[Finding]:
     """What the partition's nodes cannot give: such a job would wait for ever."""
     asked, where = job.resources, f"partition {limits.name}"
-    if asked.nodes > limits.total_nodes:
-        text = f"{asked.nodes} can never start: {where} has {limits.total_nodes:.0f}"
+    if asked.all_nodes > limits.total_nodes:
+        text = f"{asked.all_nodes} can never start: {where} has {limits.total_nodes:.0f}"
         yield Finding("resources.nodes", f"{text}; ask for fewer")
         return
     cpus = job.ranks_per_node * (asked.cpus_per_rank or 1)
@@ -203,15 +207,15 @@ def _unfit_nodes(job: JobSpec, limits: _Limits, cpus: int, gpus: int) -> Iterato
     ]
     for key, what, fits, shown in needs:
         fitting = [node for node in left if fits(node)]
-        if len(fitting) < asked.nodes:
+        if len(fitting) < asked.all_nodes:
             yield Finding(
-                f"resources.{key}", _too_few(asked.nodes, key, what, limits.name, left, fitting, shown)
+                f"resources.{key}", _too_few(asked.all_nodes, key, what, limits.name, left, fitting, shown)
             )
             return
         left = fitting
     usable = [node for node in left if node.state.usable is not False]
-    if len(usable) < asked.nodes:
-        text = f"{asked.nodes} must wait: of the {len(left)} nodes that could take the job"
+    if len(usable) < asked.all_nodes:
+        text = f"{asked.all_nodes} must wait: of the {len(left)} nodes that could take the job"
         yield Finding(
             "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up", refuse=False
         )

@@ -22,6 +22,7 @@ _KINDS: dict[str, UnitKind] = {
 }
 _FIELD = re.compile(r"(?:^|\s)(\w+)\s*=\s*\"?([^\s\"]*)", re.ASCII)
 _COMMENT = re.compile(r"#.*")
+_AFTER_COMMA = re.compile(r",\s+")
 
 _CONFIGURED: tuple[tuple[UnitKind, str, str, str], ...] = (
     ("switch", "switch", "tree", "switches"),
@@ -88,7 +89,7 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
         statement = _COMMENT.sub("", line).rstrip()
         parts.append(statement.removesuffix("\\"))
         if not statement.endswith("\\"):
-            yield begun, " ".join(parts)
+            yield begun, _AFTER_COMMA.sub(",", " ".join(parts))
             parts = []
     if parts:
         yield begun, " ".join(parts)

@@ -94,17 +94,24 @@ class LevelSpec(_Section):
 
     name: Word = Field(description="leaf, spine, core, ...")
     bandwidth_GBps: float = Field(gt=0, description="of one node's link at this level, one direction")
-    oversubscription: float = Field(default=1.0, ge=1, description="traffic below over capacity above")
+    oversubscription: float = Field(
+        default=1.0, ge=1, description="of the links into this level: traffic below over capacity"
+    )
     latency_us: float | None = Field(default=None, gt=0, description="added by this level, one way")
 
 
 class TopologySpec(_Section):
     """Where the shape of the network is known from, and what its levels carry."""
 
-    source: Literal["slurm", "file", "names", "none"] = Field(
-        default="slurm", description="scontrol, a topology file, node names, or one flat switch"
+    source: Literal["slurm", "file", "table", "names", "none"] = Field(
+        default="slurm",
+        description="scontrol, a topology file, the table here, node names, or one flat switch",
     )
     file: Directory | None = Field(default=None, description="topology.conf or topology.yaml, for `file`")
+    table: dict[Word, str | dict[Word, str | dict[Word, str]]] | None = Field(
+        default=None,
+        description="leaves with their nodes, {leaf1: n[01-04]}, or spines with leaves, for `table`",
+    )
     pattern: str | None = Field(
         default=None, description="regular expression on node names with a group `leaf`, for `names`"
     )
@@ -209,7 +216,7 @@ def _contradictions(cluster: ClusterSpec) -> Iterable[Problem]:
             f"partitions.{name}.default", f"{defaults[0]} is the default already; keep one of the two"
         )
     topology, mpi = cluster.topology, cluster.mpi
-    for source, key in (("file", "file"), ("names", "pattern")):
+    for source, key in (("file", "file"), ("table", "table"), ("names", "pattern")):
         if topology.source == source and getattr(topology, key) is None:
             yield Problem(f"topology.{key}", f"is missing; topology.source is {source}")
     if mpi.launcher == "hydra" and mpi.library in ("openmpi", "cray"):

@@ -199,9 +199,10 @@ class JobSpec(_Section):
 
     @property
     def retries(self) -> RetrySpec | None:
-        """When to queue it again; None for never. A command is not known to save, so it has to say."""
-        return self.retry or (RetrySpec() if self.command is None else None)
+        """When it may go on by itself; None for never. A command is not known to save, so it has to say."""
+        known = self.command is None or self.resources.spares > 0
+        return self.retry or (RetrySpec() if known else None)
 
 
-NOT_YET = ("parallel.cp", "parallel.ep", "resources.spares")
+NOT_YET = ("parallel.cp", "parallel.ep")
 """Keys whose work is still to come: a value other than the default is refused, ignoring it would be a lie."""

@@ -1,12 +1,16 @@
-"""Placement: which node of an attempt each rank stands on."""
+"""Placement: which node of an attempt each rank stands on, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.mesh import Degrees
+from hpcrun.specs.records import read_json, write_json
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,12 @@ class Placement:
     """The node of every rank, in rank order; prints, dumps to JSON and reads back."""
 
     ranks: tuple[str, ...]
+    spares: tuple[str, ...] = ()
+    """Nodes that stand by, without ranks."""
+    method: str = "as given"
+    """How it was found: exact, heuristic, as given."""
+    why: tuple[str, ...] = ()
+    """In words, a line each."""
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -23,15 +33,55 @@ class Placement:
     @property
     def per_node(self) -> int:
         """The most ranks that a node has."""
-        return max(map(self.ranks.count, self.nodes), default=0)
+        return max(Counter(self.ranks).values(), default=0)
 
     def on(self, node: str) -> list[int]:
         """The ranks of a node."""
         return [rank for rank, where in enumerate(self.ranks) if where == node]
 
+    def local_ranks(self) -> list[int]:
+        """The place of every rank among those of its node."""
+        seen: dict[str, int] = {}
+        places = []
+        for node in self.ranks:
+            places.append(seen.get(node, 0))
+            seen[node] = places[-1] + 1
+        return places
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        return {"nodes": list(self.nodes), **asdict(self)}
+        return {
+            "nodes": list(self.nodes),
+            "ranks": list(self.ranks),
+            "local_ranks": self.local_ranks(),
+            "spares": list(self.spares),
+            "method": self.method,
+            "why": list(self.why),
+        }
+
+
+def write_placement(path: Path, placement: Placement, degrees: Degrees) -> None:
+    """Put a placement in its file, with the mesh coordinate of every rank where the mesh spans them."""
+    ranks = range(len(placement.ranks))
+    spans = degrees.world_size == len(placement.ranks)
+    mesh = [degrees.coordinates(rank) for rank in ranks] if spans else None
+    write_json(path, placement.as_json() | {"mesh": mesh})
+
+
+def read_placement(path: Path) -> tuple[Placement, list[dict[str, int]] | None] | None:
+    """A placement and its mesh coordinates, or None where there is no file; UsageError for a damaged one."""
+    found = read_json(path)
+    if found is None:
+        return None
+    try:
+        return _parse(found)
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path}: is no placement of this version of hpcrun; start the run again") from None
+
+
+def _parse(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
+    placement = Placement(tuple(found["ranks"]), tuple(found["spares"]), found["method"], tuple(found["why"]))
+    return placement, found["mesh"]
 
 
 def in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:
@@ -42,3 +92,8 @@ def in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:
             f" {-(-ranks // per_node)} nodes, but there are {len(nodes)}: {','.join(nodes)}"
         )
     return Placement(tuple(nodes[rank // per_node] for rank in range(ranks)))
+
+
+def explained(placement: Placement, spares: Sequence[str], method: str, why: Sequence[str]) -> Placement:
+    """The same with what is known of how it came about."""
+    return replace(placement, spares=tuple(spares), method=method, why=tuple(why))

@@ -166,6 +166,11 @@ class ResourcesSpec(_Section):
         " dashes; true: without a value, null: left out",
     )
 
+    @property
+    def all_nodes(self) -> int:
+        """The nodes of the job: those of an attempt, and the spares."""
+        return self.nodes + self.spares
+
 
 class JobContainerSpec(_Section):
     """The container that the ranks run in; supervisor and agents stay outside."""
@@ -184,7 +189,7 @@ class JobContainerSpec(_Section):
 
 
 class RetrySpec(_Section):
-    """How often a job may be queued again, for each cause; never without progress since the last time."""
+    """How often a run may go on by itself, for each cause: in the same allocation, else queued again."""
 
     time_limit: int | None = Field(
         default=None, ge=0, description="after the time limit, from a save; null: any number of times"
@@ -193,6 +198,11 @@ class RetrySpec(_Section):
         default=None, ge=0, description="after a preemption, from a save; null: any number of times"
     )
     crash: int = Field(default=3, ge=0, description="after ranks died, from the newest save")
+    node: int | None = Field(
+        default=None,
+        ge=0,
+        description="after a node was lost; null: any number of times",
+    )
     grace: Annotated[Time, readable(_grace)] = Field(
         default="2m", description="how long before the time limit the job is asked to save"
     )

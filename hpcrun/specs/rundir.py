@@ -63,6 +63,11 @@ class Attempt:
         return self.path / "placement.json"
 
     @property
+    def hosts(self) -> Path:
+        """The node of each rank, a line a rank, for launchers."""
+        return self.path / "hosts"
+
+    @property
     def outcome(self) -> Path:
         """How this attempt ended, and whether the job was queued again for it."""
         return self.path / "outcome.json"

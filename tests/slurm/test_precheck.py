@@ -122,6 +122,11 @@ def test_what_fits_is_not_spoken_of(overrides: list[str], live: LiveCluster) -> 
             "exclude",
             "leaves 4 nodes of partition main, the job asks for 5; exclude fewer",
         ),
+        (
+            ["placement=pin", "nodelist='n[08-10]'", "nodes=3"],
+            "nodelist",
+            "n[09-10]: no such node here",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(overrides: list[str], key: str, said: str, live: LiveCluster) -> None:

@@ -198,7 +198,7 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
         "checkpoint: must be a mapping of keys to values, not 5",
         "env.A: must be text (put it in quotes), not 1",
         'modules: must be a list, not "cuda" (environment modules to load',
-        "retry.max: unknown key; allowed: time_limit, preemption, crash, grace",
+        "retry.max: unknown key; allowed: time_limit, preemption, crash, node, grace",
         "moddel: unknown key; did you mean model? allowed: name, model, data,",
     ):
         assert part in text
@@ -250,7 +250,7 @@ def test_model_mistakes(model: str, message: str) -> None:
     assert message in "\n".join(problems(f"model: {model}\ndata: {{text: x}}\n"))
 
 
-@pytest.mark.parametrize("line", ["parallel: {cp: 2}", "parallel: {ep: 2}", "resources: {spares: 1}"])
+@pytest.mark.parametrize("line", ["parallel: {cp: 2}", "parallel: {ep: 2}"])
 def test_keys_without_work_behind_them_are_refused(line: str) -> None:
     (found,) = problems(with_line("model: demo\ndata: {text: x}", "", line))
     assert "is not available in this version of hpcrun; leave it out" in found

@@ -1,0 +1,356 @@
+"""The inside of a node: its GPUs, network adapters, NUMA nodes, and how near they are to each other.
+
+Everything is read from files below a root, so that a captured tree tells as much as the node itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpcrun.errors import UsageError
+
+NEARNESS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+"""nvidia-smi's words, nearest first: one PCIe switch, several, the host bridge, the NUMA node, another."""
+_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
+_GPUS = {
+    "0x10de": ("0x0300", "0x0302"),
+    "0x1002": ("0x0300", "0x0302", "0x0380", "0x1200"),
+    "0x8086": ("0x0380",),
+}
+"""PCI vendors of GPUs, and the classes under which theirs appear: a server's own display chip is none."""
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_DEVICE = re.compile(r"(?:GPU|NIC)[0-9]+|[a-z][a-z0-9]*_[a-z0-9_]+")
+_LEGEND = re.compile(r"\s*(NIC[0-9]+):\s*(\S+)")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its index in PCI order, which is nvidia-smi's (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
+
+    index: int
+    address: str = ""
+    """On the PCI bus, such as 0000:17:00.0."""
+    numa: int | None = None
+    cpus: str = ""
+    """The CPUs near to it, such as 0-13,28-41; empty: unknown."""
+    uuid: str | None = None
+    path: tuple[str, ...] = ()
+    """The PCI bridges above it, from the host bridge downwards."""
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network adapter: an RDMA device, or an Ethernet one without RDMA."""
+
+    name: str
+    address: str = ""
+    numa: int | None = None
+    rdma: bool = True
+    up: bool | None = None
+    rate_Gbps: float | None = None
+    interfaces: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a local rank should use; None and empty where the node has none, or does not say."""
+
+    local_rank: int
+    gpu: int | None = None
+    uuid: str | None = None
+    nic: str | None = None
+    cpus: str = ""
+
+
+@dataclass(frozen=True)
+class HostInside:
+    """A node's inside, as far as its files tell it."""
+
+    gpus: tuple[Gpu, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    numa: Mapping[int, str] = field(default_factory=dict)
+    """The CPUs of every NUMA node."""
+    near: Mapping[tuple[int, str], str] = field(default_factory=dict)
+    """For a GPU's index and an adapter's name, one of NEARNESS."""
+    nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """Links between two GPUs, the lower index first; only nvidia-smi tells them."""
+    notes: tuple[str, ...] = ()
+
+    def gpu(self, index: int) -> Gpu:
+        """The GPU of an index; UsageError where there is none."""
+        found = next((gpu for gpu in self.gpus if gpu.index == index), None)
+        if found is None:
+            known = ", ".join(str(gpu.index) for gpu in self.gpus) or "none"
+            raise UsageError(f"gpu {index}: this node has no such GPU; there are: {known}")
+        return found
+
+    def nearest_nic(self, index: int, hcas: Collection[str] = ()) -> Nic | None:
+        """The adapter that a GPU should use: near, up, fast; GPUs that are as near to several share them out.
+
+        `hcas` are the ones to choose from; without it RDMA devices go before others.
+        """
+        best = self._candidates(self.gpu(index), hcas)
+        if not best:
+            return None
+        peers = [gpu.index for gpu in self.gpus if self._candidates(gpu, hcas) == best]
+        return best[peers.index(index) % len(best)]
+
+    def _candidates(self, gpu: Gpu, hcas: Collection[str]) -> list[Nic]:
+        chosen = [nic for nic in self.nics if nic.up is not False and (not hcas or nic.name in hcas)]
+        chosen = [nic for nic in chosen if nic.rdma] or chosen
+
+        def rank(nic: Nic) -> tuple[int, float]:
+            word = self.near.get((gpu.index, nic.name))
+            return (NEARNESS.index(word) if word else len(NEARNESS)), -(nic.rate_Gbps or 0.0)
+
+        least = min(map(rank, chosen), default=None)
+        return [nic for nic in chosen if rank(nic) == least]
+
+    def cpus_of(self, index: int, allowed: Collection[int] = ()) -> str:
+        """The CPUs near to a GPU, of those that the job has; all of these where none of them is near."""
+        gpu = self.gpu(index)
+        near = gpu.cpus or (self.numa.get(gpu.numa, "") if gpu.numa is not None else "")
+        if not allowed:
+            return near
+        return fold_cpus(set(parse_cpus(near)) & set(allowed) or set(allowed))
+
+    def far_from_its_cpus(self, allowed: Collection[int]) -> tuple[int, ...]:
+        """The GPUs that none of the job's CPUs is near to: the job was given cores on another socket."""
+        near = {gpu.index: set(parse_cpus(gpu.cpus)) for gpu in self.gpus}
+        return tuple(index for index, cpus in near.items() if cpus and allowed and not cpus & set(allowed))
+
+    def bind(
+        self,
+        local_ranks: int,
+        *,
+        gpus: Sequence[int] | None = None,
+        allowed: Collection[int] = (),
+        hcas: Collection[str] = (),
+    ) -> tuple[Binding, ...]:
+        """What each local rank should use: a GPU of `gpus` (else of all), its adapter, and CPUs near to it.
+
+        `allowed` are the CPUs that the job has. Without GPUs the ranks are spread over the NUMA nodes.
+        """
+        chosen = [gpu.index for gpu in self.gpus] if gpus is None else list(gpus)
+        bindings = []
+        for rank in range(local_ranks):
+            if not chosen:
+                bindings.append(
+                    Binding(rank, nic=self._any_nic(hcas), cpus=self._share(rank, local_ranks, allowed))
+                )
+                continue
+            at = rank if local_ranks <= len(chosen) else rank * len(chosen) // local_ranks
+            gpu, nic = self.gpu(chosen[at]), self.nearest_nic(chosen[at], hcas)
+            bindings.append(
+                Binding(
+                    rank, gpu.index, gpu.uuid, nic.name if nic else None, self.cpus_of(gpu.index, allowed)
+                )
+            )
+        return tuple(bindings)
+
+    def _any_nic(self, hcas: Collection[str]) -> str | None:
+        names = (nic.name for nic in self.nics if nic.up is not False and (not hcas or nic.name in hcas))
+        return next(names, None)
+
+    def _share(self, rank: int, local_ranks: int, allowed: Collection[int]) -> str:
+        """The CPUs of a NUMA node, neighbouring ranks on the same one."""
+        nodes = [set(parse_cpus(cpus)) & set(allowed or parse_cpus(cpus)) for cpus in self.numa.values()]
+        nodes = [cpus for cpus in nodes if cpus]
+        return fold_cpus(nodes[rank * len(nodes) // local_ranks] if nodes else allowed)
+
+
+def parse_cpus(text: str) -> tuple[int, ...]:
+    """The numbers in a list of CPUs such as `0-3,8`; what is no number is left out."""
+    found: dict[int, None] = {}
+    for part in text.split(","):
+        if match := _RANGE.fullmatch(part.strip()):
+            found.update(dict.fromkeys(range(int(match[1]), int(match[2] or match[1]) + 1)))
+    return tuple(found)
+
+
+def fold_cpus(cpus: Iterable[int]) -> str:
+    """CPUs as a list such as `0-3,8`."""
+    runs: list[list[int]] = []
+    for cpu in sorted(set(cpus)):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
+    """Read a node, or the captured tree of one; `topo` is the text of `nvidia-smi topo -m`, which wins."""
+    gpus, notes = _gpus(root), []
+    nics = _nics(root)
+    near = {(gpu.index, nic.name): _nearness(gpu, nic) for gpu in gpus for nic in nics}
+    matrix = _Matrix(topo)
+    if matrix.gpus and gpus and len(matrix.gpus) != len(gpus):
+        notes.append(
+            f"nvidia-smi names {len(matrix.gpus)} GPUs, the PCI bus {len(gpus)}; its matrix is left out"
+        )
+        matrix = _Matrix("")
+    if matrix.gpus and not gpus:
+        gpus = [Gpu(index, numa=numa, cpus=cpus) for index, (cpus, numa) in sorted(matrix.gpus.items())]
+    if not nics:
+        nics = [Nic(name) for name in dict.fromkeys(name for _, name in matrix.near)]
+    known = {nic.name for nic in nics}
+    near |= {pair: word for pair, word in matrix.near.items() if pair[1] in known}
+    unknown = [str(gpu.index) for gpu in gpus if gpu.numa is None]
+    if unknown:
+        notes.append(f"GPU {', '.join(unknown)}: the NUMA node is unknown")
+    numa = {
+        int(path.name[4:]): _line(path / "cpulist")
+        for path in _listed(root / "sys/devices/system/node")
+        if re.fullmatch(r"node[0-9]{1,5}", path.name)
+    }
+    return HostInside(
+        tuple(gpus), tuple(nics), dict(sorted(numa.items())), near, matrix.nvlinks, tuple(notes)
+    )
+
+
+def _line(path: Path) -> str:
+    """What a file of sysfs says; empty where it says nothing."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _gpus(root: Path) -> list[Gpu]:
+    found: list[Gpu] = []
+    for device in _listed(root / "sys/bus/pci/devices"):
+        if not _line(device / "class").startswith(_GPUS.get(_line(device / "vendor"), ("none",))):
+            continue
+        said = _line(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        uuid = re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)", said)
+        cpus = _line(device / "local_cpulist")
+        found.append(
+            Gpu(len(found), device.name, _numa(device), cpus, uuid[1] if uuid else None, _path(device))
+        )
+    return found
+
+
+def _nics(root: Path) -> list[Nic]:
+    found = []
+    taken: set[str] = set()
+    for port in _listed(root / "sys/class/infiniband"):
+        device = port / "device"
+        interfaces = tuple(path.name for path in _listed(device / "net"))
+        taken.update(interfaces)
+        states = [_line(one / "state") for one in _listed(port / "ports")]
+        rates = [re.match(r"([0-9.]+) Gb/sec", _line(one / "rate")) for one in _listed(port / "ports")]
+        found.append(
+            Nic(
+                port.name,
+                _address(device),
+                _numa(device),
+                True,
+                any("ACTIVE" in state for state in states) if any(states) else None,
+                max((float(rate[1]) for rate in rates if rate), default=None),
+                interfaces,
+                _path(device),
+            )
+        )
+    for interface in _listed(root / "sys/class/net"):
+        device = interface / "device"
+        if interface.name in taken or not _address(device):
+            continue
+        state, speed = _line(interface / "operstate"), _line(interface / "speed")
+        rate = int(speed) / 1000 if re.fullmatch(r"[1-9][0-9]{0,6}", speed) else None
+        up = {"up": True, "down": False}.get(state)
+        found.append(
+            Nic(
+                interface.name,
+                _address(device),
+                _numa(device),
+                False,
+                up,
+                rate,
+                (interface.name,),
+                _path(device),
+            )
+        )
+    return sorted(found, key=lambda nic: (not nic.rdma, nic.address, nic.name))
+
+
+def _numa(device: Path) -> int | None:
+    """None where the firmware says nothing, which sysfs shows as -1."""
+    text = _line(device / "numa_node")
+    return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
+
+
+def _steps(device: Path) -> Iterator[str]:
+    """The way to a device from the host bridge: its place in sysfs, followed through the links."""
+    for part in device.resolve().parts:
+        if _ADDRESS.fullmatch(part) or _BRIDGE.fullmatch(part):
+            yield part
+
+
+def _address(device: Path) -> str:
+    steps = list(_steps(device))
+    return steps[-1] if steps and _ADDRESS.fullmatch(steps[-1]) else ""
+
+
+def _path(device: Path) -> tuple[str, ...]:
+    return tuple(_steps(device))[:-1]
+
+
+def _nearness(gpu: Gpu, nic: Nic) -> str:
+    """How a GPU and an adapter meet, by the bridges that they have in common."""
+    shared = 0
+    for a, b in zip(gpu.path, nic.path, strict=False):
+        if a != b:
+            break
+        shared += 1
+    if shared > 1:
+        beyond = max(len(gpu.path), len(nic.path)) - shared
+        return "PIX" if beyond <= 1 else "PXB"
+    if shared == 1:
+        return "PHB"
+    return "NODE" if gpu.numa is not None and gpu.numa == nic.numa else "SYS"
+
+
+class _Matrix:
+    """The text of `nvidia-smi topo -m`: a table of words, and the adapters' names below it."""
+
+    def __init__(self, text: str) -> None:
+        lines = _COLOUR.sub("", text).splitlines()
+        legend = {match[1]: match[2] for line in lines if (match := _LEGEND.fullmatch(line))}
+        columns: list[str] = []
+        self.gpus: dict[int, tuple[str, int | None]] = {}
+        """The CPUs and the NUMA node of every GPU."""
+        self.near: dict[tuple[int, str], str] = {}
+        self.nvlinks: dict[tuple[int, int], int] = {}
+        for line in lines:
+            words = line.split()
+            if not columns and words[:1] == ["GPU0"] and "X" not in words:
+                columns = words[
+                    : next((at for at, word in enumerate(words) if not _DEVICE.fullmatch(word)), None)
+                ]
+            elif columns and words and re.fullmatch(r"GPU[0-9]{1,4}", words[0]) and len(words) > len(columns):
+                self._row(int(words[0][3:]), dict(zip(columns, words[1:], strict=False)), legend)
+                rest = [*words[len(columns) + 1 :], "", ""]
+                numa = int(rest[1]) if re.fullmatch(r"[0-9]{1,5}", rest[1]) else None
+                self.gpus[int(words[0][3:])] = rest[0] if parse_cpus(rest[0]) else "", numa
+
+    def _row(self, gpu: int, cells: Mapping[str, str], legend: Mapping[str, str]) -> None:
+        for column, word in cells.items():
+            if word in NEARNESS and not column.startswith("GPU"):
+                self.near[gpu, legend.get(column, column)] = word
+            elif re.fullmatch(r"NV[0-9]{1,3}", word) and column.startswith("GPU"):
+                low, high = sorted((gpu, int(column[3:])))
+                self.nvlinks[low, high] = int(word[2:])

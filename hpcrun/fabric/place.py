@@ -1,0 +1,288 @@
+"""Which nodes a job takes, and which rank stands where on them.
+
+Neighbouring ranks share a node, so that the question is the order of the nodes. The cheapest is taken, by
+`fabric.cost`; among equally cheap ones the one that leaves large free racks whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hpcrun.errors import UsageError
+from hpcrun.fabric.cost import BLOCK, Cost, Loads, cost_of, sites_of, streams_of
+from hpcrun.fabric.graph import Fabric, plural
+from hpcrun.fabric.search import Choice, Search, orders
+from hpcrun.fabric.traffic import Traffic
+from hpcrun.hostlist import fold
+from hpcrun.mesh import Degrees
+from hpcrun.specs.placement import Placement, in_blocks
+
+Policy = Literal["pack", "spread", "pin", "none"]
+"""pack: cheapest; spread: over as many racks as there are; pin: these nodes; none: as they come."""
+
+Method = Literal["exact", "heuristic", "as given"]
+
+_START_EDGES = 100_000
+"""How many edges all starts of a search may have together; a start of a large job has many."""
+_FEWEST_STARTS = 8
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A placement, the nodes kept spare, what it costs and how it came about."""
+
+    placement: Placement
+    spares: tuple[str, ...]
+    cost: Cost
+    method: Method
+    why: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "placement": self.placement.as_json(),
+            "spares": list(self.spares),
+            "cost": self.cost.as_json(),
+            "method": self.method,
+            "why": list(self.why),
+        }
+
+
+def place(
+    fabric: Fabric,
+    free: Sequence[str],
+    ranks: int,
+    per_node: int,
+    degrees: Degrees,
+    traffic: Traffic,
+    *,
+    spares: int = 0,
+    policy: Policy = "pack",
+    avoid: Collection[str] = (),
+    node_count: int | None = None,
+) -> Placed:
+    """Choose nodes among the free ones and order them; UsageError where there are too few.
+
+    Under `pin` and `none` the first of them are taken. Nodes of `node_count` that no rank needs stay spare.
+    """
+    slots, avoid = -(-ranks // per_node), frozenset(avoid)
+    if node_count is not None:
+        spares += max(0, node_count - slots)
+    avoided = [node for node in dict.fromkeys(free) if node in avoid]
+    usable = [node for node in dict.fromkeys(free) if node not in avoid]
+    if len(usable) < slots + spares:
+        raise UsageError(_too_few(slots, spares, usable, avoided, policy))
+    if policy in ("pin", "none"):
+        usable = usable[: slots + spares]
+    elif policy == "spread":
+        usable = _spread(fabric, _by_table(fabric, usable), slots + spares)
+    method: Method = "as given"
+    job = _Job(fabric, ranks, per_node, degrees, traffic)
+    if policy == "none":
+        nodes = usable[:slots]
+    else:
+        nodes, method = job.arrange(_by_table(fabric, usable), keep_whole=policy == "pack")
+    at_work = set(nodes)
+    left = [node for node in usable if node not in at_work]
+    kept = _spares(fabric, nodes, left, spares)
+    placement = in_blocks(nodes, ranks, per_node)
+    price = job.cost(nodes)
+    why = (
+        *_why_policy(fabric, usable, nodes, policy),
+        *_why_spares(fabric, kept),
+        *([f"to be avoided: {_named(avoided)}"] if avoided else []),
+        *_why_cost(fabric, price, traffic),
+    )
+    return Placed(placement, tuple(kept), price, method, why)
+
+
+def order(
+    fabric: Fabric,
+    granted: Sequence[str],
+    ranks: int,
+    per_node: int,
+    degrees: Degrees,
+    traffic: Traffic,
+    *,
+    policy: Policy = "pack",
+    avoid: Collection[str] = (),
+) -> Placed:
+    """Order the nodes that Slurm granted; those that no rank needs stay spare, in as many racks as can be."""
+    avoid = frozenset(avoid)
+    usable = sum(node not in avoid for node in dict.fromkeys(granted))
+    return place(
+        fabric,
+        granted,
+        ranks,
+        per_node,
+        degrees,
+        traffic,
+        spares=max(0, usable - -(-ranks // per_node)),
+        policy="none" if policy == "none" else "pin",
+        avoid=avoid,
+    )
+
+
+class _Job:
+    """What is placed, whatever the nodes."""
+
+    def __init__(self, fabric: Fabric, ranks: int, per_node: int, degrees: Degrees, traffic: Traffic) -> None:
+        self._fabric = fabric
+        self._slots = -(-ranks // per_node)
+        self._streams = streams_of(traffic, degrees, [rank // per_node for rank in range(ranks)])
+        weights = {stream.axis: sum(stream.edges.values()) for stream in self._streams}
+        self._orders = orders(degrees, ranks, per_node, weights)
+
+    def cost(self, nodes: Sequence[str]) -> Cost:
+        """Of the ranks on these nodes."""
+        return cost_of(self._fabric, nodes, self._streams)
+
+    def arrange(self, usable: Sequence[str], *, keep_whole: bool) -> tuple[list[str], Method]:
+        """The cheapest of these nodes, in the order of the ranks."""
+        sites, site_of = sites_of(self._fabric, usable)
+        waiting: list[list[str]] = [[] for _ in sites]
+        for node in reversed(usable):
+            waiting[site_of[node]].append(node)
+        free = [len(nodes) for nodes in waiting]
+        starts = {
+            tuple(site_of[node] for node in listed[: self._slots]): None
+            for listed in (usable, sorted(usable))
+        }
+        edges = sum(len(stream.edges) for stream in self._streams)
+        most = max(_FEWEST_STARTS, _START_EDGES // max(1, edges))
+        choice = Choice(sites, free)
+        for ordered, blocks in self._orders:
+            for block, choose in itertools.product(reversed(blocks), (choice.best_fit, choice.dealt)):
+                chosen = choose(self._slots, block) if len(starts) < most else None
+                if chosen is not None:
+                    starts[tuple(site for _, site in sorted(zip(ordered, chosen, strict=True)))] = None
+        found = Search(Loads(self._fabric, sites, self._slots, self._streams), free, keep_whole).run(starts)
+        return [waiting[site].pop() for site in found.where], found.method
+
+
+def _by_table(fabric: Fabric, nodes: Sequence[str]) -> list[str]:
+    """In Slurm's order; nodes that it does not know last, as they came."""
+    last = len(fabric.nodes)
+    return sorted(nodes, key=lambda node: fabric.index.get(node, last))
+
+
+def _racks(fabric: Fabric, nodes: Iterable[str]) -> dict[str, list[str]]:
+    """Nodes by what fails together: the innermost unit; a node in none stands for itself."""
+    racks: dict[str, list[str]] = {}
+    for node in nodes:
+        unit = fabric.unit(node, 0) if fabric.levels else None
+        racks.setdefault(unit if unit is not None else node, []).append(node)
+    return racks
+
+
+def _spread(fabric: Fabric, nodes: Sequence[str], count: int) -> list[str]:
+    """So many nodes, dealt from the racks in turns."""
+    return list(_dealt(list(_racks(fabric, nodes).values())))[:count]
+
+
+def _dealt(racks: Sequence[Sequence[str]]) -> Iterator[str]:
+    for turn in range(max(map(len, racks), default=0)):
+        yield from (rack[turn] for rack in racks if len(rack) > turn)
+
+
+def _spares(fabric: Fabric, nodes: Sequence[str], left: Sequence[str], count: int) -> list[str]:
+    """One of each rack in turns: racks where the job has most nodes first, then those with fewest left."""
+    at_work = {rack: len(working) for rack, working in _racks(fabric, nodes).items()}
+    racks = sorted(_racks(fabric, left).items(), key=lambda one: (-at_work.get(one[0], 0), len(one[1])))
+    return list(_dealt([rest for _, rest in racks]))[:count]
+
+
+# --- why, in words
+
+_FEW = 4
+"""Names that a line lists before it counts the rest."""
+
+
+def _why_policy(fabric: Fabric, usable: Sequence[str], nodes: Sequence[str], policy: Policy) -> Iterator[str]:
+    count = f"{len(nodes)} of {len(usable)} {'free' if policy == 'pack' else 'given'} nodes"
+    if policy == "none":
+        yield f"placement none: {count}, in the order in which they came"
+        return
+    if not fabric.levels:
+        way = "by the hops between them" if fabric.grids else "in their plain order"
+        yield f"{count}, {way}: no switches or blocks are known"
+        return
+    leaf = fabric.levels[0].name
+    taken, before = _racks(fabric, nodes), _racks(fabric, usable)
+    yield f"{count}, from {len(taken)} {plural(leaf, len(taken))}: {_listed(_counts(taken))}"
+    if policy != "pack":
+        return
+    room = itertools.accumulate(sorted(map(len, before.values()), reverse=True))
+    fewest = 1 + sum(held < len(nodes) for held in room)
+    if fewest < len(taken):
+        yield f"{fewest} {plural(leaf, fewest)} could hold it; more are cheaper, for each adds an uplink"
+    whole = {rack: free for rack, free in before.items() if rack not in taken and len(free) > 1}
+    if whole:
+        kept = sorted(_counts(whole), key=lambda one: -one[1])
+        yield f"left whole: {_listed(kept, 'free')}"
+
+
+def _counts(racks: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
+    return [(rack, len(nodes)) for rack, nodes in racks.items()]
+
+
+def _listed(counts: Sequence[tuple[str, int]], word: str = "") -> str:
+    named = ", ".join(f"{rack} ({count}{' ' * bool(word)}{word})" for rack, count in counts[:_FEW])
+    return named + (f" and {len(counts) - _FEW} more" if len(counts) > _FEW else "")
+
+
+def _why_spares(fabric: Fabric, spares: Sequence[str]) -> Iterator[str]:
+    if spares:
+        count = len(_racks(fabric, spares))
+        where = f", in {count} {plural(fabric.levels[0].name, count)}" if fabric.levels else ""
+        yield f"spare: {_named(spares)}{where}"
+
+
+def _why_cost(fabric: Fabric, price: Cost, traffic: Traffic) -> Iterator[str]:
+    names = [level.name for level in fabric.levels]
+    for axis in price.axes:
+        outermost = max((level for level, count in enumerate(axis.bytes) if count), default=0)
+        amount = f"{_size(axis.bytes[outermost])} a step"
+        if outermost == 0:
+            yield f"{axis.axis} stays inside nodes"
+        elif outermost > len(names):
+            known = " on ways that are not known" if names else ""
+            yield f"{axis.axis} goes between nodes{known} with {amount}"
+        elif outermost == 1:
+            yield f"{axis.axis} stays inside {plural(names[0], 2)}"
+        else:
+            yield f"{axis.axis} crosses the {names[outermost - 1]} with {amount}"
+        if axis.axis == "tp" and names[:1] == [BLOCK] and outermost > 1:
+            yield "tp does not fit into a block: its groups are larger than the room that is free in one"
+    if names and price.seconds is None and any(price.bytes[1:]):
+        yield "bandwidths or ways are unknown: bytes are compared, from the outermost level inwards"
+    yield from traffic.notes
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _too_few(slots: int, spares: int, usable: Sequence[str], avoided: Sequence[str], policy: Policy) -> str:
+    needed = f"{slots} {plural('node', slots)}" + (
+        f" and {spares} {plural('spare', spares)}" if spares else ""
+    )
+    verb = "is" if slots + spares == 1 else "are"
+    there = f"{len(usable)} {'is' if len(usable) == 1 else 'are'} {'given' if policy == 'pin' else 'free'}"
+    shunned = f", {_named(avoided)} to be avoided" if avoided else ""
+    remedy = "name more nodes" if policy == "pin" else "wait"
+    return (
+        f"resources.nodes: {needed} {verb} needed, {there} ({fold(usable) or 'none'}){shunned};"
+        f" ask for fewer, or {remedy}"
+    )
+
+
+def _named(nodes: Sequence[str]) -> str:
+    return ", ".join(nodes[:_FEW]) + " ..." * (len(nodes) > _FEW)

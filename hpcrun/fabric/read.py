@@ -1,0 +1,313 @@
+"""The topology of a cluster, from whatever text or answer describes it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.fabric.graph import Fabric, Level, flat, plural
+from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
+from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
+from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.slurm.live import LiveCluster
+from hpcrun.slurm.nodes import NodeRecord
+from hpcrun.slurm.topology import NamedTopology, Unit, parse_topoconf, parse_topology, split_address
+from hpcrun.specs.cluster import ClusterSpec, LevelSpec, TopologySpec
+from hpcrun.specs.yaml import parse_document, parse_value
+
+__all__ = ["find_fabric", "from_addresses", "from_names", "from_table", "read_topology", "render_topology"]
+
+_TOPOCONF = re.compile(r"^\s*-\s*(?:\{\s*)?topology\s*:", re.MULTILINE)
+_YAML = (".yaml", ".yml")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]*", re.ASCII)
+_GIGA, _MICRO = 1e9, 1e-6
+_MOST_NAMED = 200
+"""Characters of a host list in a note."""
+
+
+def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabric:
+    """The graph that a text describes, whichever form it has; `name` is the file, for messages.
+
+    Forms: scontrol show topology, scontrol show topoconf and topology.yaml, topology.conf, a YAML table of
+    leaves, ibnetdiscover. Of several topologies `topology` names one, else the cluster's default is taken.
+    A text that describes none gives a flat Fabric with a note; UsageError where it contradicts itself.
+    """
+    if units := parse_topology(text):
+        return build(units, name, f"{name} ({_form(units)})")
+    if is_ibnetdiscover(text):
+        return read_ibnetdiscover(text, f"{name} (ibnetdiscover)")
+    if _TOPOCONF.search(text):
+        return _from_topoconf(text, name, topology)
+    table = _table_in(text, name)
+    if table is not None:
+        return from_table(table, name)
+    words = " ".join(word for word in text.split() if word.isprintable())[:_MOST_NAMED]
+    return flat((), name, [f"{name}: no topology known, it says: {words or 'nothing'}"])
+
+
+def _form(units: Sequence[Unit]) -> str:
+    kinds = dict.fromkeys(unit.kind for unit in units if unit.kind != "aggregate")
+    return "Slurm: " + " and ".join({"switch": "tree"}.get(kind, str(kind)) for kind in kinds)
+
+
+def _from_topoconf(text: str, name: str, wanted: str | None) -> Fabric:
+    if isinstance(parse_value(text, "", name), str):
+        parse_document(text, name)  # says what is wrong with the YAML, and where
+    topologies = parse_topoconf(text)
+    known = ", ".join(topology.name for topology in topologies) or "none"
+    matching = [topology for topology in topologies if topology.name == wanted]
+    if wanted is not None and not matching:
+        raise UsageError(f"{name}: there is no topology {wanted}; there are: {known}")
+    chosen = matching or [topology for topology in topologies if topology.is_default] or topologies
+    if not chosen or not chosen[0].units:
+        said = f"the topology {chosen[0].name} is flat" if chosen else "it lists no topology"
+        return flat((), name, [f"{name}: no switches known, {said}"])
+    one = chosen[0]
+    blocks = [] if wanted is not None else _other_blocks(one, topologies)
+    fabric = build([*one.units, *blocks], name, f"{name} (topology {one.name})")
+    others = [topology.name for topology in topologies if topology is not one]
+    note = f"{name}: of several topologies {one.name} is taken, besides {', '.join(others)}"
+    note += (
+        "; its blocks are a level below the leaves" if fabric.levels[:1] == (Level(BLOCK),) and blocks else ""
+    )
+    return replace(fabric, notes=(note, *fabric.notes)) if others else fabric
+
+
+def _other_blocks(one: NamedTopology, topologies: Iterable[NamedTopology]) -> list[Unit]:
+    """The NVLink blocks of another topology, where the one in use is a tree."""
+    if any(unit.kind != "switch" for unit in one.units):
+        return []
+    kinds = (topology.units for topology in topologies if topology is not one)
+    return list(next((units for units in kinds if units and all(unit.kind == "block" for unit in units)), ()))
+
+
+def _table_in(text: str, name: str) -> dict[str, Any] | None:
+    """The mapping in a YAML file; None where the text is none, and nothing says that it should be."""
+    try:
+        table = parse_document(text, name).values
+    except UsageError:
+        if name.endswith(_YAML):
+            raise
+        return None
+    return table if name.endswith(_YAML) or _is_table(table) else None
+
+
+def _is_table(value: Any) -> bool:
+    """Whether all of it are lists of hosts, and not words after a colon as in an error's text."""
+    if isinstance(value, dict):
+        return bool(value) and all(map(_is_table, value.values()))
+    try:
+        return isinstance(value, str) and len(expand(value)) > 1
+    except UsageError:
+        return False
+
+
+def from_table(table: Mapping[str, Any], name: str) -> Fabric:
+    """Leaves with their nodes, `{leaf1: n[01-04]}`, or nested: `{spine1: {leaf1: n[01-04]}}`."""
+    return build(_units_of(table, name), name, f"{name} (table)")
+
+
+def _units_of(table: Mapping[str, Any], where: str) -> Iterator[Unit]:
+    for name, below in table.items():
+        if not _WORD.fullmatch(name):
+            raise UsageError(f"{where}: {name!r} is no name of a switch; use letters, digits and . _ : + -")
+        if isinstance(below, Mapping):
+            yield Unit("switch", name, children=",".join(below))
+            yield from _units_of(below, f"{where} {name}")
+        elif below is None or isinstance(below, str):
+            yield Unit("switch", name, below or "")
+        else:
+            raise UsageError(
+                f"{where} {name}: must be a list of nodes such as n[01-04], or leaves with their nodes"
+            )
+
+
+def from_names(nodes: Iterable[str], pattern: str, features: Mapping[str, Sequence[str]] = {}) -> Fabric:
+    """Leaves from a regular expression with a group `leaf`, and perhaps `spine` and `core`.
+
+    It is searched in each node's name, or where they are given in the node's features.
+    """
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"topology.pattern: {pattern!r} is no regular expression: {error}") from None
+    groups = [group for group in map(level_name, range(3)) if group in compiled.groupindex]
+    if groups[:1] != ["leaf"]:
+        raise UsageError(
+            f"topology.pattern: {pattern!r} has no group `leaf`; write the part that names the leaf"
+            " as (?P<leaf>...)"
+        )
+    names = tuple(dict.fromkeys(nodes))
+    rows: list[tuple[str | None, ...]] = []
+    for node in names:
+        found = next(
+            filter(None, map(compiled.search, features.get(node, ()) if features else (node,))), None
+        )
+        rows.append(tuple(found[group] if found else None for group in groups))
+    missing = [node for node, row in zip(names, rows, strict=True) if row[0] is None]
+    notes = [f"topology.pattern finds no leaf for {_few(missing)}"] if missing else []
+    if len(missing) == len(names):
+        return flat(names, "topology.pattern", notes)
+    of = "features" if features else "names"
+    return Fabric(
+        names, tuple(map(Level, groups)), tuple(rows), {}, f"node {of} (topology.pattern)", tuple(notes)
+    )
+
+
+def from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
+    """The part of the topology that a job has, from SLURM_TOPOLOGY_ADDR and its pattern on every node."""
+    notes, rows, rails = [], {}, {}
+    for node, (address, pattern) in addresses.items():
+        levels = split_address(address, pattern)[:-1]
+        if not levels and pattern != "node":
+            notes.append(f"{node}: the address {address!r} does not fit its pattern {pattern!r}")
+        row: dict[str, str] = {}
+        for height, (_, text) in enumerate(level for level in reversed(levels) if level[0] == "switch"):
+            names = _some(text)
+            if names:
+                row[level_name(height)] = names[0]
+            if height == 0 and len(names) > 1:
+                rails[node] = names
+        row.update((BLOCK, text) for kind, text in levels if kind == "block" and text)
+        rows[node] = row
+    found = {level for row in rows.values() for level in row}
+    deepest = max((pattern.count(".") for _, pattern in addresses.values()), default=0)
+    names_of = [level for level in (BLOCK, *map(level_name, range(deepest))) if level in found]
+    if not names_of:
+        notes.append("Slurm gives the nodes no place in a topology")
+    return Fabric(
+        tuple(rows),
+        tuple(map(Level, names_of)),
+        tuple(tuple(row.get(level) for level in names_of) for row in rows.values()),
+        rails,
+        "SLURM_TOPOLOGY_ADDR",
+        tuple(notes),
+    )
+
+
+def _some(text: str) -> tuple[str, ...]:
+    """The switches of one level of an address: a host list where there are several."""
+    try:
+        return expand(text) if "[" in text or "," in text else (text,) if text else ()
+    except UsageError:
+        return (text,)
+
+
+def find_fabric(
+    cluster: ClusterSpec | None,
+    live: LiveCluster | None,
+    file: Path | None,
+    nodes: Sequence[str] | None = None,
+) -> Fabric:
+    """The best description there is: the file, else the profile's source, else Slurm's answer, else flat.
+
+    `nodes`, else those that Slurm lists, give the order, and what is not among them is left out.
+    UsageError for a file or a profile that is wrong; an odd answer of Slurm only leaves a note.
+    """
+    spec = cluster.topology if cluster else TopologySpec()
+    order = tuple(nodes) if nodes is not None else ()
+    if file is not None:
+        fabric = read_topology(_text(file), name=str(file))
+    else:
+        order = order or tuple(node.name for node in live.nodes) if live else order
+        fabric = _from_profile(spec, live, order)
+    if order:
+        fabric = _over(fabric, order)
+    return _with_levels(fabric, spec.levels)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+def _from_profile(spec: TopologySpec, live: LiveCluster | None, order: Sequence[str]) -> Fabric:
+    if spec.source == "file" and spec.file is not None:
+        file = Path(os.path.expandvars(spec.file)).expanduser()
+        return read_topology(_text(file), name=str(file))
+    if spec.source == "table" and spec.table is not None:
+        return from_table(spec.table, "topology.table")
+    if spec.source == "names" and spec.pattern is not None:
+        return _from_pattern(spec.pattern, live, order)
+    if spec.source == "none":
+        if len(spec.levels) == 1 and order:
+            level = Level(spec.levels[0].name)
+            return Fabric(
+                tuple(order), (level,), ((level.name,),) * len(order), {}, "the profile: one switch"
+            )
+        return flat(order, "the profile", ["no topology known: the profile says topology.source none"])
+    fabric = _from_slurm(live, order)
+    if not fabric.levels and not fabric.grids and spec.pattern is not None and order:
+        return _from_pattern(spec.pattern, live, order)
+    return fabric
+
+
+def _from_slurm(live: LiveCluster | None, order: Sequence[str]) -> Fabric:
+    if live is None:
+        return flat(order, "nothing", ["no topology known: Slurm was not asked"])
+    if not live.units:
+        said = live.unknown.get("topology", f"TopologyPlugin={live.plugin} knows no switches and no blocks")
+        return flat(order, "Slurm", [f"no topology known: {said}"])
+    try:
+        return build(live.units, "scontrol show topology", f"Slurm ({_form(live.units)[7:]})")
+    except UsageError as error:
+        return flat(order, "Slurm", [f"no topology known: {error}"])
+
+
+def _from_pattern(pattern: str, live: LiveCluster | None, order: Sequence[str]) -> Fabric:
+    """By the names; where they tell nothing, by the features that the admin gave the nodes."""
+    fabric = from_names(order, pattern)
+    records: Sequence[NodeRecord] = live.nodes if live else ()
+    features = {node.name: node.features for node in records if node.features}
+    return fabric if fabric.levels or not features else from_names(order, pattern, features)
+
+
+def _over(fabric: Fabric, order: Sequence[str]) -> Fabric:
+    """The fabric over these nodes; where it knows levels, those that it does not place are said."""
+    found = fabric.restricted(order)
+    known = {node for grid in found.grids for node in grid.nodes}
+    lost = [
+        node
+        for node, above in zip(found.nodes, found.units, strict=True)
+        if node not in known and not any(above)
+    ]
+    if not lost or not (fabric.levels or fabric.grids):
+        return found
+    return replace(found, notes=(*found.notes, f"in no unit of the topology: {_few(lost)}"))
+
+
+def _few(nodes: Sequence[str]) -> str:
+    text = fold(in_order(nodes))
+    text = text if len(text) <= _MOST_NAMED else f"{text[:_MOST_NAMED]}..."
+    return f"{len(nodes)} {plural('node', len(nodes))}, {text}"
+
+
+def _with_levels(fabric: Fabric, specs: Sequence[LevelSpec]) -> Fabric:
+    """What the profile says of the levels, by name where one fits, else by position from the leaf upwards."""
+    notes = list(fabric.notes)
+    named = {spec.name: spec for spec in specs}
+    if not named.keys() & {level.name for level in fabric.levels}:
+        switches = [level.name for level in fabric.levels if level.name != BLOCK]
+        named = dict(zip(switches, specs, strict=False))
+    levels = []
+    for level in fabric.levels:
+        spec = named.get(level.name)
+        if spec is None:
+            levels.append(level)
+            notes.append(
+                f"{level.name}: bandwidth unknown; name it in topology.levels of the cluster's profile"
+            )
+            continue
+        latency_s = None if spec.latency_us is None else spec.latency_us * _MICRO
+        levels.append(Level(spec.name, spec.bandwidth_GBps * _GIGA, spec.oversubscription, latency_s))
+    unused = [spec.name for spec in specs if spec.name not in {level.name for level in levels}]
+    if unused and fabric.levels:
+        notes.append(f"the profile's levels {', '.join(unused)} are not in the topology")
+    return replace(fabric, levels=tuple(levels), notes=tuple(notes))

@@ -1,0 +1,309 @@
+"""Units, as Slurm or a table names them, made into the graph, and the graph written as Slurm prints it."""
+
+from __future__ import annotations
+
+import graphlib
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from hpcrun.errors import UsageError
+from hpcrun.fabric.graph import Fabric, Grid, Level, plural
+from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.slurm.topology import Unit
+
+BLOCK = "block"
+"""The level of NVLink domains, below the leaves."""
+_HEIGHTS = ("leaf", "spine", "core")
+_ONE_BRACKET = re.compile(r"([^,\[\]]*)\[([^\[\]]*)\]([^,\[\]]*)(?=,|$)")
+_LISTABLE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+_ANY_HEIGHT = re.compile(r"level([0-9]{1,4})")
+_MOST_LEVELS = 1000
+
+
+def level_name(height: int) -> str:
+    """What switches this far above the nodes are called, 0 for those that nodes are plugged into."""
+    return _HEIGHTS[height] if height < len(_HEIGHTS) else f"level{height}"
+
+
+def build(units: Iterable[Unit], name: str, source: str) -> Fabric:
+    """The graph of these units; UsageError, with `name` and the line, where they contradict each other."""
+    tree = _Tree([unit for unit in units if unit.kind == "switch"], name)
+    blocks = _blocks([unit for unit in units if unit.kind == "block"], name, tree.notes)
+    grids = _grids([unit for unit in units if unit.kind in ("ring", "torus")], name, tree.notes)
+    listed = dict.fromkeys([*tree.lowest, *blocks, *(node for grid in grids for node in grid.nodes)])
+    for unit in units:
+        if unit.kind in ("ring", "torus"):
+            listed.update(dict.fromkeys(_expand(unit, name)))
+    nodes = in_order(listed) if listed else ()
+    heights, above = tree.columns(nodes)
+    levels = [Level(level_name(height)) for height in heights]
+    if blocks and _nested(nodes, blocks, above, tree.notes):
+        levels.insert(0, Level(BLOCK))
+        above = [(blocks.get(node), *row) for node, row in zip(nodes, above, strict=True)]
+    rails = {node: tuple(leaves) for node, leaves in tree.leaves.items() if len(leaves) > 1}
+    if rails:
+        tree.notes.append(
+            f"{len(rails)} {plural('node', len(rails))} below more than one leaf; the first one counts"
+        )
+    return Fabric(nodes, tuple(levels), tuple(above), rails, source, tuple(tree.notes), tuple(grids))
+
+
+def _where(unit: Unit, name: str) -> str:
+    place = f"{name}:{unit.line}" if unit.line else name
+    kind = {"switch": "SwitchName", "block": "BlockName", "ring": "RingName", "torus": "TorusName"}[unit.kind]
+    return f"{place} {kind}={unit.name}"
+
+
+def _expand(unit: Unit, name: str) -> tuple[str, ...]:
+    return expand(unit.nodes, f"{_where(unit, name)} Nodes")
+
+
+def _each_once(units: Sequence[Unit], name: str) -> dict[str, Unit]:
+    found: dict[str, Unit] = {}
+    for unit in units:
+        if unit.name in found:
+            first = found[unit.name].line
+            since = f", first on line {first}" if first else ""
+            raise UsageError(f"{_where(unit, name)}: stands twice{since}; give each unit a name of its own")
+        found[unit.name] = unit
+    return found
+
+
+def _names(text: str, where: str) -> tuple[str, ...]:
+    """The names of switches, which may hold characters that no host name has."""
+    if "[" in text:
+        return expand(text, where)
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+class _Tree:
+    """Switches and what is below each; a node goes up from the leaf that names it first."""
+
+    def __init__(self, switches: Sequence[Unit], name: str) -> None:
+        self._name = name
+        self._switches = _each_once(switches, name)
+        self.notes: list[str] = []
+        self._children = {switch.name: self._children_of(switch) for switch in switches}
+        self._heights = self._measured()
+        self._below = {switch.name: _expand(switch, name) for switch in switches}
+        self.leaves: dict[str, list[str]] = {}
+        """The leaves of every node, first rail first."""
+        self.lowest: dict[str, str] = {}
+        """The switch that every node goes up from."""
+        self._find_lowest()
+        self._parents = self._find_parents()
+
+    def _children_of(self, switch: Unit) -> tuple[str, ...]:
+        where = _where(switch, self._name)
+        children = _names(switch.children, f"{where} Switches")
+        if switch.name in children:
+            raise UsageError(f"{where}: is listed below itself; take it out of its Switches")
+        missing = [child for child in children if child not in self._switches]
+        if missing and not switch.nodes:
+            raise UsageError(
+                f"{where}: {', '.join(missing[:5])} below it {'is' if len(missing) == 1 else 'are'} nowhere"
+                f" described; add a line SwitchName={missing[0]}, or correct the name"
+            )
+        if missing:
+            # scontrol prints all the nodes below a switch, also where it was asked for a part.
+            self.notes.append(f"{switch.name}: nothing is said about {', '.join(missing[:5])} below it")
+        return tuple(child for child in children if child in self._switches)
+
+    def _measured(self) -> dict[str, int]:
+        """Levels above the leaves, by the longest way down; UsageError for a circle."""
+        heights: dict[str, int] = {}
+        for start in self._switches:
+            way = [start]
+            while way:
+                at = way[-1]
+                following = next((child for child in self._children[at] if child not in heights), None)
+                if following in way:
+                    circle = [*way[way.index(following) :], following]
+                    raise UsageError(
+                        f"{_where(self._switches[at], self._name)}: the switches go round in a circle,"
+                        f" {' > '.join(map(str, circle[:8]))}; a switch is below another or above it"
+                    )
+                if following is not None:
+                    way.append(following)
+                    continue
+                said = min(self._switches[at].level or 0, _MOST_LEVELS)
+                heights[at] = max([said, *(heights[child] + 1 for child in self._children[at])])
+                way.pop()
+        return heights
+
+    def _find_lowest(self) -> None:
+        upwards = sorted(self._switches, key=lambda switch: self._heights[switch])
+        for switch in upwards:
+            for node in self._below[switch]:
+                if self._heights[switch] == 0:
+                    self.leaves.setdefault(node, []).append(switch)
+                self.lowest.setdefault(node, switch)
+
+    def _find_parents(self) -> dict[str, str]:
+        """The one switch above each that counts: the one with most below it, the first of equals."""
+        size: Counter[str] = Counter()
+        for switch in sorted(self._switches, key=lambda switch: self._heights[switch]):
+            own = len(self._below[switch])
+            size[switch] = max(own, sum(size[child] for child in self._children[switch]))
+        parents: dict[str, str] = {}
+        several = set()
+        for switch, children in self._children.items():
+            for child in children:
+                best = parents.setdefault(child, switch)
+                if best != switch:
+                    several.add(child)
+                    parents[child] = switch if size[switch] > size[best] else best
+        if several:
+            self.notes.append(
+                f"{len(several)} {plural('switch', len(several))} below more than one other; one counts"
+            )
+        return parents
+
+    def columns(self, nodes: Sequence[str]) -> tuple[list[int], list[tuple[str | None, ...]]]:
+        """The heights that there are, and for every node its switch at each of them."""
+        ways: dict[str, dict[int, str]] = {}
+        for switch in dict.fromkeys(self.lowest[node] for node in nodes if node in self.lowest):
+            way: dict[int, str] = {}
+            at: str | None = switch
+            while at is not None:
+                way[self._heights[at]] = at
+                at = self._parents.get(at)
+            ways[switch] = way
+        heights = sorted({height for way in ways.values() for height in way})
+        rows = {switch: tuple(way.get(height) for height in heights) for switch, way in ways.items()}
+        nowhere: tuple[str | None, ...] = (None,) * len(heights)
+        roots = {way[max(way)] for way in ways.values()}
+        if len(roots) > 1:
+            self.notes.append(
+                f"{len(roots)} switches have none above them ({', '.join(sorted(roots)[:5])});"
+                " how nodes below different ones meet is unknown"
+            )
+        return heights, [rows[self.lowest[node]] if node in self.lowest else nowhere for node in nodes]
+
+
+def _blocks(units: Sequence[Unit], name: str, notes: list[str]) -> dict[str, str]:
+    """The block of every node."""
+    found: dict[str, str] = {}
+    for unit in _each_once(units, name).values():
+        for node in _expand(unit, name):
+            if found.setdefault(node, unit.name) != unit.name:
+                notes.append(f"{node}: is in the blocks {found[node]} and {unit.name}; the first one counts")
+    return found
+
+
+def _nested(
+    nodes: Sequence[str], blocks: dict[str, str], above: Sequence[tuple[str | None, ...]], notes: list[str]
+) -> bool:
+    """Whether each block lies below one leaf, so that blocks are a level of the tree."""
+    rows: dict[str, tuple[str | None, ...]] = {}
+    for node, row in zip(nodes, above, strict=True):
+        block = blocks.get(node)
+        if block is not None and rows.setdefault(block, row) != row:
+            notes.append(f"the blocks are left out: {block} lies below more than one leaf")
+            return False
+    return True
+
+
+def _grids(units: Sequence[Unit], name: str, notes: list[str]) -> list[Grid]:
+    grids = []
+    for unit in _each_once(units, name).values():
+        # The order of a bracket counts here, as in n[3,1,2].
+        listed = _ONE_BRACKET.sub(
+            lambda term: ",".join(f"{term[1]}[{item}]{term[3]}" for item in term[2].split(",")), unit.nodes
+        )
+        nodes = _expand(replace(unit, nodes=listed), name)
+        dims = (len(nodes),) if unit.kind == "ring" else unit.dims
+        if nodes and math.prod(dims) == len(nodes) and dims:
+            grids.append(Grid(unit.name, dims, nodes))
+            notes.append(f"{unit.kind} {unit.name}: distances are known, taken from the order of its nodes")
+        else:
+            notes.append(
+                f"{unit.kind} {unit.name}: {len(nodes)} {plural('node', len(nodes))} do not fill its places"
+                f" ({'x'.join(map(str, dims)) or 'unknown'}), so that no distances are known"
+            )
+    return grids
+
+
+def render_topology(fabric: Fabric) -> str:
+    """The graph as `scontrol show topology` prints one; read_topology reads it back to the same graph.
+
+    Bandwidths, and nodes that are in no unit, have no place in that form.
+    """
+    lines = []
+    block = next((index for index, level in enumerate(fabric.levels) if level.name == BLOCK), None)
+    heights = _heights(fabric, block)
+    shown: dict[tuple[int, str], str] = {}
+    taken: set[str] = set()
+    for index, height in heights.items():
+        members: Mapping[str, Sequence[str]] = fabric.members(index)
+        if index == min(heights):
+            members = _with_rails(fabric, index)
+        below = _children(fabric, index, [lower for lower in heights if lower < index])
+        for unit, nodes in members.items():
+            # Two levels may have units of one name, Slurm's switches may not.
+            name = f"{unit}-{fabric.levels[index].name}" if unit in taken else unit
+            shown[index, unit] = name
+            children = [shown[child] for child in below.get(unit, ())]
+            listed = f" Switches={_folded(children)}" if children else ""
+            lines.append(f"SwitchName={name} Level={height} LinkSpeed=1 Nodes={fold(nodes)}{listed}")
+        taken |= {shown[index, unit] for unit in members}
+    if block is not None:
+        lines += [
+            f"BlockName={unit} BlockIndex={number} Nodes={fold(nodes)}"
+            for number, (unit, nodes) in enumerate(fabric.members(block).items())
+        ]
+    for grid in fabric.grids:
+        # Folding would put the nodes in order, and here their order is the topology.
+        listed = fold(grid.nodes) if in_order(grid.nodes) == grid.nodes else ",".join(grid.nodes)
+        size = "x".join(map(str, grid.dims))
+        is_ring = len(grid.dims) == 1
+        lines.append(
+            f"RingName={grid.name} Nodes={listed} RingSize={size}"
+            if is_ring
+            else f"TorusName={grid.name} Dims={size} Nodes={listed}"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _heights(fabric: Fabric, block: int | None) -> dict[int, int]:
+    """The number that Slurm gives each level of switches."""
+    heights: dict[int, int] = {}
+    for index, level in enumerate(fabric.levels):
+        if index != block:
+            other = _ANY_HEIGHT.fullmatch(level.name)
+            said = _HEIGHTS.index(level.name) if level.name in _HEIGHTS else int(other[1]) if other else 0
+            heights[index] = max([said, *(height + 1 for height in heights.values())])
+    return heights
+
+
+def _with_rails(fabric: Fabric, index: int) -> dict[str, list[str]]:
+    """The leaves and all the nodes of each, in an order in which every node meets its first rail first."""
+    found: dict[str, list[str]] = {}
+    before: dict[str, dict[str, None]] = {}
+    for node in fabric.nodes:
+        leaves = [leaf for leaf in fabric.rails.get(node) or (fabric.unit(node, index),) if leaf is not None]
+        for place, leaf in enumerate(leaves):
+            found.setdefault(leaf, []).append(node)
+            before.setdefault(leaf, {}).update(dict.fromkeys(leaves[:place]))
+    try:
+        return {leaf: found[leaf] for leaf in graphlib.TopologicalSorter(before).static_order()}
+    except graphlib.CycleError:  # cables are crossed somewhere, and no order of lines can say so
+        return found
+
+
+def _children(fabric: Fabric, index: int, lower: Sequence[int]) -> dict[str, dict[tuple[int, str], None]]:
+    """The level and the name of the units right below each unit of a level."""
+    found: dict[str, dict[tuple[int, str], None]] = {}
+    for above in fabric.units:
+        unit = above[index]
+        child = next(((other, name) for other in reversed(lower) if (name := above[other]) is not None), None)
+        if unit is not None and child is not None:
+            found.setdefault(unit, {})[child] = None
+    return found
+
+
+def _folded(names: Sequence[str]) -> str:
+    return fold(names) if all(map(_LISTABLE.fullmatch, names)) else ",".join(names)
