@@ -19,6 +19,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.launch.happenings import encode
+from hpcrun.launch.lease import LEADERLESS_S, Lease, take_over
 from hpcrun.launch.node import NodeRanks
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
@@ -40,6 +41,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._waiting = b""
         self._beaten = 0.0
+        self._heard = time.monotonic()
+        self._lease = Lease(run)
 
     def serve(self) -> None:
         """Work until the supervisor says so or is gone."""
@@ -50,12 +53,25 @@ class Agent:
         process.become_subreaper()
         os.set_blocking(sys.stdin.fileno(), False)
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-        self._say({"kind": "hello", "node": os.uname().nodename, "pid": os.getpid()})
+        address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
+        self._say({"kind": "hello", "node": os.uname().nodename, "pid": os.getpid(), "address": address})
         try:
-            while self._take_orders():
+            while self._take_orders() and not self._is_leaderless():
                 self._watch()
         finally:
             self._clear([])
+        if self._is_leaderless():
+            sys.stderr.write(f"hpcrun: {take_over(self._run)}\n")
+
+    def _is_leaderless(self) -> bool:
+        """Whether the supervisor has been silent for long, here and in the run directory too.
+
+        A connection that breaks is not enough, nor is a file system that stalls.
+        """
+        if time.monotonic() - self._heard < LEADERLESS_S / 2:
+            return False
+        still_s = self._lease.still_s()
+        return time.monotonic() - self._heard > LEADERLESS_S and still_s > LEADERLESS_S / 2
 
     def _take_orders(self) -> bool:
         """Wait a moment for orders and carry them out; False at the end of the input."""
@@ -66,6 +82,7 @@ class Agent:
                 self._waiting += data
         except BlockingIOError:
             *lines, self._waiting = self._waiting.split(b"\n")
+            self._heard = time.monotonic() if lines else self._heard
             return all(self._obey(json.loads(line)) for line in lines if line)
         return False
 
@@ -87,6 +104,8 @@ class Agent:
                     self._ranks.kill()
             case "clear":
                 self._say({"kind": "cleared", "stuck": self._clear(order["spared"])})
+            case "beat":
+                pass
             case _:
                 return False
         return True

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from hpcrun.errors import EXIT_RANKS_DIED, UsageError
+from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE, UsageError
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
@@ -35,11 +35,19 @@ record() {{
     printf '%s\\n' "$2" >"$attempt/ranks/.rank-$RANK.$1.$$" &&
         mv -f "$attempt/ranks/.rank-$RANK.$1.$$" "$attempt/ranks/rank-$RANK.$1"
 }}
+give_up() {{
+    record error.json "{{\\"rank\\": $RANK, \\"node\\": \\"$node\\", \\"kind\\": \\"command\\", \
+\\"expected\\": true, \\"message\\": \\"$1\\", \\"exit_code\\": $2, \\"time\\": $(date +%s.%N)}}"
+}}
+placed=$(sed -n "$((RANK + 1))p" "$attempt/hosts")
+if [ "${{node%%.*}}" != "${{placed%%.*}}" ]; then
+    give_up "is to stand on $placed, and the launcher has put it on $node" {misplaced}
+    exit {misplaced}
+fi
 child=
-trap 'if [ -n "$child" ]; then kill -USR1 "$child"; fi' USR1
-trap 'if [ -n "$child" ]; then kill -USR2 "$child"; fi' USR2
-trap 'if [ -n "$child" ]; then kill -TERM "$child"; fi' TERM
-trap 'if [ -n "$child" ]; then kill -INT "$child"; fi' INT
+for name in USR1 USR2 TERM INT; do
+    trap "if [ -n \"\\$child\" ]; then kill -s $name \"\\$child\"; fi" "$name"
+done
 "$@" </dev/null &
 child=$!
 read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ started _ <"/proc/$$/stat"
@@ -56,10 +64,7 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
     if [ "$status" -gt 128 ]; then how="was killed by signal $((status - 128))"; fi
     code={died}
     if [ "$status" -eq 93 ]; then code=93; fi
-    record error.json "{{\\"rank\\": $RANK, \\"node\\": \\"$node\\", \
-\\"kind\\": \\"exit\\", \\"expected\\": true, \
-\\"message\\": \\"the command $how; log: $quoted/logs/rank-$RANK.log\\", \\"exit_code\\": $code, \
-\\"time\\": $(date +%s.%N)}}"
+    give_up "the command $how; log: $quoted/logs/rank-$RANK.log" "$code"
 fi
 record exit.json "{{\\"rank\\": $RANK, \\"exit_code\\": $status}}"
 exit "$status"
@@ -99,4 +104,5 @@ def _script(attempt: Attempt, placement: Placement) -> str:
         ranks=len(placement.ranks),
         ranks_per_node=placement.per_node,
         died=EXIT_RANKS_DIED,
+        misplaced=EXIT_SITE,
     )

@@ -80,6 +80,8 @@ class Outcome:
     result: dict[str, Any] = field(default_factory=dict)
     stop: signal.Signals | None = None
     """The signal that made it stop."""
+    lost: tuple[str, ...] = ()
+    """Nodes that did not answer any more."""
 
 
 class Course:
@@ -99,6 +101,7 @@ class Course:
         self._events, self._metrics, self._again = events, metrics, again
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
+        self._lost_before = len(nodes.lost)
         self._lost: list[NodeLost] = []
         self._launcher: LauncherEnded | None = None
         self._result: dict[str, Any] | None = None
@@ -122,6 +125,8 @@ class Course:
         finally:
             stuck = running.end()
             self._event("ended", stuck=stuck)
+        # Whether a node is gone often shows only when it is told to clear up.
+        self._lost = [*self._nodes.lost][self._lost_before :]
         self._read_metrics()
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
@@ -156,7 +161,6 @@ class Course:
                 self._event("rank gave up", rank=rank)
                 self._settle(self._limits.settle_s)
             case NodeLost(node, why):
-                self._lost.append(happening)
                 self._event("node lost", node=node, why=why)
                 self._settle(self._limits.settle_s)
             case LauncherEnded(status):
@@ -255,7 +259,10 @@ class Course:
     def _failed(self, failure: Failure, status: Status) -> Outcome:
         attempt = self._launch.attempt
         code, text = failure.exit_code, failure.message
-        return Outcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
+        lost = tuple(one.node for one in self._lost)
+        return Outcome(
+            attempt.run, attempt.number, status, code, text, self._step, stop=self._stop, lost=lost
+        )
 
     def _at_step(self) -> str:
         return "" if self._step is None else f" at step {self._step}"

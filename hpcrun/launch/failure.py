@@ -49,7 +49,8 @@ def explain(
     A rank that vanished without a word is the cause, unless another had reported a trouble of its own before;
     whoever then loses the connection to it is not.
     """
-    if lost and not any(one.time < lost[0].time - _TOGETHER_S for one in ended):
+    # The launcher notices the loss of a node first, and takes all ranks with it.
+    if lost:
         first = lost[0]
         who = f"node {first.node} is lost: {first.why}"
         return Failure(f"{who}; log: {attempt.run.agent_logs / f'{first.node}.log'}")

@@ -144,13 +144,11 @@ class Srun:
 
     def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start the ranks, in the order of the host file and on its nodes alone."""
-        hosts = launch.attempt.path / "hosts"
-        hosts.write_text("".join(f"{node}\n" for node in launch.placement.ranks))
         argv = ["srun", f"--nodes={len(launch.placement.nodes)}", f"--ntasks={launch.ranks}"]
         # Which rank dies is seen by the agents, and the others are ended by us.
         argv += ["--distribution=arbitrary", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         argv += [f"--mpi={self._pmi}", "--input=none", "--unbuffered", *self._options]
-        environ = step_environment(launch.environ) | {"SLURM_HOSTFILE": str(hosts)}
+        environ = step_environment(launch.environ) | {"SLURM_HOSTFILE": str(launch.attempt.hosts)}
         return _popen([*argv, *launch.command], launch, environ)
 
 

@@ -15,19 +15,34 @@ from typing import Any, Protocol
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.happenings import Happening, NodeLost, RankEnded, RankMet, RankUp, decode
+from hpcrun.launch.lease import Lease
 from hpcrun.launch.node import NodeRanks
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.rundir import Attempt
+from hpcrun.specs.rundir import Attempt, RunDir
 
 _HELLO_S = 120.0
-_SILENCE_S = 20.0
+_BEAT_S = 1.0
+_SILENCE_S = 10.0
 """An agent speaks every second; one that is silent for so long is lost."""
+_SILENT = f"its agent has said nothing for {_SILENCE_S:g} s"
 _ANSWER_S = 15.0
 _LEAVE_S = 5.0
 
 
 class Nodes(Protocol):
     """Where the ranks of attempts stand, one attempt after the other."""
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The nodes that still answer."""
+
+    @property
+    def lost(self) -> list[NodeLost]:
+        """Those that do not any more, first one first."""
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, str]]:
+        """Where in the network the nodes say they are: SLURM_TOPOLOGY_ADDR and its pattern."""
 
     def watch(self, attempt: Attempt, placement: Placement) -> None:
         """Look out for the ranks of an attempt, which are about to be started."""
@@ -74,6 +89,21 @@ class ThisNode:
 
     def __init__(self) -> None:
         self._ranks: NodeRanks | None = None
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """This host."""
+        return (os.uname().nodename,)
+
+    @property
+    def lost(self) -> list[NodeLost]:
+        """Who loses this host does not ask."""
+        return []
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, str]]:
+        """Nobody is asked."""
+        return {}
 
     @property
     def _here(self) -> NodeRanks:
@@ -152,6 +182,8 @@ class _Agent:
         return self.child.stdout.fileno()
 
     def tell(self, **order: Any) -> None:
+        if self.is_lost:
+            return  # its pipe would fill up, and we would wait
         assert self.child.stdin is not None
         # One that is gone is noticed where its answers are read.
         with contextlib.suppress(BrokenPipeError):
@@ -190,18 +222,25 @@ class _Agent:
 class AgentNodes:
     """Several nodes, each with an agent that was started there by the given command."""
 
-    def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str], logs: Path) -> None:
+    def __init__(
+        self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str], run: RunDir
+    ) -> None:
+        logs = run.agent_logs
         logs.mkdir(mode=0o700, exist_ok=True)
+        self._lease = Lease(run)
         self._selector = selectors.EpollSelector()
         self._agents: dict[str, _Agent] = {}
         self._placement = Placement(())
         self._up: set[int] = set()
         self._met: set[int] = set()
         self._ended: set[int] = set()
+        self._beaten = 0.0
+        self.lost: list[NodeLost] = []
+        """The nodes that do not answer any more, first one first."""
         try:
             for node, command in commands.items():
                 self._open(node, command, environ, logs / f"{node}.log")
-            self._await("hello", _HELLO_S)
+            self._hello = self._await("hello", _HELLO_S)
         except BaseException:
             self.close()
             raise
@@ -223,8 +262,10 @@ class AgentNodes:
         """One answer of this kind from every agent that lives; SiteError names those that give none."""
         answers: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         while waited := [one for one in self._agents.values() if one.node not in answers and not one.is_lost]:
             self._selector.select(0.1)
+            self._lease.renew()
             for agent in waited:
                 for message in agent.messages():
                     if message["kind"] == kind:
@@ -233,7 +274,10 @@ class AgentNodes:
                         if kind == "hello":
                             words = f"the agent of node {agent.node} did not start{agent.last_words()}"
                             raise SiteError(f"{words}; log: {agent.log}")
-                        self._lose(agent)
+                        self._lose(agent, f"its agent ended{agent.last_words()}")
+                silent_s = time.monotonic() - max(agent.heard, began)
+                if kind != "hello" and not agent.is_lost and silent_s > _SILENCE_S:
+                    self._lose(agent, _SILENT)
             if time.monotonic() > deadline:
                 nodes = ", ".join(one.node for one in waited)
                 if kind == "hello":
@@ -241,9 +285,23 @@ class AgentNodes:
                 break
         return answers
 
-    def _lose(self, agent: _Agent) -> None:
+    def _lose(self, agent: _Agent, why: str) -> NodeLost:
         agent.is_lost = True
         self._selector.unregister(agent.output)
+        self._ended |= set(self._placement.on(agent.node))
+        self.lost.append(NodeLost(agent.node, why, time.time()))
+        return self.lost[-1]
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The nodes whose agent still answers."""
+        return tuple(node for node, agent in self._agents.items() if not agent.is_lost)
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, str]]:
+        """What Slurm has told every agent about its place, where it has."""
+        told = {node: said["address"] for node, said in self._hello.items()}
+        return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
 
     def watch(self, attempt: Attempt, placement: Placement) -> None:
         """Tell every agent which ranks to look out for."""
@@ -286,6 +344,7 @@ class AgentNodes:
 
     def news(self, *, look: bool) -> Iterator[Happening]:
         """What the agents have seen."""
+        self._beat()
         for agent in [one for one in self._agents.values() if not one.is_lost]:
             for message in agent.messages():
                 happening = decode(message)
@@ -293,18 +352,21 @@ class AgentNodes:
                     self._note(happening)
                     yield happening
                 elif message["kind"] == "gone":
-                    yield self._lost(agent, f"its agent ended{agent.last_words()}")
+                    yield self._lose(agent, f"its agent ended{agent.last_words()}")
             if not agent.is_lost and time.monotonic() - agent.heard > _SILENCE_S:
-                yield self._lost(agent, f"its agent has said nothing for {_SILENCE_S:g} s")
+                yield self._lose(agent, _SILENT)
+
+    def _beat(self) -> None:
+        """Say that we are there: to the agents, and in the run directory."""
+        self._lease.renew()
+        if time.monotonic() - self._beaten > _BEAT_S:
+            self._beaten = time.monotonic()
+            for agent in self._agents.values():
+                agent.tell(do="beat")
 
     def _note(self, happening: RankUp | RankMet | RankEnded) -> None:
         kept = {RankUp: self._up, RankMet: self._met, RankEnded: self._ended}
         kept[type(happening)].add(happening.rank)
-
-    def _lost(self, agent: _Agent, why: str) -> NodeLost:
-        self._lose(agent)
-        self._ended |= set(self._placement.on(agent.node))
-        return NodeLost(agent.node, why, time.time())
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
@@ -323,11 +385,9 @@ class AgentNodes:
             spared = [launcher] if agent.node == os.uname().nodename else []
             agent.tell(do="clear", spared=spared)
         answers = self._await("cleared", timeout_s + _ANSWER_S)
-        silent = [one for one in self._agents.values() if one.node not in answers]
-        stuck = [
+        return [
             f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
         ]
-        return stuck + [f"node {one.node} did not answer: its processes" for one in silent]
 
     def close(self) -> None:
         """End the agents."""

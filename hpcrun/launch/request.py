@@ -13,6 +13,7 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.launch import prepare
+from hpcrun.launch.forecast import Network, forecast, look
 from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.script import python_of, root_of, script_context, template_name
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
@@ -29,7 +30,9 @@ from hpcrun.slurm.precheck import (
 )
 from hpcrun.slurm.template import Library, Template
 from hpcrun.slurm.versions import Version, parse_version
+from hpcrun.specs.badnodes import merged_exclude
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
+from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
@@ -121,11 +124,47 @@ class Job:
         """Where the run directory is, or is to be made."""
         return self.resume.path if self.resume else root_of(self.cluster)
 
+    @cached_property
+    def network(self) -> Network:
+        """The cluster's network now; without Slurm as far as the profile knows it."""
+        partition = self.resolved.spec.resources.partition
+        return look(self.cluster, self.live, partition=partition)
+
+    @cached_property
+    def leaves(self) -> int | None:
+        """Under how few leaf switches the job finds room; None where that is not known, or not asked for."""
+        spec = self.resolved.spec
+        if self.live is None or not self.network.fabric.levels or spec.resources.placement != "pack":
+            return None
+        try:
+            found = forecast(spec, self.resolved.plan, self.network)
+        except UsageError:
+            # Too few nodes: check_fit says so, or Slurm does.
+            return None
+        for line in (*found.notes, *found.placed.why):
+            self.note(f"placement: {line}")
+        return found.leaves
+
+    @cached_property
+    def steered(self) -> JobSpec:
+        """The job with the bad nodes among those that it excludes."""
+        spec = self.resolved.spec
+        if self.is_local:
+            return spec
+        known = [one.name for one in self.live.nodes] if self.live else None
+        excluded, notes = merged_exclude(spec.resources.exclude, self.network.bad, known)
+        for text in (*notes, *self.network.damaged):
+            self.note(text)
+        resources = spec.resources.model_copy(update={"exclude": excluded or None})
+        return spec.model_copy(update={"resources": resources})
+
     def context(self, run: RunDir) -> ScriptContext:
         """What the template gets, still without the array."""
         dependency = ",".join(self.dependencies)
         try:
-            context, notes = script_context(self.resolved.spec, run, self.cluster, self.version, dependency)
+            context, notes = script_context(
+                self.steered, run, self.cluster, self.version, dependency, self.leaves
+            )
         except SpecError as error:
             problems = [self.placed(Finding(one.key, one.text)) for one in error.problems]
             raise SpecError(problems) from None
@@ -183,7 +222,7 @@ class Job:
             nodes = spec.resources.nodes
             text = f"{nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
             return [*found, Finding("resources.nodes", text)] if nodes > 1 else found
-        found += check_fit(spec, self.cluster, self.live)
+        found += check_fit(self.steered, self.cluster, self.live)
         with suppress(OSError):
             mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
             found += check_place(self.place, self.cluster, mounts)

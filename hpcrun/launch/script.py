@@ -57,12 +57,13 @@ def script_context(
     cluster: ClusterSpec | None,
     version: Version | None,
     dependency: str = "",
+    leaves: int | None = None,
 ) -> tuple[ScriptContext, tuple[str, ...]]:
     """What a template gets for this job, and what the person should know about it.
 
     SpecError for values that cannot stand in a script. The array of a sweep is put in later.
     """
-    options, notes = directives_of(job, cluster, version)
+    options, notes = directives_of(job, cluster, version, leaves=leaves)
     _refuse_backticks(options)
     given = from_profile(cluster)
     values: dict[str, Any] = given | {

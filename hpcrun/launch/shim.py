@@ -13,8 +13,10 @@ from typing import Any, TextIO
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
+from hpcrun.launch.binding import bind
 from hpcrun.launch.shm import segments_of
 from hpcrun.launch.world import World
+from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt
 
@@ -49,8 +51,14 @@ def enter(attempt: Attempt, world: World) -> Requests:
             _redirect_output(attempt, world.rank)
         faulthandler.enable()
         _install_handlers(_entered)
-        write_json(attempt.rank_record(world.rank), _record(world))
+        write_json(attempt.rank_record(world.rank), _record(world) | _bind(attempt, world.rank))
     return _entered
+
+
+def leave() -> None:
+    """Nothing can be asked for any more: Hydra signals ranks when others end, and Python would die of it."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def is_supervised() -> bool:
@@ -99,6 +107,13 @@ def _record(world: World) -> dict[str, Any]:
         "start_ticks": process.start_ticks(os.getpid()),
         "started": time.time(),
     }
+
+
+def _bind(attempt: Attempt, rank: int) -> dict[str, Any]:
+    found = read_placement(attempt.placement) if is_supervised() else None
+    if found is None or rank >= len(found[0].ranks):
+        return {}
+    return {"binding": bind(found[0], rank)}
 
 
 def _die_with_supervisor(attempt: Attempt) -> None:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import hpcrun
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.fabric.graph import Fabric
+from hpcrun.fabric.place import order
+from hpcrun.fabric.read import find_fabric, from_addresses
+from hpcrun.fabric.traffic import traffic_of
 from hpcrun.launch.allocation import Allocation, find_allocation
 from hpcrun.launch.command import STEP_VARIABLE, template_words
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
 from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.world import without_world
+from hpcrun.slurm.live import ask_topology
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.placement import Placement, explained, in_blocks
+from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir
 
 
@@ -39,20 +45,51 @@ class Site:
         """Whether a job that was submitted has brought us here."""
         return self.allocation is not None and self.allocation.is_batch
 
-    def place(self, spec: JobSpec) -> Placement:
-        """A node for every rank; UsageError when there are too few."""
-        if self.allocation is not None:
-            nodes, asked = self.allocation.nodes, spec.resources
-            spread = asked.nodes == 1 and asked.ranks_per_node is None
-            # A job that says nothing of nodes takes all that there are.
-            per_node = -(-spec.ranks // len(nodes)) if spread else spec.ranks_per_node
-            return in_blocks(nodes, spec.ranks, per_node)
-        if spec.resources.nodes > 1:
-            raise UsageError(
-                f"resources.nodes: {spec.resources.nodes} nodes are asked for, but this is one machine; use"
-                " hpcrun submit, run this inside an allocation (salloc), or set resources.nodes=1"
-            )
-        return Placement((os.uname().nodename,) * spec.ranks)
+    def per_node(self, spec: JobSpec) -> int:
+        """How many ranks each node gets; UsageError where there are too few nodes."""
+        asked = spec.resources
+        if self.allocation is None:
+            if asked.nodes > 1:
+                raise UsageError(
+                    f"resources.nodes: {asked.nodes} nodes are asked for, but this is one machine; use"
+                    " hpcrun submit, run this inside an allocation (salloc), or set resources.nodes=1"
+                )
+            return spec.ranks
+        nodes = self.allocation.nodes
+        spread = asked.nodes == 1 and asked.ranks_per_node is None
+        # A job that says nothing of nodes takes all that there are.
+        per_node = -(-spec.ranks // max(1, len(nodes) - asked.spares)) if spread else spec.ranks_per_node
+        in_blocks(nodes, spec.ranks, per_node)
+        return per_node
+
+    def place(
+        self, spec: JobSpec, plan: Plan | None, nodes: Nodes, excluded: Collection[str] = ()
+    ) -> Placement:
+        """A node for every rank, in the order that costs the step's traffic least."""
+        per_node = self.per_node(spec)
+        if self.allocation is None:
+            return Placement((os.uname().nodename,) * spec.ranks)
+        placed = order(
+            self._fabric(nodes),
+            [node for node in self.allocation.nodes if node in nodes.alive],
+            spec.ranks,
+            per_node,
+            spec.degrees,
+            traffic_of(spec.model, plan, spec),
+            policy=spec.resources.placement,
+            avoid=excluded,
+        )
+        return explained(placed.placement, placed.spares, placed.method, placed.why)
+
+    def _fabric(self, nodes: Nodes) -> Fabric:
+        """The whole network, as the profile or Slurm has it; else ours alone, by the addresses of the nodes.
+
+        The whole, because a switch carries as much as all the nodes below it need, not only those of the job.
+        """
+        live = ask_topology(self.cluster.slurm_cluster if self.cluster else None)
+        fabric = find_fabric(self.cluster, live, None)
+        told = nodes.addresses
+        return from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
 
     def launcher(self, spec: JobSpec) -> Launcher:
         """What starts the ranks: by the profile between nodes, Hydra on one."""
@@ -81,15 +118,14 @@ class Site:
         return options
 
     @contextmanager
-    def nodes(self, run: RunDir, placement: Placement) -> Iterator[Nodes]:
-        """The nodes of a placement, with agents where there are to be any, for as long as the block lasts."""
-        allocation = self.allocation
-        if allocation is None or self.is_here:
+    def nodes(self, run: RunDir) -> Iterator[Nodes]:
+        """The nodes, with an agent on each where there are to be any, for as long as the block lasts."""
+        if self.allocation is None or self.is_here:
             yield ThisNode()
             return
         environ = step_environment(without_world(with_our_package(os.environ)))
-        commands = allocation.agent_commands(run, placement.nodes)
-        nodes = AgentNodes(commands, environ, run.agent_logs)
+        commands = self.allocation.agent_commands(run, self.allocation.nodes)
+        nodes = AgentNodes(commands, environ, run)
         try:
             yield nodes
         finally:

@@ -6,15 +6,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError
-from hpcrun.launch import requeue
+from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, HpcrunError, SiteError
+from hpcrun.launch import recover
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
+from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
@@ -22,7 +24,7 @@ from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.launch.world import without_world
 from hpcrun.specs.load import render_job
-from hpcrun.specs.placement import Placement
+from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, LineWriter, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, create_run
 from hpcrun.specs.secrets import read_secrets
@@ -48,18 +50,22 @@ class Supervisor:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
         self._site, self._limits = site or Site(), limits or Limits()
         self._began_at = 0
+        self._excluded: set[str] = set()
         self._command = command
 
     def run(self) -> Outcome:
         """Run the job; the outcome says how it ended. HpcrunError when it could not be started at all."""
-        placement, launcher = self._site.place(self._prepared.spec), self._site.launcher(self._prepared.spec)
         prepared = self._prepared
+        # Before there is a directory: what cannot work leaves nothing behind.
+        self._site.per_node(prepared.spec)
+        launcher = self._site.launcher(prepared.spec)
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
         with hold(run):
             try:
-                outcome = self._run_attempt(self._open(run, placement), placement, launcher)
+                with self._site.nodes(run) as nodes:
+                    outcome = self._attempts(run, launcher, nodes)
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 record_exit(run, "failed", failure.exit_code, str(failure))
@@ -67,22 +73,56 @@ class Supervisor:
             except KeyboardInterrupt:
                 record_exit(run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started")
                 raise
-            self._close(outcome)
         self._observer.finished(outcome)
         return outcome
 
-    def _open(self, run: RunDir, placement: Placement) -> Attempt:
+    def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
+        """One attempt after the other, for as long as there is reason for another one here."""
+        while True:
+            attempt = self._open(run)
+            outcome = self._run_attempt(attempt, launcher, nodes)
+            cause = recover.cause_of(outcome)
+            if cause is None:
+                self._close(outcome)
+                return outcome
+            self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
+            self._excluded |= set(outcome.lost)
+            refused = self._why_not_here(outcome, cause, nodes)
+            if refused is not None:
+                return self._close(outcome, refused)
+            self._record(outcome, relaunched=cause)
+            left = [node for node in nodes.alive if node not in self._excluded]
+            spare = len(left) - self._slots()
+            self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
+            self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+
+    def _slots(self) -> int:
+        """How many nodes the ranks need."""
+        return -(-self._prepared.spec.ranks // self._site.per_node(self._prepared.spec))
+
+    def _why_not_here(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> str | None:
+        """Why the run cannot go on in this allocation, or None when it can."""
+        left = [node for node in nodes.alive if node not in self._excluded]
+        if len(left) < self._slots():
+            return f"{self._slots()} nodes are needed, and {len(left)} are left"
+        progress = self._progress(outcome)
+        return recover.refusal(outcome.run, self._prepared.spec, cause, outcome, progress, in_place=True)
+
+    def _progress(self, outcome: Outcome) -> int | None:
+        """Steps that the attempt has saved; None for a command, whose steps nobody counts."""
+        return None if self._prepared.spec.command else recover.saved_step(outcome.run) - self._began_at
+
+    def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
         spec, plan = self._prepared.spec, self._prepared.plan
         run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
         attempt = run.next_attempt()
-        self._began_at = requeue.saved_step(run)
+        self._began_at = recover.saved_step(run)
         write_whole(run.spec, render_job(spec))
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-        write_json(attempt.placement, placement.as_json())
         write_json(attempt.supervisor, self._identity())
         return attempt
 
@@ -97,7 +137,14 @@ class Supervisor:
             "restarts": None if allocation is None else allocation.restarts,
         }
 
-    def _run_attempt(self, attempt: Attempt, placement: Placement, launcher: Launcher) -> Outcome:
+    def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
+        spec, plan = self._prepared.spec, self._prepared.plan
+        placement = self._site.place(spec, plan, nodes, self._excluded)
+        write_placement(attempt.placement, placement, spec.degrees)
+        write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
+        return self._follow(attempt, placement, launcher, nodes)
+
+    def _follow(self, attempt: Attempt, placement: Placement, launcher: Launcher, nodes: Nodes) -> Outcome:
         spec = self._prepared.spec
         command = (
             tuple(self._command(attempt))
@@ -116,10 +163,9 @@ class Supervisor:
         metrics = attempt.run.metrics
         reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
-            with self._site.nodes(attempt.run, placement) as nodes:
-                again: Literal["train", "submit"] = "submit" if self._site.is_batch else "train"
-                course = Course(launch, nodes, self._observer, self._limits, events, reader, again)
-                return course.run(self._inbox)
+            again: Literal["train", "submit"] = "submit" if self._site.is_batch else "train"
+            course = Course(launch, nodes, self._observer, self._limits, events, reader, again)
+            return course.run(self._inbox)
         finally:
             events.close()
 
@@ -137,33 +183,47 @@ class Supervisor:
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
         return environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 
-    def _close(self, outcome: Outcome) -> None:
-        """Record how the attempt ended, and queue the job again where that is called for."""
-        cause, told = self._queue_again(outcome)
-        record: dict[str, Any] = {
-            "status": outcome.status,
-            "exit_code": outcome.exit_code,
-            "message": outcome.message,
-        }
-        record |= {"step": outcome.step, "requeued": cause, "ended": time.time()}
-        run = outcome.run
-        with suppress(OSError):
-            write_json(run.attempt(outcome.attempt).outcome, record)
-        if cause is None:
-            message = f"{outcome.message}; not queued again: {told}" if told else outcome.message
-            record_exit(run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
+    def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
+        """Record how the last attempt ended, and queue the job again where that is called for.
 
-    def _queue_again(self, outcome: Outcome) -> tuple[requeue.Cause | None, str]:
+        `refused` says why the run does not go on in this allocation.
+        """
+        run = outcome.run
+        if recover.REPEATED in refused:
+            outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
+        cause, told = self._queue_again(outcome)
+        self._record(outcome, requeued=cause)
+        if cause is not None:
+            self._event(run, "requeue", outcome, cause=cause)
+            return outcome
+        told = told or (refused if outcome.attempt > 1 else "")
+        message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
+        record_exit(run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
+        return replace(outcome, message=message)
+
+    def _record(self, outcome: Outcome, **after: str | None) -> None:
+        """How an attempt has ended, and what came after it."""
+        record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
+        more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
+        with suppress(OSError):
+            write_json(outcome.run.attempt(outcome.attempt).outcome, record | more | after)
+
+    def _event(self, run: RunDir, event: str, outcome: Outcome, **more: Any) -> None:
+        events = LineWriter(run.events)
+        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
+        events.write(now | {"event": event} | more)
+        events.close()
+
+    def _queue_again(self, outcome: Outcome) -> tuple[recover.Cause | None, str]:
         """The cause for which the job was queued again, or why it was not, where one might expect it."""
         allocation, spec, run = self._site.allocation, self._prepared.spec, outcome.run
-        if allocation is None or not self._site.is_batch:
+        if allocation is None or not self._site.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
             return None, ""
         grace = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
-        cause = requeue.cause_of(outcome, grace, allocation.seconds_left())
-        if cause is None or (cause == "crash" and spec.retries is None):
+        cause = recover.cause_of(outcome, grace, allocation.seconds_left())
+        if cause is None or (cause in ("crash", "node") and spec.retries is None):
             return None, ""
-        progress = None if spec.command else requeue.saved_step(run) - self._began_at
-        refused = requeue.refusal(run, spec, cause, progress)
+        refused = recover.refusal(run, spec, cause, outcome, self._progress(outcome), in_place=False)
         if refused is None:
             try:
                 allocation.requeue()

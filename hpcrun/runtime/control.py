@@ -94,6 +94,10 @@ class Control(ABC):
             raise SiteError(outcome["site"])
         return outcome["value"]
 
+    def shared_rank(self) -> int | None:
+        """The place among the ranks that share memory with this one, as the library sees it; or unknown."""
+        return None
+
     @abstractmethod
     def store(self) -> Store:
         """The store through which torch's process groups meet."""
@@ -162,6 +166,13 @@ class MPIControl(Control):
             return int(union[0])
 
         return finish
+
+    def shared_rank(self) -> int | None:
+        """The rank in MPI's own split by shared memory."""
+        neighbours = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
+        place = int(neighbours.rank)
+        neighbours.Free()
+        return place
 
     def store(self) -> Store:
         """Rank 0 opens a store on a free port, MPI tells the others where."""

@@ -62,6 +62,11 @@ class Trainer:
         self._peak = peak * control.size if peak is not None else None
         self._flops_per_token = train_flops_per_token(job.model, plan.seq_len)
 
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Where torch's mesh has this rank."""
+        return self._model.mesh.seen()
+
     def run(self) -> dict[str, Any]:
         """Train; the result says how it ended, at which step, with which losses."""
         start, position = self._restore()

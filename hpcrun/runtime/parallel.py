@@ -101,6 +101,13 @@ class Mesh:
                 device_type, tuple(sizes[axis] for axis in wide), mesh_dim_names=tuple(wide)
             )
 
+    def seen(self) -> dict[str, int]:
+        """The coordinate that torch gives this rank, on the axes of its mesh."""
+        mesh = self.torch_mesh
+        if mesh is None:
+            return {}
+        return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
+
     def submesh(self, *axes: str) -> DeviceMesh | None:
         """The mesh along some axes, or None when this layout has none of them."""
         names = self.torch_mesh.mesh_dim_names if self.torch_mesh is not None else ()

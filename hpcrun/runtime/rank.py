@@ -26,6 +26,7 @@ from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
 from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
+from hpcrun.runtime.place import check_places
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
 from hpcrun.specs.records import write_json, write_whole
@@ -131,6 +132,7 @@ def _train(
     shim.note_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
     trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
+    check_places(control, attempt, trainer.coordinate)
     result = trainer.run()
     control.barrier()
     if control.rank == 0:

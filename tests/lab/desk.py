@@ -39,7 +39,7 @@ class Desk:
         environ = {
             "HPCRUN_ROOT": str(self.runs),
             "HPCRUN_SITE": str(self.path / "site"),
-            "XDG_CONFIG_HOME": str(self.path),
+            "XDG_CONFIG_HOME": str(self.path / "config"),
             "OMP_NUM_THREADS": "1",
         }
         argv = [*before, "python", "-m", "hpcrun", *words]

@@ -26,6 +26,7 @@ model: tiny
 data: {text: corpus.txt, seq_len: 16, holdout: 0}
 train: {steps: 3}
 env: {FROM_JOB: "yes"}
+retry: {crash: 0, node: 0}
 """
 
 

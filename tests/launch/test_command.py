@@ -30,9 +30,15 @@ def attempt(tmp_path: Path) -> Attempt:
     return RunDir(tmp_path / 'it\'s a "run" $(touch x)').attempt(1).create()
 
 
+def write_hosts(attempt: Attempt, node: str) -> None:
+    attempt.hosts.write_text(f"{node}\n" * 8)
+
+
 def start(attempt: Attempt, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     words = rank_command(attempt, JobSpec(command=list(command)), PLACED, {})
     environ = {"PATH": os.environ["PATH"], **(env or SLURM)}
+    if not attempt.hosts.exists():
+        write_hosts(attempt, f"{os.uname().nodename}.some.domain")
     return subprocess.Popen(words, env=environ, cwd=attempt.path)
 
 
@@ -101,3 +107,13 @@ def test_the_words_of_a_template_come_before_the_command(attempt: Attempt) -> No
     assert words[2:] == ("apptainer", "exec", "my image.sif", "python", "own.py")
     with pytest.raises(UsageError, match="HPCRUN_RANK_PREFIX: cannot be split into words"):
         rank_command(attempt, spec, PLACED, {"HPCRUN_RANK_PREFIX": "it's"})
+
+
+def test_a_rank_on_another_node_than_it_was_to_stand_on_is_caught(attempt: Attempt) -> None:
+    write_hosts(attempt, "elsewhere")
+    assert start(attempt, "sh", "-c", "touch started").wait() == 3
+    here = os.uname().nodename
+    assert left(attempt.error_record(1))["message"] == (
+        f"is to stand on elsewhere, and the launcher has put it on {here}"
+    )
+    assert not (attempt.path / "started").exists()

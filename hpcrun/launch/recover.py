@@ -1,0 +1,84 @@
+"""What comes after an attempt: nothing, another one in the same allocation, or the job back in the queue."""
+
+from __future__ import annotations
+
+import re
+import signal
+from typing import Any, Literal
+
+from hpcrun.errors import EXIT_RANKS_DIED
+from hpcrun.launch.course import Outcome
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
+
+Cause = Literal["time_limit", "preemption", "crash", "node"]
+_LATE_S = 120.0
+"""Slurm sends the signal up to a minute early, and saving takes its time."""
+REPEATED = "it failed twice in the same way, without progress"
+# What differs between two failures that are one and the same.
+_PASSING = re.compile(r"\(pid \d+\)|; log: \S+|/attempts/\d+/|\b\d+(?:\.\d+)?\b")
+
+
+def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None = None) -> Cause | None:
+    """Why another attempt has to go on with the run; None when none has: it is done, or was told to stop."""
+    if outcome.status == "saved" and outcome.stop == signal.SIGUSR2:
+        near = seconds_left is None or seconds_left <= grace_s + _LATE_S
+        return "time_limit" if near else "preemption"
+    if outcome.status == "failed" and outcome.exit_code == EXIT_RANKS_DIED and outcome.stop is None:
+        return "node" if outcome.lost else "crash"
+    return None
+
+
+def refusal(
+    run: RunDir, spec: JobSpec, cause: Cause, outcome: Outcome, progress: int | None, *, in_place: bool
+) -> str | None:
+    """Why there is to be no other attempt for this cause, or None when there may be one.
+
+    `progress`: steps that were saved by this attempt, None where nobody counts them. A job goes back into the
+    queue with progress alone; in its own allocation it may fail without any, but not twice in the same way.
+    A lost node is not the job's fault.
+    """
+    retries = spec.retries
+    if retries is None:
+        return "the job has no retry: block, and a command is not known to go on where it stopped"
+    if cause == "crash" and not progress and is_repeated(run, outcome):
+        return REPEATED
+    if not in_place and cause != "node" and progress is not None and progress <= 0:
+        return "there was no progress since the last attempt"
+    budget, used = getattr(retries, cause), uses(run, cause)
+    if budget is not None and used >= budget:
+        return f"retry.{cause} allows {budget}, and {used} have been used"
+    return None
+
+
+def uses(run: RunDir, cause: Cause) -> int:
+    """How often there was another attempt for this cause."""
+    return sum(cause in (record.get("requeued"), record.get("relaunched")) for record in outcomes(run))
+
+
+def is_repeated(run: RunDir, outcome: Outcome) -> bool:
+    """Whether the attempt before has failed in the very same way."""
+    before = [one for one in outcomes(run) if one.get("attempt") == outcome.attempt - 1]
+    return bool(before) and _signature(before[0].get("message", "")) == _signature(outcome.message)
+
+
+def _signature(message: str) -> str:
+    return _PASSING.sub("", message)
+
+
+def outcomes(run: RunDir) -> list[dict[str, Any]]:
+    """How the attempts of a run have ended, oldest first; those that left no word are missing."""
+    found = []
+    for attempt in run.attempts():
+        record = read_json(attempt.outcome)
+        if isinstance(record, dict):
+            found.append({"attempt": attempt.number, **record})
+    return found
+
+
+def saved_step(run: RunDir) -> int:
+    """The step that a new attempt would go on from."""
+    steps = saved_steps(run.checkpoints)
+    return steps[-1].step if steps else 0

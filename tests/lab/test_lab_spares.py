@@ -1,0 +1,75 @@
+"""Runs that lose ranks and nodes, and go on in the same allocation from their newest save."""
+
+from __future__ import annotations
+
+import json
+
+from hpcrun.specs.records import read_lines
+from hpcrun.specs.rundir import RunDir
+from tests.lab.desk import Desk, records, story
+
+JOB = """
+name: hardy
+model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
+data: {text: python-stdlib, pattern: "a*.py", seq_len: 32, holdout: 0}
+parallel: {dp_shard: 2}
+train: {steps: 60, mbs: 1, gbs: 4}
+checkpoint: {every: 5}
+resources: {nodes: 2, spares: 1, mem: 2G}
+"""
+
+
+def steps(run: RunDir) -> dict[int, float]:
+    """The loss of each step, as the newest attempt has it."""
+    return {line["step"]: line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"}
+
+
+def outcomes(run: RunDir) -> list[tuple[str, str | None, str | None]]:
+    found = records(run, "attempts/*/outcome.json")
+    return [(one["status"], one["relaunched"], one["requeued"]) for one in found]
+
+
+def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
+    (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
+    run = desk.submit("job.yaml")
+    assert "#SBATCH --nodes=3\n" in run.script.read_text()
+    assert "#SBATCH --no-kill\n" in run.script.read_text()
+    desk.until(lambda: len(steps(run)) > 6, run)
+    record = json.loads(run.attempt(1).rank_record(1).read_text())
+    desk.lab.node(record["node"]).run(["kill", "-9", str(record["pid"])]).require()
+    desk.until(lambda: (run.attempt(2).path / "placement.json").exists(), run)
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    # The batch host, n01, has the supervisor; the other node of the ranks goes.
+    lost = records(run, "attempts/2/placement.json")[0]["nodes"][1]
+    desk.lab.node(lost).power_off()
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert outcomes(run) == [("failed", "crash", None), ("failed", "node", None), ("done", None, None)]
+    third = records(run, "attempts/3/placement.json")[0]
+    assert lost not in third["nodes"]
+    assert steps(run) == steps(undisturbed)
+    told = [line for line in read_lines(run.events) if line["event"] == "relaunch"]
+    assert [line["spares_left"] for line in told] == [1, 0]
+
+
+def test_what_fails_twice_in_the_same_way_is_not_tried_again(desk: Desk) -> None:
+    words = ("name=same", "retry={crash: 5}", "resources.nodes=2", "--", "sh", "-c", "sleep 0.3; exit 3")
+    run = desk.submit(*words)
+    ended = desk.ended(run)
+    assert outcomes(run) == [("failed", "crash", None), ("failed", None, None)], story(run)
+    assert ended["exit_code"] == 93
+    assert ended["message"].endswith("not tried again: it failed twice in the same way, without progress")
+
+
+def test_a_lost_batch_host_leaves_no_ghost(desk: Desk) -> None:
+    # The count is kept outside: it shows that the second attempt has begun.
+    mark = desk.path / "mark"
+    body = f'[ -e {mark} ] && exit 0; sleep 1; [ "$RANK" = 0 ] && touch {mark}; sleep 300'
+    run = desk.submit("name=ghost", "resources={nodes: 2, spares: 1}", "--", "sh", "-c", body)
+    desk.until(mark.exists, run)
+    desk.lab.node("n01").power_off()
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    who = records(run, "attempts/*/supervisor.json")
+    assert [one["restarts"] for one in who] == [0, 1]
+    assert who[1]["host"] != "n01"
