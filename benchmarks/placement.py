@@ -25,7 +25,6 @@ from hpcrun.fabric import search
 from hpcrun.fabric.cost import cost
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.place import order, place
-
 from hpcrun.fabric.traffic import Flow, Pattern, Traffic
 from hpcrun.mesh import Degrees
 from hpcrun.specs.placement import in_blocks

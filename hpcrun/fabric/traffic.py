@@ -169,11 +169,12 @@ def _shards(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
     """Ring all-gather of weights and reduce-scatter of gradients, (n-1)/n of the whole each.
 
     ZeRO-3 gathers twice a microbatch (forward, backward), below it once a step; ZeRO-2 and 3 scatter every
-    microbatch, ZeRO-1 once a step (Rajbhandari et al., 2020, 7; runtime.parallel and runtime.pipeline).
+    microbatch, ZeRO-1 once a step (Rajbhandari et al., 2020, 7; runtime.parallel and runtime.pipeline). On
+    CPUs gloo scatters by an all-reduce, which is twice as much (as the counters of links have shown).
     """
     n, count = plan.dp_shard, plan.grad_accum
     gathers = 2 * count if plan.zero == 3 else 1
-    scatters = count if plan.zero >= 2 else 1
+    scatters = (count if plan.zero >= 2 else 1) * (2 if job.device == "cpu" else 1)
     per_parameter = gathers * _WEIGHT_BYTES[job.train.precision] + scatters * _GRAD_BYTES[job.train.precision]
     size_bytes = -(-(n - 1) * _parameters(model, plan) * per_parameter // n)
     messages = (n - 1) * (gathers + scatters) * _units(plan)

@@ -348,7 +348,7 @@ def test_leftovers_of_a_broken_save_go_with_the_next(laboratory: Laboratory) -> 
 def test_a_rank_killed_in_a_step_takes_the_run_down_and_leaves_nothing(laboratory: Laboratory) -> None:
     shared = Path("/dev/shm")
     before = set(shared.iterdir())
-    process = laboratory.start(str(laboratory.job), "name=killed", "train.steps=100000")
+    process = laboratory.start(str(laboratory.job), "name=killed", "train.steps=100000", "retry.crash=0")
     record: dict[str, Any] = {}
     while process.poll() is None:
         found = [path for path in laboratory.root.iterdir() if path.name.startswith("killed")]
