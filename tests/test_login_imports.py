@@ -69,6 +69,11 @@ def call(arguments: list[str], cwd: Path) -> tuple[set[str], subprocess.Complete
         "wait RUN",
         "logs RUN",
         "cancel RUN",
+        "events RUN",
+        "events RUN --json",
+        "events RUN -f",
+        "save RUN",
+        "stop RUN",
     ],
 )
 def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) -> None:
@@ -88,6 +93,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "data prepare TEXT --out tokens.bin",
         "ckpt --help",
         "ckpt ls RUN",
+        "postmortem RUN",
         "cluster --help",
         "template list",
         "nonsense",

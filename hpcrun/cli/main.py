@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -9,7 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
 from hpcrun import __version__
-from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USAGE, HpcrunError, SiteError, UsageError
+from hpcrun.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_SITE,
+    EXIT_USAGE,
+    HpcrunError,
+    SiteError,
+    UsageError,
+)
 
 
 class Verb(NamedTuple):
@@ -30,9 +39,14 @@ VERBS = {
     "wait": Verb("hpcrun.cli.runs", "wait until runs are over; the exit code is theirs"),
     "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it"),
     "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop"),
+    "save": Verb("hpcrun.cli.events", "ask a run to save now, and to go on"),
+    "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has"),
+    "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it"),
+    "postmortem": Verb("hpcrun.cli.events", "one tar with what an engineer asks for, without secrets"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
+    "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
     "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
 }
@@ -50,10 +64,32 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is still buffered must not complain at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read our output has seen enough.
+        _drop_output()
         code = EXIT_DONE
+    except OSError as error:
+        if arguments[:1] and arguments[0] in _INTERNAL:  # their logs are read by those who look for a cause
+            raise
+        _complain(_words(error))
+        code = EXIT_SITE
     sys.exit(code)
+
+
+def _words(error: OSError) -> str:
+    """What the system refused, and where; what cannot be printed is dropped."""
+    place = error.filename
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+        place = place or "standard output"
+    told = error.strerror or str(error) or type(error).__name__
+    return f"{place}: {told}" if place else told
+
+
+def _drop_output() -> None:
+    """What is still buffered must not complain at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:
@@ -121,7 +157,9 @@ def _be_rank(run_dir: str, number: str) -> int:
     world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
     requests = shim.enter(attempt, world)
     try:
-        return int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, int(number), requests))
+        code = int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, int(number), requests))
+        shim.leave()
+        return code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
         shim.report_error(attempt, world.rank, error)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -179,4 +217,6 @@ def _nearest(word: str) -> str:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))
+    # Where it cannot be said, the exit code still tells.
+    with contextlib.suppress(OSError):
+        sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +17,8 @@ from hpcrun.launch import runs
 from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
 
 SCHEMA_VERSION = 1
+_QUICK_BYTES = 32 * 2**20
+"""Metrics of more than this, some eighty thousand steps, take seconds to read."""
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -96,7 +99,9 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         return
     (state,) = runs.look_at_all([run])
     if as_json:
-        _print_json(**state.as_json())
+        from hpcrun.launch.describe import account
+
+        _print_json(**state.as_json(), ledger=account(state).as_json())
         return
     _print_facts(
         run=run.path,
@@ -109,8 +114,36 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         step=None if state.step is None else _step(state).replace("/", " of "),
         loss=None if state.loss is None else _loss(state.loss),
         eval=None if state.eval_loss is None else _loss(state.eval_loss),
+        **_accounts(state),
         changed=f"{duration(time.time() - state.changed)} ago",
     )
+
+
+def _accounts(state: runs.RunState) -> dict[str, str]:
+    """Faults, spares and goodput, where reading every step is a matter of a moment."""
+    if _size(state.run.metrics) > _QUICK_BYTES:
+        return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
+    from hpcrun.launch.describe import account
+
+    ledger = account(state)
+    told = {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
+    if ledger.spares_left is not None:
+        told["spares"] = f"{ledger.spares_left} left"
+    if ledger.goodput is not None:
+        lost = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in ledger.losses())
+        told["goodput"] = f"{ledger.goodput:.1%}" + (f"; lost to {lost}" if lost else "")
+    return told
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 10 else duration(value)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _show_sweep(run: RunDir, as_json: bool) -> None:
@@ -143,19 +176,22 @@ def describe(name: _Run, as_json: _Json = False) -> None:
     """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
     from hpcrun.launch.describe import describe as describe_run
 
-    told = describe_run(find_run(name))
+    told, ledger = describe_run(find_run(name))
     if as_json:
-        _print_json(**told)
+        _print_json(**told, ledger=ledger.as_json())
         return
     _print_facts(**_described(told))
     for one in told["attempts"]:
         print(_attempt(one))
+    for line in ledger.lines() if ledger.attempts else ():
+        print(line)
 
 
 def _attempt(one: dict[str, Any]) -> str:
     where = f" on {one['host']}" if one["host"] else ""
     job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
     again = f", queued again ({one['requeued']})" if one["requeued"] else ""
+    again = f", relaunched ({one['relaunched']})" if one["relaunched"] else again
     return f"attempt {one['attempt']}{where}{job}: {one['status']}: {one['message']}{again}; {one['logs']}"
 
 

@@ -19,6 +19,7 @@ from hpcrun.launch.world import World, detect_world
 
 if TYPE_CHECKING:
     from hpcrun.launch.course import Observer, Outcome
+    from hpcrun.specs.rundir import RunDir
 
 SCHEMA_VERSION = 1
 TAKES_COMMAND = True
@@ -138,7 +139,10 @@ def _supervise(
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
 
-        prepared = prepare(job, overrides, resume=find_run(resume) if resume else None, command=command)
+        earlier = find_run(resume) if resume else None
+        if earlier is not None:
+            _refuse_one_that_goes_on(earlier)
+        prepared = prepare(job, overrides, resume=earlier, command=command)
         site = find_site(prepared.spec.cluster)
         display = make_display(prepared.spec.train.steps if prepared.plan else 0)
         display.note(f"{prepared.spec.name}: {prepared.describe()}")
@@ -147,6 +151,17 @@ def _supervise(
         # The outcome stands: a late signal must not change the exit code.
         signals.hold_back()
         return outcome
+
+
+def _refuse_one_that_goes_on(run: RunDir) -> None:
+    """A run that waits in Slurm's queue, or runs there, would be run twice."""
+    from hpcrun.launch.runs import look_at_all
+
+    (state,) = look_at_all([run])
+    if state.state in ("queued", "running") and state.job is not None:
+        raise UsageError(
+            f"{run.id} is {state.state} as job {state.job}; wait for its end, or `hpcrun cancel` it first"
+        )
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:

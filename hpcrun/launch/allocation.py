@@ -6,15 +6,18 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand
-from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_squeue
+from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.specs.rundir import RunDir
 
 _ASK_S = 20
 _REQUEUE_S = 60
+_SLACK_S = 5.0
+Fate = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
 _REQUEUED_ALREADY = re.compile(
     r"pending execution|already pending|requeued|Job/step already completing", re.I
 )
@@ -42,6 +45,22 @@ class Allocation:
             if record.limit_s is not None and record.elapsed_s is not None:
                 return record.limit_s - record.elapsed_s
         return None
+
+    def fate(self) -> Fate:
+        """What Slurm means to do with the job now: a TERM alone does not say."""
+        try:
+            answer = process.run(["scontrol", "show", "job", self.id], timeout_s=_ASK_S)
+        except SiteError:
+            return "unknown"
+        record = next(iter(parse_scontrol_jobs(answer.stdout)), None)
+        if record is None:
+            return "unknown"
+        if record.state.phase == "pending" or (record.restarts or 0) > self.restarts:
+            return "queued again"
+        if not record.state.final and "COMPLETING" not in (record.state.name, *record.state.flags):
+            return "running"
+        late = record.limit_s is not None and (record.elapsed_s or 0.0) >= record.limit_s - _SLACK_S
+        return "time limit" if late else "cancelled"
 
     def requeue(self) -> None:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""

@@ -171,7 +171,9 @@ class Course:
                     self._settle(_LAST_LOOK_S)
             case Finished(result):
                 self._result = result
-                self._finish_by = time.monotonic() + self._limits.finish_s
+                # What a program has left in the background is not waited for.
+                seconds = self._limits.leave_s if self._launch.judges_exits else self._limits.finish_s
+                self._finish_by = time.monotonic() + seconds
                 self._event("result", **result)
             case Asked(number):
                 self._ask(running, number)
@@ -186,11 +188,15 @@ class Course:
         self._event("signal", signal=number.name)
         if number == signal.SIGINT:
             self._interrupts += 1
+        if number == signal.SIGUSR2 and not self._launch.can_save:
+            self._observer.note(
+                "SIGUSR2: the time limit is near; without a retry: block nobody is asked to save"
+            )
+            return
         if number == signal.SIGUSR1:
             passed, what = signal.SIGUSR1, "save"
         else:
-            # mpiexec would die of some of these, and the ranks know one word for it.
-            passed, what = signal.SIGUSR2, "save and stop"
+            passed, what = self._word_for(number), "save and stop"
             if self._stop is None:
                 self._stop = number
                 self._stop_by = time.monotonic() + self._limits.stop_s
@@ -199,6 +205,12 @@ class Course:
             self._observer.note(f"{number.name}: asking the ranks to {what}{again}")
         self._asked.append(passed)
         running.signal(passed)
+
+    def _word_for(self, number: signal.Signals) -> signal.Signals:
+        """How ranks are told to stop: ours know one word for it, programs of others the usual ones."""
+        if not self._launch.judges_exits or number == signal.SIGUSR2:
+            return signal.SIGUSR2
+        return signal.SIGTERM
 
     def _verdict(self, running: RunningAttempt) -> _Verdict | None:
         now = time.monotonic()
@@ -229,6 +241,9 @@ class Course:
         if verdict == "died":
             name = self._launch.launcher.name
             cause = explain(attempt, ranks, self._ended, self._launcher, self._lost, name)
+            if self._stop is not None and self._launch.judges_exits and not self._lost:
+                text = f"stopped by {self._stop.name}, as asked, without a save (exit code 75 tells of one)"
+                return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
             return self._failed(cause, "failed")
         where = f"; logs: {attempt.path / 'logs'}"
         if verdict == "not started":

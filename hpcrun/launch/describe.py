@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
 from hpcrun.launch.follow import batch_logs
+from hpcrun.launch.ledger import Ledger, add, read_ledger
 from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json
@@ -14,12 +16,15 @@ from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.sweep import read_sweep
 
 
-def describe(run: RunDir) -> dict[str, Any]:
-    """The state of a run, its origin and jobs, files, attempts and saves; of an element, what it changes."""
+def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
+    """The state of a run, its origin and jobs, files, attempts and saves, and where its time went.
+
+    Of an element of a sweep also what it changes.
+    """
     (state,) = look_at_all([run])
     owner = run.sweep_of_element or run
     origin = read_provenance(owner)
-    return {
+    told = {
         **state.as_json(),
         "files": _files(owner, run),
         "overrides": _overrides(run),
@@ -27,6 +32,17 @@ def describe(run: RunDir) -> dict[str, Any]:
         "attempts": [_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
     }
+    return told, account(state)
+
+
+def account(state: RunState) -> Ledger:
+    """Where the time of a run went, until now where it goes on; of a sweep the sum over its elements."""
+    if not state.run.sweep.is_file():
+        # Where nobody knows whether it goes on, what it has written is the last that is known.
+        now = state.changed if state.state == "unknown" else time.time()
+        return read_ledger(state.run, now=None if state.is_over else now)
+    # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
+    return add(account(one) for one in look_at_elements(state.run, ask=False))
 
 
 def sweep_table(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:
@@ -48,7 +64,9 @@ def _overrides(run: RunDir) -> dict[str, Any] | None:
 def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
     told, ended = read_json(one.supervisor) or {}, read_json(one.outcome) or {}
     known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
-    outcome = {name: ended.get(name) for name in ("status", "message", "step", "requeued", "ended")}
+    outcome = {
+        name: ended.get(name) for name in ("status", "message", "step", "requeued", "relaunched", "ended")
+    }
     if not ended:
         is_newest = one.number == state.attempt
         outcome |= {"status": state.state if is_newest else "unknown", "message": "it left no word"}

@@ -34,6 +34,8 @@ class Launch:
     launcher: Launcher
     judges_exits: bool = False
     """Whether the ranks' own exit records say how it went, as a command's do, instead of rank 0's result."""
+    can_save: bool = True
+    """Whether the ranks know what to do when they are asked to save and stop before the time limit."""
 
     @property
     def ranks(self) -> int:

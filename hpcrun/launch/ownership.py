@@ -17,6 +17,10 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 
 
+class TakenError(UsageError):
+    """Another supervisor owns the run."""
+
+
 @contextmanager
 def hold(run: RunDir) -> Iterator[None]:
     """Own a run directory inside the block; UsageError, with host and pid, when another supervisor does."""
@@ -68,9 +72,9 @@ def sweep_leftovers(run: RunDir) -> list[str]:
     return notes
 
 
-def _taken(run: RunDir) -> UsageError:
+def _taken(run: RunDir) -> TakenError:
     job = supervisor_of(run)
     who = f"by hpcrun on {job['host']} (pid {job['pid']})" if job else "by another hpcrun"
-    return UsageError(
+    return TakenError(
         f"{run.id} is being run {who}; wait for it, or ask it to save and stop: hpcrun cancel {run.id}"
     )

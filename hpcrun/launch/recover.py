@@ -14,6 +14,8 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 
 Cause = Literal["time_limit", "preemption", "crash", "node"]
+FAULTS: tuple[Cause, ...] = ("crash", "node")
+"""Those that another attempt in the same allocation may overcome."""
 _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
 REPEATED = "it failed twice in the same way, without progress"

@@ -204,11 +204,9 @@ def _by_records(view: View) -> tuple[str, str, Question | None]:
             return "unknown", f"it was started on {host}; look there whether it still runs", None
         words = f"; it said last: {said}" if (said := view.last_words()) else ""
         return "dead", f"its supervisor (pid {who.pid}) is gone; {_resume(view)}{words}", None
-    for attempt in reversed(view.attempts):
-        result = read_json(attempt.result)
-        if isinstance(result, dict):
-            return result["status"], "", None
-        break
+    result = read_json(view.attempts[-1].result) if view.attempts else None
+    if isinstance(result, dict) and result.get("status") in STATES:
+        return result["status"], "", None
     return "unknown", "no supervisor of ours has recorded itself here", None
 
 

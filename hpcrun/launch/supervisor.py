@@ -82,9 +82,8 @@ class Supervisor:
             attempt = self._open(run)
             outcome = self._run_attempt(attempt, launcher, nodes)
             cause = recover.cause_of(outcome)
-            if cause is None:
-                self._close(outcome)
-                return outcome
+            if cause not in recover.FAULTS:
+                return self._close(outcome)
             self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
             self._excluded |= set(outcome.lost)
             refused = self._why_not_here(outcome, cause, nodes)
@@ -158,6 +157,7 @@ class Supervisor:
             self._environ(attempt, placement),
             launcher,
             judges_exits=spec.command is not None,
+            can_save=spec.retries is not None,
         )
         events = LineWriter(attempt.run.events)
         metrics = attempt.run.metrics
@@ -189,6 +189,14 @@ class Supervisor:
         `refused` says why the run does not go on in this allocation.
         """
         run = outcome.run
+        fate = self._site.allocation.fate() if self._site.allocation and outcome.stop else "running"
+        if fate == "queued again":
+            # A preemption, or somebody's `scontrol requeue`: the run is not over.
+            self._record(outcome, requeued="preemption")
+            self._event(run, "requeue", outcome, cause="preemption")
+            return outcome
+        if fate == "time limit" and outcome.status != "saved":
+            outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
         if recover.REPEATED in refused:
             outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
         cause, told = self._queue_again(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -10,10 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
+from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox, hold_back
+from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor, record_exit
@@ -107,12 +109,25 @@ def _run(run: RunDir, origin: RunDir) -> int:
             # The outcome stands: a late signal must not change the exit code.
             hold_back()
             return outcome.exit_code
+    except TakenError as error:
+        # The run is somebody else's, and so is the record of its end.
+        log.note(str(error))
+        return error.exit_code
     except (HpcrunError, OSError) as error:
         failure = error if isinstance(error, HpcrunError) else SiteError(str(error))
         log.note(str(failure))
-        if run.read_exit() is None:
-            record_exit(run, "failed", failure.exit_code, str(failure))
+        _record_failure(run, failure.exit_code, str(failure))
         return failure.exit_code
+    except Exception as error:  # the outermost frame of the job
+        _record_failure(run, EXIT_CHECK_FAILED, f"{type(error).__name__}: {error}; see the batch log")
+        raise
+
+
+def _record_failure(run: RunDir, code: int, message: str) -> None:
+    """Write how the run ended, unless it has an end already, or is somebody else's."""
+    with contextlib.suppress(TakenError), hold(run):
+        if run.read_exit() is None:
+            record_exit(run, "failed", code, message)
 
 
 def _check_python(record: Provenance | None, cluster: ClusterSpec | None, log: BatchLog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,28 @@ from hpcrun.specs.rundir import RunDir
 
 _TAIL_BYTES = 65536
 _WORDS = 300
+
+_NUMBER = (int, float)
+_Kinds = Mapping[str, type | tuple[type, ...]]
+_SUPERVISOR: _Kinds = {
+    "host": str,
+    "pid": int,
+    "start_ticks": int,
+    "started": _NUMBER,
+    "slurm_job": int,
+    "restarts": int,
+}
+_EXIT: _Kinds = {"status": str, "exit_code": int, "message": str, "attempt": int, "ended": _NUMBER}
+_SUBMISSION: _Kinds = {
+    "time": _NUMBER,
+    "job": int,
+    "cluster": str,
+    "array": str,
+    "offset": int,
+    "host": str,
+    "pid": int,
+    "start_ticks": int,
+}
 
 
 class Progress(NamedTuple):
@@ -37,8 +60,8 @@ class View:
         self.supervisor: dict[str, Any] = {}
         for attempt in reversed(self.attempts):
             record = read_json(attempt.supervisor)
-            if isinstance(record, dict):
-                self.supervisor = record
+            if record is not None:
+                self.supervisor = _sound(attempt.supervisor, record, _SUPERVISOR)
                 break
         self.submission = _newest_submission(run, origin)
         self.ended = self._fenced(run.read_exit())
@@ -47,8 +70,9 @@ class View:
         """The exit record, unless it is that of an attempt before the newest one, or the newest job."""
         if ended is None:
             return None
-        if not isinstance(ended.get("status"), str) or not isinstance(ended.get("exit_code"), int):
+        if ended.get("status") is None or ended.get("exit_code") is None:
             raise UsageError(f"{self.run.exit}: is damaged: it has no status and exit code; remove it")
+        _sound(self.run.exit, ended, _EXIT)
         number, newest = ended.get("attempt"), self.attempts[-1].number if self.attempts else None
         if number is not None and newest is not None and number != newest:
             return None
@@ -116,7 +140,12 @@ class View:
                 step = record
             evaluated = record.get("eval_loss") if evaluated is None else evaluated
         last = step or {}
-        return Progress(last.get("step"), last.get("loss"), evaluated)
+        number, loss = last.get("step"), last.get("loss")
+        return Progress(
+            number if isinstance(number, int) else None,
+            loss if isinstance(loss, _NUMBER) else None,
+            evaluated if isinstance(evaluated, _NUMBER) else None,
+        )
 
     def batch_logs(self) -> list[Path]:
         """What the batch shell, or the local process, of the newest submission has printed into."""
@@ -137,9 +166,23 @@ class View:
         return ""
 
 
+def _sound(path: Path, record: Any, kinds: _Kinds) -> dict[str, Any]:
+    """The record, where its values are of these kinds or null; UsageError names the first that is not."""
+    if not isinstance(record, dict):
+        raise UsageError(f"{path}: is damaged: it holds no mapping; remove it")
+    for name, kind in kinds.items():
+        value = record.get(name)
+        if value is not None and not isinstance(value, kind):
+            words = "text" if kind is str else "a number"
+            raise UsageError(f"{path}: is damaged: {name} is {json.dumps(value)}, not {words}; remove it")
+    return record
+
+
 def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | None:
     """The newest job of a run; of an element, the newest that holds it."""
     submissions = origin.submissions if origin else []
+    for one in submissions:
+        _sound((run.sweep_of_element or run).job, vars(one), _SUBMISSION)
     if run.sweep_of_element is None:
         return submissions[-1] if submissions else None
     number = int(run.path.name)

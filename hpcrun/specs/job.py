@@ -165,7 +165,9 @@ class JobSpec(_Section):
         default={}, description="environment of the ranks from files that you alone may read: NAME: PATH"
     )
     retry: RetrySpec | None = Field(
-        default=None, description="when to queue again; default for training: from a save, with progress"
+        default=None,
+        description="when to go on by itself; default for training: from a save. A command says with exit"
+        " code 75 that it has saved",
     )
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(

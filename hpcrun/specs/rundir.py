@@ -17,6 +17,8 @@ from hpcrun.specs.records import read_json
 
 _JOB = re.compile(r"([0-9]{1,10})(?:_([0-9]{1,9})|\+[0-9]{1,6})?")
 """A job, an element of an array, or a component of a heterogeneous job."""
+_STAMP = re.compile(r"-[0-9]{4}-[0-9]{6}-[0-9a-f]{6}")
+"""What create_run puts behind a run's name."""
 
 
 def runs_roots() -> list[Path]:
@@ -249,11 +251,13 @@ def find_runs(words: Iterable[str]) -> list[RunDir]:
 
 
 def find_run(word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None) -> RunDir:
-    """RUN on the command line: a run directory, a run's id or its beginning, or the id of a Slurm job.
+    """RUN on the command line: a run directory, a run's id, its name or its beginning, or a Slurm job's id.
 
     RUN/NUMBER and JOB_NUMBER are elements of a sweep. UsageError where this is no run, or several. `among`:
     all runs under the root, where they are known already.
     """
+    if not word.strip():
+        raise UsageError("an empty word names no run; `hpcrun list` shows the runs")
     # os.path's look-up says no where pathlib's raises: a name that is too long, a place closed to us.
     if os.path.isfile(f"{word}/spec.yaml"):  # noqa: PTH113
         return RunDir(Path(word).resolve())
@@ -266,7 +270,9 @@ def find_run(word: str, root: Path | None = None, *, among: Sequence[RunDir] | N
         return exact[0]
     if (job := _JOB.fullmatch(word)) and (found := _run_of_job(runs, int(job[1]), job[2])):
         return found
-    matches = [run for run in runs if run.id.startswith(word)]
+    # A name that is whole comes before longer ones that begin like it.
+    named = [run for run in runs if _STAMP.fullmatch(run.id.removeprefix(word)) and run.id.startswith(word)]
+    matches = named or [run for run in runs if run.id.startswith(word)]
     if len(matches) == 1:
         return matches[0]
     where = root or ", ".join(map(str, runs_roots()))
@@ -294,9 +300,17 @@ def _element(sweep: RunDir, number: int) -> RunDir:
 def _run_of_job(runs: Sequence[RunDir], job: int, index: str | None) -> RunDir | None:
     """The newest run that was submitted as this job, or the element that runs under this index of it."""
     for run in reversed(runs):
-        # A damaged record is a matter of the run that it belongs to.
-        with contextlib.suppress(UsageError, AttributeError):
-            for one in reversed((read_json(run.job) or {}).get("submissions", [])):
-                if one.get("job") == job:
-                    return run if index is None else run.element(int(index) + one.get("offset", 0))
+        offset = _offset_of_job(run, job)
+        if offset is not None:
+            return run if index is None else _element(run, int(index) + offset)
+    return None
+
+
+def _offset_of_job(run: RunDir, job: int) -> int | None:
+    """Element of the sweep less index of the array, where the run was submitted as this job; else None."""
+    # A damaged record is a matter of the run that it belongs to.
+    with contextlib.suppress(UsageError, AttributeError, TypeError, ValueError):
+        for one in reversed((read_json(run.job) or {}).get("submissions", [])):
+            if one.get("job") == job:
+                return int(one.get("offset", 0))
     return None

@@ -128,3 +128,30 @@ def test_what_stopped_with_code_93_is_never_tried_again(desk: Desk) -> None:
     assert desk.ended(run)["exit_code"] == 93
     assert outcomes(run) == [("failed", None)]
     assert math.isfinite(desk.ended(run)["ended"])
+
+
+def test_slurm_s_own_requeue_is_not_the_end_of_the_run(desk: Desk) -> None:
+    run = counter(desk, 40, "retry={}")
+    desk.until(lambda: Path(f"{desk.path}/saved.counts.1").exists(), run)
+    job = json.loads(run.job.read_text())["submissions"][-1]["job"]
+    desk.lab.run(["scontrol", "requeue", str(job)]).require()
+    desk.until(run.attempt(1).outcome.exists, run)
+    assert not run.exit.exists()
+    assert desk.ended(run)["status"] == "done", story(run)
+    assert outcomes(run) == [("saved", "preemption"), ("done", None)]
+    assert counts(desk, 0) == counts(desk, 1) == list(range(1, 41))
+
+
+def test_a_program_that_was_told_to_stop_has_not_failed(desk: Desk) -> None:
+    run = desk.submit("name=told", "resources.nodes=2", "--", "sh", "-c", "sleep 60")
+    desk.until(run.attempt(1).rank_record(1).exists, run)
+    desk.hpcrun("cancel", run.id)
+    ended = desk.ended(run)
+    assert (ended["status"], ended["exit_code"]) == ("interrupted", 130), story(run)
+    assert ended["message"].startswith("stopped by SIGTERM, as asked, without a save")
+
+
+def test_a_run_in_the_queue_is_not_run_here_as_well(desk: Desk) -> None:
+    run = desk.submit("name=held", "resources.sbatch.hold=true", "--", "true")
+    told = desk.hpcrun("train", "--resume", run.id, code=2).stderr
+    assert "is queued as job" in told

@@ -310,23 +310,75 @@ def test_a_damaged_record_is_the_trouble_of_one_run(squeue: Squeue) -> None:
     assert "sweep.json: is damaged" in states[2].message
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("supervisor.json", '{"started": "x"}', 'supervisor.json: is damaged: started is "x", not a number'),
+        ("supervisor.json", '{"started": 1e9, "host": 7}', "host is 7, not text"),
+        ("supervisor.json", "[1]", "supervisor.json: is damaged: it holds no mapping; remove it"),
+        ("exit.json", '{"status": "done", "exit_code": 0, "ended": "x"}', 'ended is "x", not a number'),
+        ("exit.json", '{"status": "done", "exit_code": "0"}', 'exit_code is "0", not a number'),
+        ("result.json", '{"status": []}', "no supervisor of ours has recorded itself here"),
+        ("job.json", "", 'time is "x", not a number'),
+    ],
+)
+def test_a_record_of_a_wrong_type_is_the_trouble_of_one_run(
+    name: str, text: str, said: str, squeue: Squeue
+) -> None:
+    bad, good = submitted("r", Submission(SUBMITTED, job=7)), ended(begun(submitted()))
+    if name == "job.json":
+        text = bad.job.read_text().replace(f'"time": {SUBMITTED}', '"time": "x"')
+    elif name == "result.json":
+        write_provenance(bad, replace(origin_of(bad), submissions=[]))
+    files = {"exit.json": bad.exit, "job.json": bad.job}
+    files.get(name, bad.attempt(1).create().path / name).write_text(text)
+    states = look_at_all([bad, good])
+    assert [one.state for one in states] == ["unknown", "done"]
+    assert said in states[0].message
+
+
+def test_figures_of_a_wrong_type_are_none(squeue: Squeue) -> None:
+    run = begun(submitted())
+    run.metrics.write_text('{"step": "x", "loss": [], "eval_loss": {}}\n')
+    assert (asked(run).step, asked(run).loss, asked(run).eval_loss) == (None, None, None)
+
+
 def test_a_run_is_found_by_its_job(squeue: Squeue) -> None:
     one, many = submitted(), sweep(3, Submission(SUBMITTED, job=9, array="0-1", offset=1))
     named = submitted("77", Submission(SUBMITTED, job=5))
     assert find_run("7") == one
     assert find_run("9") == many
+    many.element(2).path.mkdir(parents=True)
     assert find_run("9_1") == many.element(2)
     assert find_run("7+0") == one
-    many.element(2).path.mkdir(parents=True)
     assert find_run(f"{many.id}/2") == many.element(2)
     assert find_run("77") == named
     for word, told in {
         "8": "no such run",
         f"{many.id}/3": "there are 0 to 2",
         f"{one.id}/0": "is no sweep",
+        "9_99": f"{many.id}/100: there is no such element; there are 0 to 2",
+        "7_0": f"{one.id} is no sweep, so it has no elements",
     }.items():
         with pytest.raises(UsageError, match=told):
             find_run(word)
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_word_names_no_run(word: str) -> None:
+    run = submitted()
+    assert find_run(run.id) == run
+    with pytest.raises(UsageError, match="an empty word names no run"):
+        find_run(word)
+
+
+def test_a_whole_name_comes_before_those_that_begin_like_it() -> None:
+    run, _, _ = submitted("cont"), submitted("cont2"), submitted("cont-0102")
+    assert find_run("cont") == run
+    assert find_run("cont2") != run
+    submitted("cont")
+    with pytest.raises(UsageError, match="cont: names 2 runs"):
+        find_run("cont")
 
 
 @pytest.fixture
