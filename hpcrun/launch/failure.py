@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.errors import EXIT_RANKS_DIED
+from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch import hydra
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
@@ -58,7 +58,7 @@ def explain(
     errors = sorted((record for record in found if record), key=lambda record: float(record["time"]))
     own = [record for record in errors if not _COLLATERAL.search(record["message"])]
     reported = {record["rank"] for record in errors}
-    silent = [one for one in ended if one.rank not in reported]
+    silent = [one for one in ended if one.rank not in reported and not _ended_well(attempt, one.rank)]
     if launcher and os.WIFSIGNALED(launcher.wait_status):
         # It took with it all who had not gone before.
         silent = [one for one in silent if one.time < launcher.time - _TOGETHER_S]
@@ -67,6 +67,12 @@ def explain(
     if errors:
         return _reported(attempt, (own or errors)[0])
     return _no_rank(attempt, launcher, launcher_name)
+
+
+def _ended_well(attempt: Attempt, rank: int) -> bool:
+    """Whether a command has said for itself that nothing was wrong on this rank."""
+    record = read_json(attempt.exit_record(rank))
+    return isinstance(record, dict) and record.get("exit_code") in (EXIT_DONE, EXIT_SAVED)
 
 
 def _silent(attempt: Attempt, death: RankEnded) -> Failure:

@@ -20,7 +20,7 @@ _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
 REPEATED = "it failed twice in the same way, without progress"
 # What differs between two failures that are one and the same.
-_PASSING = re.compile(r"\(pid \d+\)|; log: \S+|/attempts/\d+/|\b\d+(?:\.\d+)?\b")
+_PASSING = re.compile(r"^rank \d+ on node \S+|\(pid \d+\)|; log: \S+|/attempts/\d+/|\b\d+(?:\.\d+)?\b")
 
 
 def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None = None) -> Cause | None:
