@@ -39,8 +39,8 @@ def check_places(control: Control, attempt: Attempt, coordinate: dict[str, int])
     apart = [rank for rank, view in enumerate(everyone) if view["shared"] not in (None, view["local_rank"])]
     if apart and control.rank == 0:
         sys.stderr.write(
-            "hpcrun: the MPI library does not see which ranks share memory, so its messages inside a node go over"
-            " the network; Slurm's pmi2 tells it wrongly where the order of ranks is given\n"
+            "hpcrun: the MPI library does not see which ranks share memory, so its messages inside a node go"
+            " over the network; Slurm's pmi2 tells it wrongly where the order of ranks is given\n"
         )
     if lines:
         more = f" and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
