@@ -197,7 +197,7 @@ def test_a_signal_while_the_command_is_loaded_is_not_lost(job: Path) -> None:
 def test_what_escapes_from_a_rank_is_one_line_and_an_exit_code(
     job: Path, mode: str, code: int, text: str
 ) -> None:
-    found, _, err = finish(start(job, "train", "job.yaml", mode=mode))
+    found, _, err = finish(start(job, "train", "job.yaml", "retry.crash=0", mode=mode))
     assert found == code
     assert text.format(node=os.uname().nodename) in err
 
