@@ -127,6 +127,15 @@ def test_a_job_that_wants_more_nodes_than_there_are_is_told_so(desk: Desk) -> No
     assert "3 nodes are asked for, but this is one machine; use hpcrun submit" in alone.stderr
 
 
+def test_ranks_that_do_not_meet_through_pmi_are_caught(desk: Desk) -> None:
+    desk.profile("mpi: {launcher: srun, pmi: none}\n")
+    (desk.path / "job.yaml").write_text("model: tiny\ndata: {text: python-stdlib, pattern: 'a*.py'}\n")
+    run = desk.submit("job.yaml", "parallel.dp_shard=2", "resources.nodes=2", "data.seq_len=32")
+    ended = desk.ended(run)
+    assert ended["exit_code"] == 3, story(run)
+    assert "the launcher started 2 ranks, but MPI sees a world of 1" in ended["message"]
+
+
 APPTAINER = """#!/bin/bash
 # Stands in for the container runtime: takes its options off and runs the rest.
 shift

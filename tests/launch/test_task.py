@@ -1,0 +1,80 @@
+"""What a submitted job does at its start, here: its Python, its elements, and whose record it may write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrun.launch import task
+from hpcrun.launch.ownership import hold
+from hpcrun.launch.snapshot import record_origin
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import render_job
+from hpcrun.specs.provenance import write_provenance
+from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.sweep import write_sweep
+
+Capture = pytest.CaptureFixture[str]
+
+
+def made(*command: str, python: str | None = None) -> RunDir:
+    """A run of a command, as `submit` leaves it."""
+    spec = JobSpec(name="t", command=list(command))
+    run = create_run("t")
+    run.spec.write_text(render_job(spec))
+    record = record_origin(run, spec)
+    if python:
+        write_provenance(run, replace(record, python=python))
+    return run
+
+
+def status(run: RunDir) -> str:
+    ended = run.read_exit()
+    assert ended is not None
+    return str(ended["status"])
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "HPCRUN_ELEMENT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_another_python_than_the_one_that_submitted_is_told(capfd: Capture) -> None:
+    run = made("true", python="3.1.4")
+    assert task.run_task(str(run.path)) == 0
+    assert "the job was submitted with 3.1.4 on " in capfd.readouterr().err
+    assert status(run) == "done"
+    assert task.run_task(str(made("true").path)) == 0
+    assert "was submitted with" not in capfd.readouterr().err
+
+
+def test_a_python_that_lacks_what_the_profile_wants_is_refused() -> None:
+    run = made("true")
+    run.cluster.write_text("name: c\npython: {checks: [json, no_such_module]}\n")
+    assert task.run_task(str(run.path)) == 3
+    ended = run.read_exit()
+    assert ended is not None
+    assert "lacks no_such_module; set python in the job or" in ended["message"]
+
+
+def test_who_does_not_own_the_run_writes_no_end_of_it() -> None:
+    run = made("true")
+    with hold(run):
+        assert task.run_task(str(run.path)) == 2
+        assert not run.exit.exists()
+
+
+def test_without_slurm_the_elements_of_a_sweep_run_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made("true")
+    write_sweep(run, [{"command": ["true"]}, {"command": ["false"]}, {"command": ["true"]}])
+    for number, word in enumerate(("true", "false", "true")):
+        run.element(number).path.mkdir(parents=True)
+        run.element(number).spec.write_text(render_job(JobSpec(name="t", command=[word])))
+    assert task.run_task(str(run.path)) == 5
+    assert [status(run.element(number)) for number in range(3)] == ["done", "failed", "done"]
+    monkeypatch.setenv("HPCRUN_ELEMENT", "1")
+    assert task.run_task(str(run.path)) == 5
+    assert len(run.element(1).attempts()) == 2
