@@ -80,6 +80,8 @@ def run(
         except BaseException:
             kill_tree(child.pid)
             child.kill()
+            # After an interrupt the `with` would leave it unreaped.
+            child.wait()
             raise
     return Completed(tuple(argv), child.returncode, out, err, time.monotonic() - started)
 

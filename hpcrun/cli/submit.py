@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hpcrun.errors import EXIT_INTERRUPTED, UsageError
+from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, UsageError
 from hpcrun.specs.rundir import RunDir, find_run
 
 SCHEMA_VERSION = 1
@@ -75,7 +76,8 @@ def submit(
     """Submit a job: hpcrun submit job.yaml train.steps=50, or hpcrun submit resources.nodes=2 -- python my.py
 
     Prints the run's id, which `hpcrun status`, `logs` and `cancel` take. Without Slurm (cluster=local, or no
-    sbatch and no profile) the job runs on this machine, in the background.
+    sbatch and no profile) the job runs on this machine, in the background. A dry run of what would be
+    refused ends with 1.
     """
     if slurm_version is not None and not dry_run:
         raise UsageError("--slurm-version goes with --dry-run: a job is submitted to the Slurm that is here")
@@ -85,7 +87,7 @@ def submit(
     job, overrides = _job_and_overrides(words or [])
     request = Request(
         job=job,
-        overrides=(*overrides, *([f"cluster={cluster}"] if cluster is not None else [])),
+        overrides=_with_cluster(overrides, cluster),
         command=None if context.obj is None else tuple(context.obj),
         resume=None if resume is None else find_run(resume),
         only_failed=only_failed,
@@ -96,16 +98,36 @@ def submit(
     )
     detail = _note if verbose else lambda _: None
     if dry_run:
-        print(submission.dry_run(request, _note, detail), end="")
-        return
+        shown = submission.dry_run(request, _note, detail)
+        if as_json:
+            _print_json(shown.as_json())
+        else:
+            print(shown.script, end="")
+        raise typer.Exit(EXIT_CHECK_FAILED if shown.refused else EXIT_DONE)
     done = submission.submit(request, _note, detail)
     if as_json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **done.as_json()}), flush=True)
+        _print_json(done.as_json())
     else:
         print(done.run.id, flush=True)
     _note(done.describe())
     if follow:
-        raise typer.Exit(_follow(done.run))
+        # What reads the one JSON object is not to meet the job's log.
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+            code = _follow(done.run)
+        raise typer.Exit(code)
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **values}), flush=True)
+
+
+def _with_cluster(overrides: list[str], cluster: str | None) -> tuple[str, ...]:
+    if cluster is None:
+        return tuple(overrides)
+    others = [one for one in overrides if one.startswith("cluster=") and one != f"cluster={cluster}"]
+    if others:
+        raise UsageError(f"--cluster {cluster}: stands beside {others[0]}; give one of the two")
+    return (*overrides, f"cluster={cluster}")
 
 
 def _job_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:

@@ -5,6 +5,7 @@ As a program this module is what runs in such a job, once a task: `python -m hpc
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import shutil
@@ -15,17 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, Problem, SiteError, SpecError
-from hpcrun.specs.rundir import RunDir, create_run, runs_root
+from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, Problem, SiteError, SpecError, UsageError
+from hpcrun.specs.rundir import RunDir, create_run
 
 if TYPE_CHECKING:
     from submitit import Job
     from submitit.core.job_environment import JobEnvironment
 
     from hpcrun.slurm.executor import BackgroundExecutor, TemplateExecutor
+    from hpcrun.slurm.live import LiveCluster
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.specs.job import JobSpec
     from hpcrun.specs.provenance import Submission
+    from hpcrun.specs.yaml import Document
 
 R = TypeVar("R")
 
@@ -43,8 +46,9 @@ def submit(fn: Callable[..., R], *args: Any, spec: Spec = None, **kwargs: Any) -
 
     `spec` is a job file or a mapping with the keys name, resources, env, modules, python and cluster. The
     function runs nodes times ranks_per_node times, and results() then has as many entries. Without Slurm it
-    runs here, in the background. UsageError or SiteError when it cannot be submitted.
+    runs here, in the background. UsageError or SiteError when it cannot be submitted: then nothing is left.
     """
+    _check_calls(fn, [(args, kwargs)])
     return _submitted(fn, spec, lambda executor: [executor.submit(fn, *args, **kwargs)])[0]
 
 
@@ -53,8 +57,25 @@ def submit_array(fn: Callable[..., R], *iterables: Iterable[Any], spec: Spec = N
     sets = list(zip(*iterables, strict=False))
     if not sets:
         return []
+    _check_calls(fn, [(one, {}) for one in sets])
     columns = list(zip(*sets, strict=True))
     return _submitted(fn, spec, lambda executor: executor.map_array(fn, *columns))
+
+
+def _check_calls(fn: Callable[..., Any], calls: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+    """UsageError for what is no function, or is not called so: the job would find out hours later."""
+    name = getattr(fn, "__name__", type(fn).__name__)
+    if not callable(fn):
+        raise UsageError(f"submit: a {name} is no function; give a function and then its arguments")
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some of those written in C have none
+        return
+    for args, kwargs in calls:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{name}: {error}; it is called as {name}{signature}") from None
 
 
 def _submitted(
@@ -62,35 +83,82 @@ def _submitted(
     spec: Spec,
     send: Callable[[TemplateExecutor | BackgroundExecutor], list[Job[R]]],
 ) -> list[Job[R]]:
+    from hpcrun.launch.script import root_of
     from hpcrun.launch.snapshot import record_origin
+    from hpcrun.launch.submission import tell_what_waits_for_ever
+    from hpcrun.slurm.sbatch import log_pattern
     from hpcrun.specs.load import render_job
     from hpcrun.specs.provenance import write_provenance
-    from hpcrun.specs.records import write_json, write_whole
+    from hpcrun.specs.records import write_whole
 
-    job, cluster, is_local = _resolved(spec)
-    run = create_run(job.name, _root(cluster))
-    write_whole(run.spec, render_job(job))
+    job, cluster, is_local, document = _resolved(spec)
+    root, log = root_of(cluster), logging.getLogger("hpcrun")
+    log_pattern(root)
+    live = None if is_local else _live(job, cluster, root, document)
+    run = create_run(job.name, root)
     executor: TemplateExecutor | BackgroundExecutor
+    jobs: list[Job[R]] = []
+    handed_over = False
     try:
+        write_whole(run.spec, render_job(job))
         if is_local:
             executor, template = _here(job, run), None
         else:
-            executor = _on_cluster(job, run, cluster, hasattr(fn, "checkpoint"))
+            executor = _on_cluster(job, run, cluster, live, hasattr(fn, "checkpoint"))
             template = executor.template.path
+        name = _LOCAL if is_local else cluster.name if cluster else None
+        origin = record_origin(run, job, cluster=name, template=template)
         jobs = send(executor)
-    except HpcrunError as error:
-        failed = {"status": "failed", "exit_code": error.exit_code, "message": str(error)}
-        write_json(run.exit, failed | {"attempt": None, "step": None, "ended": time.time()})
-        raise
-    name = _LOCAL if is_local else cluster.name if cluster else None
-    origin = record_origin(run, job, cluster=name, template=template)
-    made = _local_submissions(jobs) if is_local else [_submission(jobs)]
-    write_provenance(run, replace(origin, kind="function", steps=None).submitted(*made))
+        made = _local_submissions(jobs) if is_local else [_submission(jobs)]
+        write_provenance(run, replace(origin, kind="function", steps=None).submitted(*made))
+        handed_over = True
+    except OSError as error:
+        place, reason = error.filename or run.path, error.strerror or error
+        raise SiteError(f"{place}: cannot be written: {reason}; nothing was submitted") from None
+    finally:
+        if not handed_over:
+            _take_back(jobs, is_local)
+            shutil.rmtree(run.path, ignore_errors=True)
+    if not is_local:
+        tell_what_waits_for_ever(made, log.warning)
     return jobs
 
 
-def _resolved(spec: Spec) -> tuple[JobSpec, ClusterSpec | None, bool]:
-    """The job, the profile, and whether it runs here; SpecError lists every mistake."""
+def _take_back(jobs: list[Job[R]], is_local: bool) -> None:
+    """End jobs that are on no record: one call is enough for a whole array."""
+    from hpcrun.slurm.ids import JobId
+    from hpcrun.slurm.sbatch import take_back
+
+    if is_local:
+        for job in jobs:
+            job.cancel()
+    elif jobs:
+        made = _submission(jobs)
+        assert made.job is not None
+        take_back(JobId(made.job, cluster=made.cluster), logging.getLogger("hpcrun").warning)
+
+
+def _live(job: JobSpec, cluster: ClusterSpec | None, root: Path, document: Document) -> LiveCluster | None:
+    """What the cluster says now; SpecError for a job that does not fit it, the rest is logged."""
+    from hpcrun.launch.request import ask_live, check_cluster
+
+    log = logging.getLogger("hpcrun")
+    live = ask_live(cluster, log.warning)
+    refused = []
+    for finding in check_cluster(job, cluster, live, root):
+        where = document.where(finding.key) if finding.key else ""
+        problem = Problem(finding.key, finding.text, where)
+        if finding.refuse:
+            refused.append(problem)
+        else:
+            log.warning(str(problem))
+    if refused:
+        raise SpecError(refused)
+    return live
+
+
+def _resolved(spec: Spec) -> tuple[JobSpec, ClusterSpec | None, bool, Document]:
+    """The job, the profile, whether it runs here, and where its keys stand; SpecError lists every mistake."""
     from pydantic import ValidationError
 
     from hpcrun.specs.cluster import find_cluster
@@ -119,15 +187,7 @@ def _resolved(spec: Spec) -> tuple[JobSpec, ClusterSpec | None, bool]:
     is_local = cluster is None and (job.cluster == _LOCAL or shutil.which("sbatch") is None)
     if is_local and job.resources.nodes > 1:
         raise SiteError(f"resources.nodes: {job.resources.nodes}, but this runs here without Slurm; use 1")
-    return job, cluster, is_local
-
-
-def _root(cluster: ClusterSpec | None) -> Path:
-    from hpcrun.slurm.precheck import expand_place
-
-    if os.environ.get("HPCRUN_ROOT") or cluster is None or cluster.root is None:
-        return runs_root()
-    return Path(expand_place(cluster.root))
+    return job, cluster, is_local, document
 
 
 def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
@@ -143,17 +203,21 @@ def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
     )
 
 
-def _on_cluster(job: JobSpec, run: RunDir, cluster: ClusterSpec | None, saves: bool) -> TemplateExecutor:
+def _on_cluster(
+    job: JobSpec, run: RunDir, cluster: ClusterSpec | None, live: LiveCluster | None, saves: bool
+) -> TemplateExecutor:
+    from hpcrun.launch.request import without_uncounted_memory
     from hpcrun.launch.script import python_of, script_context
     from hpcrun.slurm.executor import TemplateExecutor
     from hpcrun.slurm.template import Library
     from hpcrun.slurm.versions import parse_version
 
-    version = parse_version((cluster and cluster.slurm_version) or "")
+    version = (live and live.version) or parse_version((cluster and cluster.slurm_version) or "")
     context, notes = script_context(job, run, cluster, version)
     log = logging.getLogger("hpcrun")
     for note in notes:
         log.warning(note)
+    context = without_uncounted_memory(context, job, cluster, live, log.warning)
     launch = [python_of(job, cluster), "-u", "-m", "hpcrun.launch.functions", str(run.submitit)]
     # What can be imported here, such as a module beside the script that submits, can be so there.
     known = context.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH") or ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from hpcrun.slurm.precheck import (
     expand_place,
     over_quota,
 )
-from hpcrun.slurm.template import Library, Template
+from hpcrun.slurm.template import SUFFIX, Library, Template
 from hpcrun.slurm.versions import Version, parse_version
 from hpcrun.specs.badnodes import merged_exclude
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
@@ -69,8 +69,8 @@ class Request:
 class Job:
     """A request that is understood: its job, its cluster, its template; each looked up when it is needed."""
 
-    def __init__(self, request: Request, note: Note) -> None:
-        self.request, self.note = request, note
+    def __init__(self, request: Request, note: Note, detail: Note) -> None:
+        self.request, self.note, self.detail = request, note, detail
         self.resolved = _load(request, note)
         self.resume = request.resume and (request.resume.sweep_of_element or request.resume)
         spec = self.resolved.spec
@@ -94,18 +94,22 @@ class Job:
     @cached_property
     def template(self) -> Template:
         """The request's, else the one for jobs of this kind."""
-        return self.library.find(self.request.template or template_name(self.resolved.spec, self.cluster))
+        spec, asked = self.resolved.spec, self.request.template
+        found = self.library.find(asked or template_name(spec, self.cluster))
+        kinds = {layer.name.removesuffix(SUFFIX) for layer in self.library.chain(found)}
+        if "array" in kinds and spec.sweep is None:
+            raise UsageError(f"--template {asked}: is for a sweep, and the job has none; leave it out")
+        if spec.container is None and any(kind.endswith(("-pyxis", "-apptainer")) for kind in kinds):
+            raise UsageError(
+                f"--template {asked}: is for ranks in a container, and the job has no container.image; give"
+                " one, or leave the template out"
+            )
+        return found
 
     @cached_property
     def live(self) -> LiveCluster | None:
         """What Slurm says now; None where it is not here, or is not the one that the script is for."""
-        if self.is_local or self.request.slurm_version or shutil.which("scontrol") is None:
-            return None
-        try:
-            return ask_cluster(self.cluster.slurm_cluster if self.cluster else None, _ASK_S)
-        except HpcrunError as error:
-            self.note(f"not checked against Slurm: {error}")
-            return None
+        return None if self.is_local or self.request.slurm_version else ask_live(self.cluster, self.note)
 
     @cached_property
     def version(self) -> Version | None:
@@ -142,7 +146,7 @@ class Job:
             # Too few nodes: check_fit says so, or Slurm does.
             return None
         for line in (*found.notes, *found.placed.why):
-            self.note(f"placement: {line}")
+            self.detail(f"placement: {line}")
         return found.leaves
 
     @cached_property
@@ -170,11 +174,7 @@ class Job:
             raise SpecError(problems) from None
         for text in notes:
             self.note(text)
-        if "mem" in context.directives and not counts_memory(self.resolved.spec, self.cluster, self.live):
-            self.note("resources.mem: left out: this partition counts no memory")
-            directives = {name: value for name, value in context.directives.items() if name != "mem"}
-            context = context.model_copy(update={"directives": directives})
-        return context
+        return without_uncounted_memory(context, self.resolved.spec, self.cluster, self.live, self.note)
 
     @cached_property
     def elements(self) -> list[int]:
@@ -219,13 +219,9 @@ class Job:
         spec = self.resolved.spec
         found = [*_missing_inputs(self.jobs()), *self._room()]
         if self.is_local:
-            nodes = spec.resources.nodes
-            text = f"{nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
-            return [*found, Finding("resources.nodes", text)] if nodes > 1 else found
-        found += check_fit(self.steered, self.cluster, self.live)
-        with suppress(OSError):
-            mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
-            found += check_place(self.place, self.cluster, mounts)
+            return [*found, *_beyond_this_machine(spec)]
+        found += _missing_image(spec)
+        found += check_cluster(self.steered, self.cluster, self.live, self.place)
         python = python_of(spec, self.cluster)
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
@@ -252,6 +248,39 @@ class Job:
             return [Finding("", f"the quota is not known: {error}", refuse=False)]
         text = "over the quota, so writing may fail: {} (`{}`)"
         return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
+
+
+def ask_live(cluster: ClusterSpec | None, note: Note) -> LiveCluster | None:
+    """What the cluster's Slurm says now; None where it is not here, or where it does not answer."""
+    if shutil.which("scontrol") is None:
+        return None
+    try:
+        return ask_cluster(cluster.slurm_cluster if cluster else None, _ASK_S)
+    except HpcrunError as error:
+        note(f"not checked against Slurm: {error}")
+        return None
+
+
+def check_cluster(
+    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
+) -> list[Finding]:
+    """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
+    found = check_fit(job, cluster, live)
+    with suppress(OSError):
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        found += check_place(place, cluster, mounts)
+    return found
+
+
+def without_uncounted_memory(
+    context: ScriptContext, job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, note: Note
+) -> ScriptContext:
+    """The context without --mem where the partition counts no memory, and would refuse any."""
+    if "mem" not in context.directives or counts_memory(job, cluster, live):
+        return context
+    note("resources.mem: left out: this partition counts no memory")
+    directives = {name: value for name, value in context.directives.items() if name != "mem"}
+    return context.model_copy(update={"directives": directives})
 
 
 def _load(request: Request, note: Note) -> ResolvedJob:
@@ -299,6 +328,33 @@ def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
         except SpecError as error:
             found += [Finding(one.key, one.text) for one in error.problems]
     return found
+
+
+def _beyond_this_machine(spec: JobSpec) -> Iterator[Finding]:
+    """What only a cluster gives, of a job that would run here as a process in the background."""
+    asked = spec.resources
+    if asked.nodes > 1:
+        text = f"{asked.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
+        yield Finding("resources.nodes", text)
+    if spec.container is not None:
+        text = "this would run here, without Slurm, where no container is started; leave the section out"
+        yield Finding("container", f"{text} (container=null)")
+    if spec.modules:
+        yield Finding("modules", "not loaded, because this runs here without Slurm", refuse=False)
+    if asked.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+        text = f"{asked.gpus_per_node} are asked for, but this machine shows none"
+        yield Finding("resources.gpus_per_node", text, refuse=False)
+
+
+def _missing_image(spec: JobSpec) -> list[Finding]:
+    """An image that is named as a file and is not there; compute nodes may have it all the same."""
+    image = spec.container.image if spec.container else ""
+    is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
+    # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
+    if not is_file or "://" in image or os.path.exists(image):  # noqa: PTH110
+        return []
+    text = f"{image} is not on this machine; it has to be on the compute nodes"
+    return [Finding("container.image", text, refuse=False)]
 
 
 def _dependencies(request: Request, note: Note) -> list[str]:

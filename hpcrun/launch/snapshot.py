@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import sys
 import time
 from contextlib import suppress
@@ -42,7 +43,7 @@ def record_origin(
         ranks=spec.ranks,
         steps=None if spec.command else spec.train.steps,
         created=time.time(),
-        user=os.environ.get("USER") or str(os.getuid()),
+        user=_user(),
         host=os.uname().nodename,
         directory=str(Path.cwd()),
         argv=sys.argv,
@@ -55,6 +56,14 @@ def record_origin(
     )
     write_provenance(run, record)
     return record
+
+
+def _user() -> str:
+    """The user's name, or number where it has none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _git(*words: str) -> str | None:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib
 import os
+import re
 import shutil
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.errors import SpecError
+from hpcrun.errors import Problem, SiteError, SpecError, UsageError
 from hpcrun.launch.request import Job, Note, Request
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.slurm.arrays import Chunk
 from hpcrun.slurm.contract import ArrayContext
+from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, ask_jobs
-from hpcrun.slurm.sbatch import array_indices, script_text, submission_environment
+from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
 from hpcrun.specs.cluster import render_cluster
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
+from hpcrun.units import parse_time
 
-_ASK_S, _SCANCEL_S = 5.0, 60.0
+_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,19 @@ class Submitted:
         return f"job{'s' * (len(self.submissions) > 1)} {jobs}{on}"
 
 
-def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> str:
+@dataclass(frozen=True)
+class DryRun:
+    """What would be handed over, and what stands against it."""
+
+    script: str
+    refused: tuple[Problem, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for --json."""
+        return {"script": self.script, "refused": [str(one) for one in self.refused]}
+
+
+def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryRun:
     """The script that `submit` would hand over, but for the run's id; makes nothing, and needs no Slurm.
 
     What a look at the job and the cluster finds is told through `note`, refusals too.
@@ -61,10 +80,10 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> str:
     dropped = submission_environment(os.environ)[1]
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
-    job = Job(request, note)
-    for finding in job.findings():
-        text = job.placed(finding)
-        note(f"this would be refused: {text}" if finding.refuse else str(text))
+    job = Job(request, note, note)
+    findings = [(job.placed(one), one.refuse) for one in job.findings()]
+    for problem, refuse in findings:
+        note(f"this would be refused: {problem}" if refuse else str(problem))
     run = job.resume or RunDir(job.place / f"{job.resolved.spec.name}-dry-run")
     if job.is_local:
         note("it would run here, as a process in the background; this is the script that Slurm would get")
@@ -76,7 +95,8 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> str:
         first = chunks[0]
         indices = [element - first.offset for element in first.elements]
         array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
-    return script_text(job.library, job.template, job.context(run), run.submitit, array)
+    text = script_text(job.library, job.template, job.context(run), run.submitit, array)
+    return DryRun(text, tuple(problem for problem, refuse in findings if refuse))
 
 
 def submit(request: Request, note: Note, detail: Note = lambda _: None) -> Submitted:
@@ -84,42 +104,83 @@ def submit(request: Request, note: Note, detail: Note = lambda _: None) -> Submi
 
     `note` is told what a person should know, `detail` what else may be of interest.
     """
-    job = Job(request, note)
-    findings = [(job.placed(one), one.refuse) for one in job.findings()]
-    if any(refuse for _, refuse in findings):
-        raise SpecError([problem for problem, refuse in findings if refuse])
-    for problem, _ in findings:
-        note(str(problem))
-    with _directory(job) as run:
-        record = _record(job, run)
-        if job.is_local:
-            submissions = [_start_here(job, run)]
-            write_provenance(run, record.submitted(*submissions))
-        else:
-            submissions = _hand_over(job, run, record, detail)
-            _tell_what_waits_for_ever(submissions, note)
+    with _alone(request.resume):
+        job = Job(request, note, detail)
+        findings = [(job.placed(one), one.refuse) for one in job.findings()]
+        if any(refuse for _, refuse in findings):
+            raise SpecError([problem for problem, refuse in findings if refuse])
+        for problem, _ in findings:
+            note(str(problem))
+        with _directory(job) as run:
+            record = _record(job, run)
+            if job.is_local:
+                submissions = [_start_here(job, run, record)]
+            else:
+                submissions = _hand_over(job, run, record, detail)
+    if not job.is_local:
+        tell_what_waits_for_ever(submissions, note)
     return Submitted(run, tuple(submissions), job.cluster_name)
 
 
 @contextmanager
-def _directory(job: Job) -> Iterator[RunDir]:
-    """The run's directory with all that the job reads; what was there before, if the body fails."""
-    run, elements = job.resume or create_run(job.resolved.spec.name, job.place), job.elements
-    files = [run.spec, run.exit, run.cluster, run.job, run.script]
-    files += [path for one in map(run.element, elements) for path in (one.spec, one.exit)]
-    before = {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
-    handed_over = False
+def _alone(resumed: RunDir | None) -> Iterator[None]:
+    """Nobody else submits this run from the look at its state until its new job is on record."""
+    if resumed is None:
+        yield
+        return
+    run = resumed.sweep_of_element or resumed
     try:
+        descriptor = os.open(run.path / "submission.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"{run.path}: cannot be written: {error.strerror}; use a run of your own") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some file systems (Lustre without -o flock) have no locks: there nothing can be done.
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+                raise UsageError(text) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _directory(job: Job) -> Iterator[RunDir]:
+    """The run's directory with all that the job reads; what was there before, if the body fails.
+
+    SiteError where a file cannot be written, as on a full disk.
+    """
+    # Before anything is made: the root, too, would stay.
+    log_pattern(job.place)
+    run, elements = job.resume or create_run(job.resolved.spec.name, job.place), job.elements
+    handed_over = False
+    before: dict[Path, str] = {}
+    try:
+        files = [run.exit, run.spec, run.cluster, run.job, run.script]
+        files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
+        before |= {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
         _fill(job, run)
         yield run
         handed_over = True
+    except OSError as error:
+        place = error.filename or run.path
+        reason = error.strerror or error
+        raise SiteError(f"{place}: cannot be written: {reason}; nothing was submitted") from None
     finally:
         if not handed_over and job.resume is None:
             shutil.rmtree(run.path, ignore_errors=True)
-            job.note("no run was made; --dry-run shows the script")
         elif not handed_over:
-            for path, text in before.items():
-                write_whole(path, text)
+            _put_back(before, job.note)
+
+
+def _put_back(before: Mapping[Path, str], note: Note) -> None:
+    for path, text in before.items():
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            note(f"{path}: could not be put back as it was: {error.strerror}")
 
 
 def _record(job: Job, run: RunDir) -> Provenance:
@@ -164,14 +225,30 @@ def _task() -> Callable[[str], int]:
     return found
 
 
-def _start_here(job: Job, run: RunDir) -> Submission:
+def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
+    """Start the run in the background; it is ended again where that cannot be recorded."""
     from hpcrun.slurm.executor import submit_local
 
     # As for an array, so that an element is known by its newest submission.
     elements = array_indices(job.elements) if job.elements else None
+    asked = job.resolved.spec.resources.time
+    limit = parse_time(asked).minutes if asked else None
+    if limit is not None:
+        # The limit is an element's, and one process runs them all.
+        limit *= max(1, len(job.elements))
     now, host = time.time(), os.uname().nodename
-    found = submit_local(run.submitit, _task(), str(run.path))
-    return Submission(now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks)
+    found = submit_local(run.submitit, _task(), str(run.path), limit_min=limit)
+    made = Submission(now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks)
+    is_recorded = False
+    try:
+        write_provenance(run, record.submitted(made))
+        is_recorded = True
+    finally:
+        if not is_recorded:
+            handle = process.Handle(found)
+            handle.signal(signal.SIGINT)
+            handle.close()
+    return made
 
 
 def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[Submission]:
@@ -181,6 +258,7 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
     now, made, cluster = time.time(), list[Submission](), job.cluster
     chunks: list[Chunk | None] = [*job.chunks()] or [None]
     context = job.context(run)
+    handed_over = False
     try:
         for chunk in chunks:
             before = [f"afterany:{made[chunk.after].job}"] if chunk and chunk.after is not None else []
@@ -205,20 +283,32 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
                     offset=chunk.offset,
                     throttle=chunk.throttle,
                 )
-            if not made:
-                write_whole(run.script, done.script)
             offset = chunk.offset if chunk else 0
             made.append(Submission(now, done.job.job, done.job.cluster, done.array, offset))
+            if len(made) == 1:
+                write_whole(run.script, done.script)
             write_provenance(run, record.submitted(*made))
+        handed_over = True
+    except SiteError as error:
+        raise _refusal(job, str(error)) from None
     finally:
-        if len(made) < len(chunks):
+        if not handed_over:
             for one in made:
-                words = ["scancel", *(["-M", one.cluster] if one.cluster else []), str(one.job)]
-                process.run(words, timeout_s=_SCANCEL_S)
+                assert one.job is not None
+                take_back(JobId(one.job, cluster=one.cluster), job.note)
     return made
 
 
-def _tell_what_waits_for_ever(submissions: Sequence[Submission], note: Note) -> None:
+def _refusal(job: Job, text: str) -> SiteError:
+    """What sbatch said, with the keys of the raw options that it speaks of, and what was left of it."""
+    raw = job.resolved.spec.resources.sbatch
+    named = [one for one in raw if re.search(rf"--{re.escape(one)}(?![\w-])", text)]
+    keys = f" ({', '.join(f'resources.sbatch.{one}' for one in named)})" if named else ""
+    left = "" if job.resume else "; no run was made, and --dry-run shows the script"
+    return SiteError(f"{text}{keys}{left}")
+
+
+def tell_what_waits_for_ever(submissions: Sequence[Submission], note: Note) -> None:
     """Slurm takes some jobs that it can never start, and says so only in the queue."""
     first = submissions[0]
     assert first.job is not None

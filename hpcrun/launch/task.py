@@ -42,7 +42,7 @@ class BatchLog:
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met."""
-        self.note(f"{ranks} ranks ready after {seconds:.1f} s")
+        self.note(f"{ranks} rank{'s' * (ranks > 1)} ready after {seconds:.1f} s")
 
     def step(self, record: dict[str, Any]) -> None:
         """A step now and then; metrics.jsonl has them all."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from hpcrun.slurm.sbatch import (
     script_text,
     submission_environment,
     submit_script,
+    take_back,
     without_unknown_nodes,
 )
 from hpcrun.slurm.states import UNKNOWN, parse_state
@@ -223,8 +225,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
 
     def submit_task(self, fn: Callable[..., Any], *args: Any) -> Submitted:
         """Submit one call as one job."""
-        pickle = self._dump(DelayedSubmission(fn, *args))
-        return self._send([(pickle, None)], None)
+        return self._send([(self._dump(DelayedSubmission(fn, *args)), None)], None)
 
     def submit_elements(
         self,
@@ -239,10 +240,10 @@ class TemplateExecutor(submitit.SlurmExecutor):
         The array's indices are the elements less `offset`; the template adds it again and says in
         HPCRUN_ELEMENT which element it is. No more than `throttle` run at one time.
         """
-        pickle = self._dump(DelayedSubmission(fn, *args))
+        source = self._dump(DelayedSubmission(fn, *args))
         indices = [element - offset for element in sorted(set(elements))]
         array = ArrayContext(indices=array_indices(indices, throttle), offset=offset)
-        return self._send([(pickle, index) for index in indices], array)
+        return self._send([(source, index) for index in indices], array)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
@@ -267,13 +268,15 @@ class TemplateExecutor(submitit.SlurmExecutor):
         return dump_private(delayed, self.folder)
 
     def _send(self, pickles: Sequence[tuple[Path, int | None]], array: ArrayContext | None) -> Submitted:
-        """Submit, then put each pickle where its job, which waits for it for a minute, will look."""
-        context = self._with_known_nodes()
-        text = self._render(context, self.folder, array)
+        """Submit, then put each pickle where its job, which waits for it for a minute, will look.
+
+        Whatever goes wrong, or an interrupt: no job and no files are left of it.
+        """
         script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
-        write_private(script, text.encode())
-        sources = {pickle for pickle, _ in pickles}
+        job, is_whole = None, False
         try:
+            text = self._render(self._with_known_nodes(), self.folder, array)
+            write_private(script, text.encode())
             job = submit_script(
                 script,
                 slurm_cluster=self._slurm_cluster,
@@ -281,16 +284,21 @@ class TemplateExecutor(submitit.SlurmExecutor):
                 note=self._note,
                 detail=self._detail,
             )
-            for pickle, index in pickles:
+            for source, index in pickles:
                 name = str(job.job) if index is None else f"{job.job}_{index}"
-                place(pickle, JobPaths(self.folder, name).submitted_pickle)
+                place(source, JobPaths(self.folder, name).submitted_pickle)
+            # Slurm goes on naming the path that it was given.
+            JobPaths(self.folder, str(job.job)).move_temporary_file(
+                script, "submission_file", keep_as_symlink=True
+            )
+            is_whole = True
         finally:
-            for pickle in sources:
-                pickle.unlink(missing_ok=True)
-        # Slurm goes on naming the path that it was given.
-        JobPaths(self.folder, str(job.job)).move_temporary_file(
-            script, "submission_file", keep_as_symlink=True
-        )
+            for source in {source for source, _ in pickles}:
+                source.unlink(missing_ok=True)
+            if not is_whole:
+                if job is not None:
+                    take_back(job, self._note)
+                script.unlink(missing_ok=True)
         return Submitted(job, text, array.indices if array else None)
 
     def _with_known_nodes(self) -> ScriptContext:
@@ -330,13 +338,21 @@ class BackgroundExecutor(submitit.LocalExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[AnyJob[Any]]:
-        jobs: list[AnyJob[Any]] = []
         for delayed in delayed_submissions:
             delayed.set_timeout(self._limit_min, self.max_num_timeout)
-            pickle = dump_private(delayed, self.folder)
-            job = self._submit_command(self._submitit_command_str)
-            pickle.rename(job.paths.submitted_pickle)
-            jobs.append(job)
+        # All of them before the first starts: one of them may not be picklable.
+        pickles = [dump_private(delayed, self.folder) for delayed in delayed_submissions]
+        jobs: list[AnyJob[Any]] = []
+        is_whole = False
+        try:
+            for source in pickles:
+                jobs.append(self._submit_command(self._submitit_command_str))
+                source.rename(jobs[-1].paths.submitted_pickle)
+            is_whole = True
+        finally:
+            if not is_whole:
+                for job in jobs:
+                    job.cancel()
         return jobs
 
     def _submit_command(self, command: str) -> LocalTask[Any]:
@@ -373,13 +389,13 @@ _controllers: list[subprocess.Popen[bytes]] = []
 """Nobody waits for them, and none of them is to be ended with its handle."""
 
 
-def submit_local(folder: Path, fn: Callable[..., Any], *args: Any) -> ProcessId:
+def submit_local(folder: Path, fn: Callable[..., Any], *args: Any, limit_min: int | None = None) -> ProcessId:
     """Run one call in the background, without Slurm; the process that watches over it.
 
     It goes on when the command or the terminal that started it ends; what it prints lies in the folder,
-    as PID_0_log.out and .err.
+    as PID_0_log.out and .err. After `limit_min` minutes it is ended; it gets SIGUSR2 half a minute before.
     """
-    job = BackgroundExecutor(folder).submit(fn, *args)
+    job = BackgroundExecutor(folder, limit_min=limit_min).submit(fn, *args)
     found = process.identify(int(job.job_id))
     assert found is not None  # our child, which nobody has waited for
     return found
@@ -392,12 +408,27 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def dump_private(delayed: DelayedSubmission, folder: Path) -> Path:
-    """Pickle a submission into the folder, made private before anything is in it."""
+    """Pickle a submission into the folder, made private before anything is in it.
+
+    UsageError for what cannot be pickled.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     path = folder / f"{uuid.uuid4().hex}.pkl"
     path.touch(mode=0o600, exist_ok=False)
-    delayed.dump(path)
+    is_whole = False
+    try:
+        delayed.dump(path)
+        is_whole = True
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        name = getattr(delayed.function, "__name__", type(delayed.function).__name__)
+        raise UsageError(
+            f"{name}: function and arguments must be picklable, to be sent to the job: {error}; leave out"
+            " what lives in this process only, such as locks, open files and connections"
+        ) from None
+    finally:
+        if not is_whole:
+            path.unlink()
     return path
 
 

@@ -25,10 +25,15 @@ from hpcrun.slurm.printed import (
 from hpcrun.slurm.states import UNKNOWN, JobState, Reason, parse_reason, parse_state
 from hpcrun.units import read_time
 
-SQUEUE_FORMAT = "%i|%T|%r|%S|%N|%P|%M|%L|%j"
-"""What to ask squeue for (with -h): the name comes last, because it may hold the delimiter."""
-SACCT_FORMAT = "JobID,State,ExitCode,Reason,NodeList,Partition,Start,End,ElapsedRaw,TimelimitRaw,JobName"
+_COMMAND = "command="
+SQUEUE_FORMAT = f"%i|%T|%r|%S|%N|%P|%M|%L|{_COMMAND}%o|%j"
+"""What to ask squeue for (with -h): command and name come last, because they may hold the delimiter."""
+SACCT_FORMAT = (
+    "JobID,State,ExitCode,Reason,NodeList,Partition,Start,End,ElapsedRaw,TimelimitRaw,SubmitLine,JobName"
+)
 """What to ask sacct for, with --parsable2; for the same reason."""
+SACCT_DELIMITER = "\x1f"
+"""For its --delimiter: no line that submits a job holds this one."""
 
 _SQUEUE_FIELDS = (
     "JOBID",
@@ -64,8 +69,17 @@ class JobRecord:
     signal: int | None = None
     restarts: int | None = None
     stdout: str = ""
+    command: str = ""
+    """The batch script, or the line that submitted it."""
     fields: Fields = field(default_factory=dict, repr=False, compare=False)
     """All that the command printed about the job, under the command's own names."""
+
+    def is_of(self, run: str) -> bool:
+        """Whether it may be a job of the run with this id: Slurm gives the numbers of old jobs to new ones.
+
+        Our scripts lie below the run's directory; where Slurm names no script nothing is known against it.
+        """
+        return not self.command or f"/{run}/" in f"{self.command}|{self.name}"
 
 
 def parse_squeue(text: str) -> list[JobRecord]:
@@ -82,7 +96,11 @@ def _delimited(text: str) -> Iterator[dict[str, str]]:
         if line.startswith("CLUSTER: "):
             cluster = line.removeprefix("CLUSTER: ").strip()
         elif len(parts) == len(_SQUEUE_FIELDS):
-            yield dict(zip(_SQUEUE_FIELDS, parts, strict=True)) | {"CLUSTER": cluster}
+            row = dict(zip(_SQUEUE_FIELDS, parts, strict=True)) | {"CLUSTER": cluster}
+            if row["NAME"].startswith(_COMMAND):
+                command, _, name = row["NAME"].removeprefix(_COMMAND).partition("|")
+                row |= {"COMMAND": command, "NAME": name}
+            yield row
 
 
 def _table_fields(row: dict[str, str]) -> dict[str, str]:
@@ -109,6 +127,7 @@ def _from_squeue(row: Fields) -> JobRecord | None:
         start=said(row.get("START_TIME", "")),
         elapsed_s=elapsed,
         limit_s=limit if elapsed is None or left is None else elapsed + left,
+        command=said(row.get("COMMAND", "")),
         fields=row,
     )
 
@@ -145,6 +164,7 @@ def _from_scontrol(fields: dict[str, str]) -> JobRecord | None:
         signal=signal,
         restarts=whole_number(fields.get("Restarts", "")),
         stdout=said(fields.get("StdOut", "")),
+        command=said(fields.get("Command", "")),
         fields=fields,
     )
 
@@ -157,12 +177,13 @@ def _exit(text: str) -> tuple[int | None, int | None]:
 
 def parse_sacct(text: str) -> list[JobRecord]:
     """sacct's rows under their header (--parsable2, JobName last); jobs and, where asked for, their steps."""
+    delimiter = SACCT_DELIMITER if SACCT_DELIMITER in text else "|"
     header: list[str] = []
     found = []
     for line in text.splitlines():
-        parts = line.split("|", len(header) - 1) if header else line.split("|")
+        parts = line.split(delimiter, len(header) - 1 if header else -1)
         if parts[0] in ("JobID", "JobIDRaw"):
-            header = line.split("|")
+            header = line.split(delimiter)
         elif header and len(parts) == len(header):
             record = _from_sacct(dict(zip(header, parts, strict=True)))
             found += [record] if record else []
@@ -190,6 +211,7 @@ def _from_sacct(row: dict[str, str]) -> JobRecord | None:
         exit_code=exit_code,
         signal=signal,
         restarts=whole_number(row.get("Restarts", "")),
+        command=said(row.get("SubmitLine", "")),
         fields=row,
     )
 

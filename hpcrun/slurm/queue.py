@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.slurm.answers import parse_trouble
-from hpcrun.slurm.jobs import SACCT_FORMAT, SQUEUE_FORMAT, JobRecord, parse_sacct, parse_squeue
+from hpcrun.slurm.jobs import (
+    SACCT_DELIMITER,
+    SACCT_FORMAT,
+    SQUEUE_FORMAT,
+    JobRecord,
+    parse_sacct,
+    parse_squeue,
+)
 
 _MOST_IDS = 5000
 """More may not fit on a command line; then all jobs are asked for."""
@@ -27,6 +34,8 @@ class Question(NamedTuple):
     job: int
     element: int | None = None
     cluster: str = ""
+    run: str = ""
+    """The id of the run whose job it is meant to be; another run's job of this number is then not known."""
 
     def __str__(self) -> str:
         """The id as Slurm's commands take it."""
@@ -61,6 +70,10 @@ class _Known:
                 self._rest[found.job] = record
 
     def find(self, asked: Question) -> JobRecord | None:
+        record = self._of_this_number(asked)
+        return None if record and asked.run and not record.is_of(asked.run) else record
+
+    def _of_this_number(self, asked: Question) -> JobRecord | None:
         records = self._jobs[asked.job]
         if asked.element is None:
             # Of an array, what goes on speaks for it; of a heterogeneous job the first component.
@@ -98,7 +111,8 @@ def _squeue(asked: Sequence[Question], cluster: str) -> list[str]:
 
 
 def _sacct(asked: Sequence[Question], cluster: str) -> list[str]:
-    return ["sacct", "--parsable2", "--allocations", "-o", SACCT_FORMAT, *_which(asked, cluster)]
+    words = ["sacct", "--parsable2", f"--delimiter={SACCT_DELIMITER}", "--allocations", "-o", SACCT_FORMAT]
+    return [*words, *_which(asked, cluster)]
 
 
 def _which(asked: Sequence[Question], cluster: str) -> list[str]:
@@ -146,5 +160,17 @@ def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s:
     env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
     done = process.run(["scancel", *words, *where, str(job)], timeout_s=timeout_s, env=env)
     trouble = parse_trouble(done.stderr)
-    if trouble is None or trouble.kind not in ("no-job", "ended"):
+    is_over = trouble is not None and trouble.kind in ("no-job", "ended")
+    if done.exit_code and not is_over and not f"{done.stderr}{done.stdout}".strip():
+        # So it ends too when the job got ahead of it.
+        is_over = _is_over(job)
+    if not is_over:
         done.require()
+
+
+def _is_over(job: Question) -> bool:
+    """Whether a job has ended or is ending, as far as squeue can be asked."""
+    record, trouble = ask_jobs([job])[job]
+    if record is None:
+        return not trouble
+    return record.state.final or "COMPLETING" in (record.state.name, *record.state.flags)

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
 from hpcrun.slurm.contract import ArrayContext, ScriptContext, check_script, render_script
 from hpcrun.slurm.ids import JobId
+from hpcrun.slurm.queue import Question, cancel_job
 from hpcrun.slurm.template import Library, Template
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
@@ -23,6 +24,8 @@ PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 _SBATCH_S = 300
 """sbatch itself goes on trying for about two minutes when the controller takes no jobs."""
 _LOOK_S = 60
+_LATE_S = 2.0
+"""So long the controller may take to show a job that it was given just now."""
 _PATIENCE_S = 300
 """Past this nothing is tried again."""
 
@@ -34,6 +37,7 @@ _OF_A_JOB = re.compile(
 _KEPT = {"SLURM_CONF", "SLURM_JWT"}
 """Where the cluster is, and who one is there."""
 _OF_THE_CALLER = ("SQUEUE_", "SINFO_")
+_WHETHER = "look with `squeue --me` whether the job is there"
 _TRANSIENT = re.compile(r"Unable to contact slurm controller|Connection refused")
 
 Note = Callable[[str], None]
@@ -128,8 +132,20 @@ def submit_script(
             f"sbatch: no such command, so there is no Slurm here; on a login node of the cluster, {remedy}"
         )
     where = ["-M", slurm_cluster] if slurm_cluster else []
+    try:
+        return _submit(path, where, environ, slurm_cluster or "", note)
+    except HpcrunError:
+        raise
+    except BaseException:
+        # An interrupt; the controller may have the job all the same, and nobody would know of it.
+        _take_back_unheard(path, where, environ, slurm_cluster or "", note)
+        raise
+
+
+def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: Note) -> JobId:
     words = [*_own_locale(environ), "sbatch", "--parsable", *where, str(path)]
     said: Trouble | None = None
+    jobs: list[int] | None = []
     end = time.monotonic() + _PATIENCE_S
     for pause in (0.0, *PAUSES_S):
         if said is not None:
@@ -140,24 +156,53 @@ def submit_script(
             jobs = _jobs_of(path, where, environ)
             if jobs:
                 note(f"the job is there all the same: {jobs[0]}")
-                return JobId(jobs[0], cluster=slurm_cluster or "")
+                return JobId(jobs[0], cluster=cluster)
             if jobs is None:  # not known to be absent, so a second job might come of it
                 continue
         answer = _answer(words, environ)
         if answer.job is not None:
             if answer.trouble:
                 note(f"sbatch: {answer.trouble.text}")
-            return JobId(answer.job, cluster=answer.cluster or slurm_cluster or "")
+            return JobId(answer.job, cluster=answer.cluster or cluster)
         said = answer.trouble or Trouble("unknown", "sbatch printed nothing")
         if not _is_transient(said):
-            remedy = f"; {said.remedy}" if said.remedy else ""
-            raise SiteError(f"sbatch did not take {path}: {said.text}{remedy}")
+            break
     assert said is not None
-    jobs = _jobs_of(path, where, environ)
-    if jobs:
-        return JobId(jobs[0], cluster=slurm_cluster or "")
-    left = "the job is not there" if jobs == [] else "look with `squeue --me` whether the job is there"
-    raise SiteError(f"sbatch did not take {path}: {said.text}; {left}, and try again in a while")
+    if said.kind == "unknown" or _is_transient(said):
+        jobs = _jobs_of(path, where, environ)
+        if jobs:
+            note(f"sbatch: {said.text}; the job is there all the same: {jobs[0]}")
+            return JobId(jobs[0], cluster=cluster)
+    left = f"; {said.remedy}" if said.remedy else ""
+    if _is_transient(said):
+        left = f"; {_WHETHER if jobs is None else 'the job is not there'}, and try again in a while"
+    elif jobs is None:
+        left += f"; {_WHETHER}"
+    raise SiteError(f"sbatch did not take the job: {said.text}{left}")
+
+
+def _take_back_unheard(
+    path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: Note
+) -> None:
+    note("interrupted; looking whether Slurm has taken the job")
+    for pause in (0.0, _LATE_S):
+        time.sleep(pause)
+        jobs = _jobs_of(path, where, environ)
+        for job in jobs or ():
+            take_back(JobId(job, cluster=cluster), note)
+        if jobs:
+            return
+    if jobs is None:
+        note(_WHETHER)
+
+
+def take_back(job: JobId, note: Note) -> None:
+    """Cancel a job that was submitted in vain; where that fails, say so."""
+    try:
+        cancel_job(Question(job.job, cluster=job.cluster), "now")
+        note(f"job {job.job} was cancelled")
+    except SiteError as error:
+        note(f"job {job.job} was submitted in vain and could not be cancelled: {error}")
 
 
 def _own_locale(environ: Mapping[str, str]) -> list[str]:
@@ -171,10 +216,7 @@ def _answer(words: Sequence[str], environ: Mapping[str, str]) -> Submission:
         done = process.run(words, timeout_s=_SBATCH_S, env=environ)
     except SiteError as error:
         return Submission(None, trouble=Trouble("busy", str(error)))
-    answer = parse_submission(done.stdout, done.stderr)
-    if answer.job is None and done.exit_code == 0 and answer.trouble is None:
-        return Submission(None, trouble=Trouble("unknown", "sbatch printed nothing"))
-    return answer
+    return parse_submission(done.stdout, done.stderr)
 
 
 def _is_transient(trouble: Trouble) -> bool:

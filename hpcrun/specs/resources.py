@@ -99,6 +99,11 @@ def _mount(text: str) -> None:
         raise UsageError(f"mount: {text!r} is no mount; write /SOURCE:/TARGET or /SOURCE:/TARGET:ro")
 
 
+def _as_text(value: Any) -> Any:
+    """A bare number as Slurm writes it: minutes, or MiB."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 _Given = Annotated[Line, Field(min_length=1)]
 """One line that says something."""
 
@@ -119,10 +124,12 @@ class ResourcesSpec(_Section):
     )
     cpus_per_rank: int | None = Field(default=None, ge=1, description="CPUs of each rank")
     spares: int = Field(default=0, ge=0, description="hot spare nodes")
-    time: Annotated[Time, readable(_limit)] | None = Field(
-        default=None, description="time limit, such as 90m, 12h, 1-00:00:00 or UNLIMITED"
+    time: Annotated[Time, BeforeValidator(_as_text), readable(_limit)] | None = Field(
+        default=None, description="time limit, such as 90m, 12h, 1-00:00:00 or UNLIMITED; a number: minutes"
     )
-    mem: Memory | None = Field(default=None, description="memory of each node, such as 64G; 0: all")
+    mem: Annotated[Memory, BeforeValidator(_as_text)] | None = Field(
+        default=None, description="memory of each node, such as 64G; a number: MiB; 0: all"
+    )
     account: _Given | None = Field(default=None, description="Slurm account")
     partition: _Given | None = Field(default=None, description="Slurm partition, or several with commas")
     qos: _Given | None = Field(default=None, description="Slurm quality of service")

@@ -58,8 +58,8 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError:
         raise ValueError("is not text in UTF-8; it is to hold one value as text") from None
     value = text.removesuffix("\n").removesuffix("\r")
-    if not value:
-        raise ValueError("is empty; write the value into it")
+    if not value.strip():
+        raise ValueError(f"{'holds blanks only' if value else 'is empty'}; write the value into it")
     return value
 
 

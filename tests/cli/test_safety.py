@@ -100,7 +100,7 @@ def rendered(job: dict[str, Any], *overrides: str) -> str | None:
     request = Request(job=path, overrides=overrides, slurm_version="22.05")
     refused = ""
     try:
-        script = dry_run(request, lambda _: None)
+        script = dry_run(request, lambda _: None).script
     except UsageError as error:
         script, refused = None, str(error)
     lines = [line for line in refused.split("\n") if "is missing" not in line]
@@ -197,7 +197,9 @@ def test_the_place_of_the_run_is_a_value(
     root = tmp_path / value.replace("/", "_")
     monkeypatch.setenv("HPCRUN_ROOT", str(root))
     with pytest.raises(UsageError) if "`" in value else nullcontext():
-        script = dry_run(Request(command=("echo",), overrides=(f"python={BASE['python']}",)), lambda _: None)
+        script = dry_run(
+            Request(command=("echo",), overrides=(f"python={BASE['python']}",)), lambda _: None
+        ).script
         Path("job.yaml").touch()
         run(bench, script, root)
         assert bench.words("launch")[4] == f"{root}/run-dry-run/submitit"

@@ -83,6 +83,21 @@ def test_dry_run(slurm: Fake, runs_root: Path, capsys: pytest.CaptureFixture[str
     assert not runs_root.exists()
 
 
+def test_a_dry_run_of_what_would_be_refused_fails(
+    slurm: Fake, runs_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hpcrun("job.yaml", "data.text=gone.txt", "--dry-run") == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("#!/bin/bash\n")
+    assert "this would be refused: command line data.text: " in err
+    for words, code, refused in ((["data.text=gone.txt"], 1, 1), ([], 0, 0)):
+        assert hpcrun("job.yaml", *words, "--dry-run", "--json") == code
+        found = json.loads(capsys.readouterr().out)
+        assert sorted(found) == ["refused", "schema_version", "script"]
+        assert (found["script"], len(found["refused"])) == (out, refused)
+    assert not runs_root.exists()
+
+
 def test_template_and_cluster(
     slurm: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +111,9 @@ def test_template_and_cluster(
     assert "step=(srun --unbuffered" in out
     assert hpcrun("job.yaml", "--dry-run") == 2
     assert "which is the cluster? name one of one, two" in capsys.readouterr().err
+    assert hpcrun("job.yaml", "cluster=one", "--dry-run", "--cluster", "two") == 2
+    assert "--cluster two: stands beside cluster=one; give one of the two" in capsys.readouterr().err
+    assert hpcrun("job.yaml", "cluster=two", "--dry-run", "--cluster", "two") == 0
 
 
 def test_after_and_resume(slurm: Fake, runs_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,6 +146,10 @@ def test_follow_writes_the_log_and_ends_with_the_run_s_code(
     (run,) = runs_root.iterdir()
     assert out == f"{run.name}\ntrained\n"
     assert "is failed: a rank died" in err
+    assert hpcrun("job.yaml", "--follow", "--json") == 5
+    out, err = capsys.readouterr()
+    assert json.loads(out)["job"] == 101
+    assert "trained\n" in err
 
 
 def test_ctrl_c_while_following_leaves_the_job_alone(

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrun.slurm.jobs import SACCT_FORMAT, JobRecord, parse_sacct
+from hpcrun.slurm.jobs import SACCT_DELIMITER, SACCT_FORMAT, JobRecord, parse_sacct
 from tests.lab.cluster import Lab, Shape
 from tests.lab.packages import ACCOUNTING, NoLabError, overlay
 
-SACCT = ["sacct", "--parsable2", "-o", SACCT_FORMAT]
+SACCT = ["sacct", "--parsable2", f"--delimiter={SACCT_DELIMITER}", "-o", SACCT_FORMAT]
 JOBS = {
     "done": ["--wrap=true"],
     "failed": ["--job-name=odd|name", "--wrap=exit 3"],
@@ -96,6 +96,8 @@ def test_a_job_that_never_ran_has_no_nodes(of: dict[str, list[JobRecord]]) -> No
 
 def test_a_name_may_hold_the_delimiter(of: dict[str, list[JobRecord]]) -> None:
     assert of["failed"][0].name == "odd|name"
+    assert of["failed"][0].command.startswith("sbatch ")
+    assert "odd|name" in of["failed"][0].command
 
 
 def test_the_steps_come_after_their_job(of: dict[str, list[JobRecord]]) -> None:

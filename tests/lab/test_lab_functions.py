@@ -196,18 +196,24 @@ say(result=job.result(), script=job.paths.submission_file.read_text())
     assert "#SBATCH --requeue\n" in found["script"]
 
 
-def test_a_refusal_is_told_in_sbatch_s_own_words(program: Program) -> None:
+def test_a_refusal_is_told_in_sbatch_s_own_words_and_nothing_is_left(program: Program) -> None:
     found = program(
         """
-from hpcrun.errors import SiteError
-try:
-    hpcrun.submit(dict, spec={"resources": {"partition": "nowhere"}})
-except SiteError as error:
-    say(error=str(error))
+from hpcrun.errors import HpcrunError
+errors = []
+for resources in ({"partition": "nowhere"}, {"reservation": "gone"}):
+    try:
+        hpcrun.submit(dict, spec={"resources": resources})
+    except HpcrunError as error:
+        errors.append(f"{type(error).__name__}: {error}")
+say(errors=errors, left=os.listdir(os.environ["HPCRUN_ROOT"]))
 """
     )
-    assert "invalid partition specified: nowhere" in found["error"]
-    assert "`sinfo` lists the partitions" in found["error"]
+    ahead, refused = found["errors"]
+    assert "SpecError: spec resources.partition: nowhere is no partition of this cluster" in ahead
+    assert "SiteError: sbatch did not take the job: sbatch: error: " in refused
+    assert "Requested reservation is invalid" in refused
+    assert found["left"] == []
 
 
 def test_nodes_that_are_gone_do_not_stop_a_job(program: Program) -> None:

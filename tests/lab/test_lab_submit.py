@@ -138,6 +138,49 @@ def test_what_can_never_start_is_told(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) 
     lab.run(["scancel", "--user=root"])
 
 
+WRAPPER = """#!/bin/bash
+/usr/bin/sbatch "$@"
+kill -INT $PPID
+exec sleep 60
+"""
+
+
+def test_an_interrupt_before_the_answer_leaves_no_job(lab: Lab, tmp_path: Path) -> None:
+    wrapper = tmp_path / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    wrapper.write_text(WRAPPER)
+    wrapper.chmod(0o755)
+    env = {
+        "HPCRUN_ROOT": str(tmp_path / "runs"),
+        "HPCRUN_SITE": str(tmp_path),
+        "XDG_CONFIG_HOME": str(tmp_path),
+    }
+    words = ["submit", "name=orphan", "resources.time=5m", "--", "sleep", "300"]
+    command = f'PATH={wrapper.parent}:$PATH exec python -m hpcrun "$@"'
+    done = lab.run(["sh", "-c", command, "sh", *words], env=env, cwd=tmp_path)
+    assert done.exit_code == 130, done.stderr
+    assert "was cancelled" in done.stderr
+    assert lab.run(["squeue", "-h", "-n", "orphan", "-t", "pending,running"]).require().stdout == ""
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+ASK = """
+import sys
+from hpcrun.slurm.queue import Question, ask_jobs
+asked = [Question(int(sys.argv[1]), run=run) for run in sys.argv[2:]]
+answers = ask_jobs(asked)
+print(*(answers[one].record is not None for one in asked))
+"""
+
+
+def test_a_job_is_known_by_its_run_and_not_by_its_number(hpcrun: Hpcrun, lab: Lab, tmp_path: Path) -> None:
+    run = submitted(hpcrun("submit", "resources.time=5m", "--", "sleep", "60"), tmp_path)
+    job = json.loads(run.job.read_text())["submissions"][0]["job"]
+    shown = lab.run(["python", "-c", ASK, str(job), run.id, "other-run"]).require().stdout
+    assert shown == "True False\n"
+    lab.run(["scancel", str(job)]).require()
+
+
 @pytest.mark.parametrize("kind", ["train", "command", "sweep"])
 def test_slurm_accepts_what_a_dry_run_prints(kind: str, hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
     job: dict[str, Any] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import hpcrun
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import all_runs
+from tests.slurm.fakes import Fake, calls, stand_ins
 
 LOCAL = {"cluster": "local"}
 
@@ -125,19 +128,126 @@ def test_a_cluster_that_is_not_known_is_no_reason_to_run_here() -> None:
         hpcrun.submit(divmod, 7, 2, spec={"cluster": "nowhere"})
 
 
-def test_what_was_not_taken_is_recorded_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: invalid account' >&2; exit 1\n", encoding="utf-8")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Stand-ins for Slurm's commands."""
+    return stand_ins(tmp_path, monkeypatch)
+
+
+def runs(root: Path) -> list[Path]:
+    return list(root.iterdir()) if root.exists() else []
+
+
+def test_of_what_was_not_taken_nothing_is_left(put: Fake, runs_root: Path) -> None:
+    put("sbatch", "!sbatch: error: invalid account")
     with pytest.raises(HpcrunError, match="invalid account"):
         hpcrun.submit(divmod, 7, 2)
+    assert runs(runs_root) == []
+
+
+@pytest.mark.parametrize("spec", [LOCAL, {}])
+def test_of_what_cannot_be_pickled_nothing_is_left(spec: dict[str, Any], put: Fake, runs_root: Path) -> None:
+    log = put("sbatch", "12")
+    for jobs in (
+        lambda: hpcrun.submit(_take, threading.Lock(), spec=spec),
+        lambda: hpcrun.submit_array(_take, [1, threading.Lock()], spec=spec),
+    ):
+        with pytest.raises(
+            UsageError, match=r"^_take: function and arguments must be picklable.*cannot pickle"
+        ):
+            jobs()
+        assert runs(runs_root) == []
+    assert calls(log) == []
+
+
+def _take(one: object) -> None:
+    """Nothing is done with it."""
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_call_that_cannot_be_recorded_is_cancelled(
+    fault: BaseException, put: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise fault
+
+    put("sbatch", "12;blue")
+    cancelled = put("scancel", "")
+    # The origin, which is written before, has come by its own way to this.
+    importlib.import_module("hpcrun.launch.snapshot")
+    monkeypatch.setattr("hpcrun.specs.provenance.write_provenance", full)
+    with pytest.raises((SiteError, KeyboardInterrupt)):
+        hpcrun.submit_array(divmod, [7, 8], [2, 3])
+    assert calls(cancelled) == ["-M blue 12"]
+    assert runs(runs_root) == []
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "said"),
+    [
+        ("echo", (), "submit: a str is no function; give a function and then its arguments"),
+        (_take, (), r"_take: missing a required argument: 'one'; it is called as _take\(one: "),
+        (_take, (1, 2), "_take: too many positional arguments"),
+    ],
+)
+def test_a_call_that_can_only_fail_is_not_submitted(
+    fn: Any, arguments: tuple[Any, ...], said: str, runs_root: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        hpcrun.submit(fn, *arguments, spec=LOCAL)
+    assert not runs_root.exists()
+
+
+def test_one_call_of_an_array_that_can_only_fail_is_not_submitted(runs_root: Path) -> None:
+    with pytest.raises(UsageError, match="_take: too many positional arguments"):
+        hpcrun.submit_array(_take, [1], [2], spec=LOCAL)
+    assert not runs_root.exists()
+
+
+def live(put: Fake) -> None:
+    """A controller that answers."""
+    config = "SLURM_VERSION = 22.05.8\nMaxArraySize = 1001\n"
+    partition = (
+        "PartitionName=main Default=YES MaxTime=1:00:00 MaxNodes=4 TotalNodes=4 State=UP TRES=cpu=8,mem=4M\n"
+    )
+    node = "NodeName=n01 CPUTot=8 RealMemory=64000 Partitions=main State=IDLE\n"
+    put("scontrol", "slurm 22.05.8", config, partition, node, "No topology information available")
+
+
+def test_a_function_is_checked_against_the_cluster(
+    put: Fake, runs_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put("sbatch", "12")
+    put("squeue", "12|PENDING|PartitionTimeLimit|N/A||main|0:00|10:00|function")
+    live(put)
+    with pytest.raises(SpecError, match=r"spec resources.time: 2h is more than partition main allows"):
+        hpcrun.submit(divmod, 7, 2, spec={"resources": {"time": "2h"}})
+    assert runs(runs_root) == []
+    live(put)
+    hpcrun.submit(divmod, 7, 2, spec={"resources": {"time": "30m", "mem": "1G"}})
     (run,) = all_runs()
-    record = run.read_exit()
-    assert record is not None
-    assert (record["status"], record["exit_code"]) == ("failed", 3)
-    assert "invalid account" in record["message"]
+    script = (run.submitit / "12_submission.sh").read_text(encoding="utf-8")
+    assert "--mem" not in script
+    assert "resources.mem: left out: this partition counts no memory" in caplog.messages
+    assert "which compute nodes seldom share" in caplog.text, "pytest's folder is in /tmp"
+    assert "job 12 will not start by itself: asks for more time than the partition allows" in caplog.text
+
+
+def test_a_function_s_place_is_checked(put: Fake, runs_root: Path, tmp_path: Path) -> None:
+    put("sbatch", "12")
+    profile = tmp_path / "site" / "profiles" / "here.yaml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text("name: here\nlog_roots: [/scratch]\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="the profile here allows run directories under /scratch only"):
+        hpcrun.submit(divmod, 7, 2)
+    assert not runs_root.exists()
+
+
+def test_a_root_that_cannot_be_used_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "a%j"))
+    with pytest.raises(UsageError, match="no folder for a job"):
+        hpcrun.submit(divmod, 7, 2, spec=LOCAL)
+    assert not (tmp_path / "a%j").exists()
 
 
 @pytest.fixture

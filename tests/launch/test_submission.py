@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.request import Request
 from hpcrun.launch.runs import look_at_elements
 from hpcrun.launch.submission import Submitted, dry_run, submit
+from hpcrun.process import ProcessId
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -58,13 +60,14 @@ def slurm(put: Fake) -> Fake:
     return put
 
 
-def live(put: Fake, *, array_size: int = 1001, tres: str = "") -> None:
+def live(put: Fake, *, array_size: int = 1001, tres: str = "", racks: str = "") -> None:
     """A controller that answers."""
     config = f"SLURM_VERSION = 22.05.8\nMaxArraySize = {array_size}\n"
     partition = "PartitionName=main Default=YES MaxTime=1-00:00:00 MaxNodes=4 TotalNodes=4 State=UP\n"
     partition += f" TRES={tres}\n" if tres else ""
     node = "NodeName=n01 CPUTot=8 RealMemory=64000 Partitions=main State=IDLE\n"
-    put("scontrol", "slurm 22.05.8", config, partition, node, "No topology information available")
+    nodes = "\n".join(node.replace("n01", f"n0{number}") for number in range(1, 5 if racks else 2))
+    put("scontrol", "slurm 22.05.8", config, partition, nodes, racks or "No topology information available")
 
 
 def waiting(put: Fake, *jobs: int | str) -> None:
@@ -97,7 +100,7 @@ def noted(request: Request) -> tuple[Submitted, list[str]]:
 
 
 def script(request: Request) -> str:
-    return dry_run(request, lambda _: None)
+    return dry_run(request, lambda _: None).script
 
 
 def directives(text: str) -> dict[str, str]:
@@ -145,11 +148,87 @@ def test_when_sbatch_refuses_nothing_is_left(put: Fake, runs_root: Path) -> None
         "!sbatch: error: Batch job submission failed: Invalid account or account/partition combination",
     )
     put("squeue", "")
-    notes: list[str] = []
-    with pytest.raises(SiteError, match="Invalid account or account/partition combination"):
-        submit(ask(), notes.append)
+    with pytest.raises(SiteError) as raised:
+        handed_over(ask())
     assert runs(runs_root) == []
-    assert notes[-1] == "no run was made; --dry-run shows the script"
+    told = str(raised.value)
+    assert told.startswith(
+        "sbatch did not take the job: sbatch: error: Batch job submission failed: Invalid acc"
+    )
+    assert told.endswith("; no run was made, and --dry-run shows the script")
+    assert str(runs_root) not in told, "what it names would be gone"
+
+
+def test_an_option_that_sbatch_does_not_know_is_told_by_its_key(put: Fake) -> None:
+    put("sbatch", "!sbatch: unrecognized option '--foo'")
+    with pytest.raises(SiteError, match=r"does not have that option \(resources\.sbatch\.foo\); no run"):
+        handed_over(ask(JOB, "resources.sbatch.foo=1", "resources.sbatch.fo=1"))
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("what", ["write_whole", "write_provenance"])
+def test_a_job_that_cannot_be_recorded_is_cancelled(
+    what: str, fault: BaseException, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpcrun.launch import submission
+
+    writes, answered = getattr(submission, what), slurm("sbatch", "101;far")
+
+    def full(*given: Any) -> None:
+        if calls(answered):
+            raise fault
+        writes(*given)
+
+    monkeypatch.setattr(submission, what, full)
+    cancelled = slurm("scancel", "")
+    with pytest.raises((SiteError, KeyboardInterrupt)):
+        handed_over(ask())
+    assert calls(cancelled) == ["-M far 101"]
+    assert runs(runs_root) == []
+
+
+def test_a_local_run_that_cannot_be_recorded_is_ended(
+    put: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpcrun.slurm import executor
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hpcrun.launch.submission.write_provenance", full)
+    with pytest.raises(SiteError, match="No space left on device"):
+        handed_over(ask(None, command=("sleep", "600")))
+    assert executor._controllers[-1].wait(timeout=60) == -signal.SIGINT
+    assert runs(runs_root) == []
+
+
+def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    run = handed_over(ask()).run
+    run.attempt(1).create()
+    end(run, "saved")
+    before = sorted(run.path.rglob("*"))
+    monkeypatch.setattr("hpcrun.launch.submission.write_whole", full)
+    with pytest.raises(
+        SiteError, match=r"spec\.yaml: cannot be written: No space left on device; nothing was"
+    ):
+        handed_over(ask())
+    assert runs(runs_root) == [run.id]
+    with pytest.raises(SiteError, match="No space left on device"):
+        handed_over(Request(resume=run))
+    assert [path for path in sorted(run.path.rglob("*")) if path.name != "submission.lock"] == before
+
+
+def test_a_root_that_cannot_be_used_is_not_made(
+    slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a%j", "a\nb"):
+        monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / name))
+        with pytest.raises(UsageError, match="no folder for a job"):
+            handed_over(ask())
+        assert not (tmp_path / name).exists()
 
 
 def test_when_a_later_array_is_refused_the_first_is_cancelled(put: Fake, runs_root: Path) -> None:
@@ -198,6 +277,61 @@ def test_without_slurm_there_is_one_node(put: Fake, runs_root: Path) -> None:
     with pytest.raises(SpecError, match=r"resources.nodes: 2 nodes are asked for, but this would run on one"):
         handed_over(ask(None, "resources.nodes=2", command=("true",)))
     assert runs(runs_root) == []
+
+
+def test_what_only_a_cluster_gives_is_not_dropped_in_silence(put: Fake, runs_root: Path) -> None:
+    with pytest.raises(SpecError, match=r"command line container: .* no container is started; leave the"):
+        handed_over(ask(None, "container.image=a.sif", command=("true",)))
+    assert runs(runs_root) == []
+    done, notes = noted(ask(None, "modules=[gcc/12]", "resources.gpus_per_node=2", command=("true",)))
+    assert done.submissions[0].pid is not None
+    os.waitpid(done.submissions[0].pid, 0)
+    assert "command line modules: not loaded, because this runs here without Slurm" in notes
+    has_gpus = list(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    told = "command line resources.gpus_per_node: 2 are asked for, but this machine shows none"
+    assert (told in notes) is not bool(has_gpus)
+
+
+@pytest.mark.parametrize(("text", "limit"), [(JOB, 10), (SWEEP, 60), ("command: [a]\n", None)])
+def test_a_local_run_is_given_its_time_limit(
+    text: str, limit: int | None, put: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int | None] = []
+
+    def here(*_: Any, limit_min: int | None) -> ProcessId:
+        given.append(limit_min)
+        return ProcessId(1, 1)
+
+    monkeypatch.setattr("hpcrun.slurm.executor.submit_local", here)
+    handed_over(ask(text))
+    assert given == [limit]
+
+
+def test_an_image_that_is_not_here_is_told(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path)
+    told = "command line container.image: {} is not on this machine; it has to be on the compute nodes"
+    for image, is_told in (
+        ("gone.sif", True),
+        ("/none/x", True),
+        ("docker://a/b", False),
+        ("here.sif", False),
+    ):
+        Path("here.sif").touch()
+        _, notes = noted(ask(JOB, f"container.image={image}"))
+        assert (told.format(image) in notes) is is_told, image
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("array", "--template array: is for a sweep, and the job has none"),
+        ("train-pyxis", "--template train-pyxis: is for ranks in a container, and the job has no container"),
+        ("command-apptainer", "--template command-apptainer: is for ranks in a container"),
+    ],
+)
+def test_a_template_for_another_kind_of_job(template: str, said: str, slurm: Fake) -> None:
+    with pytest.raises(UsageError, match=said):
+        script(ask(JOB, template=template))
 
 
 def test_what_decides_where_a_job_runs(slurm: Fake, tmp_path: Path) -> None:
@@ -428,6 +562,27 @@ def test_a_failed_resume_of_a_sweep_leaves_its_elements_as_they_were(slurm: Fake
     assert {path: path.read_text() for path in before} == before
 
 
+def test_why_a_job_would_stand_where_is_told_to_those_who_ask(slurm: Fake) -> None:
+    leaf = "SwitchName=leaf{} Level=0 LinkSpeed=1 Nodes=n0{},n0{}\n"
+    racks = (
+        leaf.format(1, 1, 2)
+        + leaf.format(2, 3, 4)
+        + "SwitchName=spine Level=1 LinkSpeed=1 Switches=leaf[1-2]"
+    )
+    request = ask("command: [a]\n", "resources.nodes=2")
+    notes: list[str] = []
+    details: list[str] = []
+    live(slurm, racks=racks)
+    submit(request, notes.append, details.append)
+    assert [note for note in notes if "placement" in note] == []
+    assert any("--switches=1" in note for note in notes)
+    assert any(line.startswith("placement: ") for line in details)
+    live(slurm, racks=racks)
+    notes.clear()
+    dry_run(request, notes.append)
+    assert any(note.startswith("placement: ") for note in notes)
+
+
 def test_memory_is_left_out_where_it_is_not_counted(slurm: Fake) -> None:
     live(slurm, tres="cpu=8,mem=4M,node=4")
     done, notes = noted(ask(JOB, "resources.mem=8G"))
@@ -458,10 +613,43 @@ def test_a_failed_resume_leaves_the_run_as_it_was(slurm: Fake) -> None:
     run.attempt(1).create()
     end(run, "saved")
     before = {path: path.read_text() for path in (run.spec, run.exit, run.job)}
+    (first,) = run.submitit.glob(".submission_file_*")
     slurm("sbatch", "!sbatch: error: Batch job submission failed: Requested time limit is invalid")
-    with pytest.raises(SiteError):
+    with pytest.raises(SiteError) as raised:
         handed_over(Request(resume=run, overrides=("resources.time=99h",)))
     assert {path: path.read_text() for path in before} == before
+    assert list(run.submitit.glob(".submission_file_*")) == [run.submitit / first.name]
+    assert "no run was made" not in str(raised.value)
+
+
+def test_a_run_is_not_submitted_twice_at_once(slurm: Fake, tmp_path: Path) -> None:
+    """The second comes while the first waits for sbatch; the queue shows nothing yet."""
+    run = handed_over(ask()).run
+    run.attempt(1).create()
+    end(run, "saved")
+    refusals: list[str] = []
+
+    def meanwhile(text: str) -> None:
+        with pytest.raises(UsageError) as raised:
+            handed_over(Request(resume=run))
+        refusals.append(str(raised.value))
+
+    slurm(
+        "sbatch",
+        "!sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+        "102",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hpcrun.slurm.sbatch.PAUSES_S", (0.0,))
+        submit(Request(resume=run), meanwhile)
+    assert refusals
+    assert refusals[0] == f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+    record = read_provenance(run)
+    assert record is not None
+    assert [one.job for one in record.submissions] == [101, 102]
+    waiting(slurm, 102)
+    with pytest.raises(UsageError, match="is queued"):
+        handed_over(Request(resume=run))
 
 
 def test_a_run_that_goes_on_is_not_submitted_again(slurm: Fake) -> None:
@@ -502,7 +690,7 @@ def test_a_run_that_has_ended_needs_no_waiting(slurm: Fake) -> None:
     run.attempt(1).create()
     end(run, "done")
     notes: list[str] = []
-    assert "dependency" not in directives(dry_run(ask(JOB, after=(run,)), notes.append))
+    assert "dependency" not in directives(dry_run(ask(JOB, after=(run,)), notes.append).script)
     assert f"{run.id} has ended already (done); there is nothing to wait for" in notes
     end(run, "failed")
     assert "dependency" not in directives(script(ask(JOB, after_any=(run,))))
@@ -548,8 +736,11 @@ def test_what_the_job_needs_is_looked_for_before(slurm: Fake, tmp_path: Path, ru
     assert [line.split(": ")[0] for line in lines] == ["job.yaml:3 data.text", "job.yaml:5 secrets.TOKEN"]
     assert runs(runs_root) == []
     notes: list[str] = []
-    assert dry_run(ask(text), notes.append).startswith("#!/bin/bash\n")
+    shown = dry_run(ask(text), notes.append)
+    assert shown.script.startswith("#!/bin/bash\n")
+    assert sorted(one.key for one in shown.refused) == ["data.text", "secrets.TOKEN"]
     assert sum(note.startswith("this would be refused: job.yaml:") for note in notes) == 2
+    assert script(ask()), "what is only told refuses nothing"
 
 
 def test_a_place_that_nodes_do_not_see_is_refused(slurm: Fake, tmp_path: Path) -> None:

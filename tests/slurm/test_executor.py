@@ -141,13 +141,28 @@ def test_the_path_that_slurm_was_given_goes_on_existing(library: Library, tmp_pa
     assert Path(calls(log)[0].split()[-1]).is_file()
 
 
-def test_a_refused_job_leaves_its_script_and_no_pickle(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_a_refused_job_leaves_no_file(library: Library, tmp_path: Path, fake: Fake) -> None:
     fake("sbatch", "!sbatch: error: Batch job submission failed: Invalid account or account/partition")
     folder = tmp_path / "folder"
-    with pytest.raises(SiteError, match="Invalid account") as raised:
+    with pytest.raises(SiteError, match=r"did not take the job: .*Invalid account"):
         executor(library, folder).submit(dict)
-    assert [path.suffix for path in folder.iterdir()] == [".sh"]
-    assert str(next(folder.iterdir())) in str(raised.value)
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_job_whose_pickle_finds_no_place_is_cancelled(
+    fault: BaseException, library: Library, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("hpcrun.slurm.executor.place", full)
+    fake("sbatch", "12;blue")
+    cancelled, folder = fake("scancel", ""), tmp_path / "folder"
+    with pytest.raises(type(fault)):
+        executor(library, folder).submit_task(dict)
+    assert calls(cancelled) == ["-M blue 12"]
+    assert list(folder.iterdir()) == []
 
 
 def test_nodes_that_do_not_exist_are_not_excluded(library: Library, tmp_path: Path, fake: Fake) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.jobs import (
+    SACCT_DELIMITER,
     SACCT_FORMAT,
     JobRecord,
     parse_jobs_json,
@@ -67,6 +68,15 @@ def test_estimated_starts(captured: Captured, version: str) -> None:
     assert [bool(job.start) for job in jobs] == [True, False, False]
     assert jobs[0].fields["SCHEDNODES"] == "n[01-08]"
     assert {job.state.name for job in jobs} == {"PENDING"}
+
+
+def test_the_script_of_a_job_is_told_beside_its_name() -> None:
+    rows = [
+        "7|RUNNING|None|N/A|n1|main|0:04|5:00|command=/runs/a.sh|x|y",
+        "8|RUNNING|None|N/A|n1|main|0:04|5:00|x|y",
+    ]
+    shown = [(job.command, job.name) for job in parse_squeue("\n".join(rows))]
+    assert shown == [("/runs/a.sh", "x|y"), ("", "x|y")]
 
 
 def test_clusters_are_kept_apart() -> None:
@@ -134,11 +144,12 @@ def sacct(*rows: str) -> list[JobRecord]:
 
 def test_sacct() -> None:
     jobs = sacct(
-        "123|CANCELLED by 0|0:15|None|n[01-02]|main|2026-11-29T15:00:00|2026-11-29T15:01:00|60|10|train a|b",
-        "124|PENDING|0:0|Priority|None assigned|main|None|Unknown|0|Partition_Limit|x",
-        "19+0|OUT_OF_MEMORY|0:125|None|n01|main|None|Unknown|5|UNLIMITED|het",
-        "123_[0-400:4%2]|PENDING|0:0|None|None assigned|main|Unknown|Unknown|0|365-00:00:00|sweep",
-        "123.batch|FAILED|1:0||n01||Unknown|Unknown|3||batch",
+        "123|CANCELLED by 0|0:15|None|n[01-02]|main|2026-11-29T15:00:00|2026-11-29T15:01:00|60|10"
+        "|sbatch /x.sh|train a|b",
+        "124|PENDING|0:0|Priority|None assigned|main|None|Unknown|0|Partition_Limit||x",
+        "19+0|OUT_OF_MEMORY|0:125|None|n01|main|None|Unknown|5|UNLIMITED||het",
+        "123_[0-400:4%2]|PENDING|0:0|None|None assigned|main|Unknown|Unknown|0|365-00:00:00||sweep",
+        "123.batch|FAILED|1:0||n01||Unknown|Unknown|3|||batch",
         "garbage",
     )
     assert [str(job.id) for job in jobs] == ["123", "124", "19+0", "123", "123"]
@@ -149,12 +160,19 @@ def test_sacct() -> None:
         15,
         "train a|b",
     )
+    assert first.command == "sbatch /x.sh"
     assert (first.elapsed_s, first.limit_s) == (60, 600)
     # Partition_Limit and None broke others (slurm-mail#58)
     assert (second.limit_s, second.start, second.end, second.nodes) == (None, "", "", "")
     assert (third.limit_s, third.state.final, third.id.offset) == (math.inf, True, 0)
     assert (fourth.limit_s, fourth.id.throttle) == (365 * 86400, 2)
     assert (step.id.step, step.limit_s) == ("batch", None)
+
+
+def test_a_line_that_submits_may_hold_what_a_name_holds() -> None:
+    header, row = SACCT_FORMAT.split(","), ["7", *["x"] * 9, "sbatch -J a|b", "a|b"]
+    (job,) = parse_sacct("".join(SACCT_DELIMITER.join(one) + "\n" for one in (header, row)))
+    assert (job.command, job.name) == ("sbatch -J a|b", "a|b")
 
 
 def test_sacct_in_another_order_of_columns() -> None:

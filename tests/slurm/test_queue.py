@@ -17,6 +17,7 @@ Fake = Callable[..., Callable[[], list[str]]]
 NO_JOB = "slurm_load_jobs error: Invalid job id specified"
 NO_ACCOUNTING = "Slurm accounting storage is disabled"
 SACCT_HEAD = "JobID|State|ExitCode|Reason|NodeList|Partition|Start|End|ElapsedRaw|TimelimitRaw|JobName"
+LINE_HEAD = SACCT_HEAD.replace("JobName", "SubmitLine|JobName")
 
 
 @pytest.fixture
@@ -174,6 +175,51 @@ def test_so_many_jobs_that_they_fit_on_no_command_line(fake: Fake) -> None:
     answers = ask_jobs([Question(job) for job in range(20001, 70001)])
     assert "-j" not in squeue()[0]
     assert [one.job for one, (record, _) in answers.items() if record] == [70000]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_known"),
+    [
+        ("/runs/r-1/submitit/.submission_file_a.sh", True),
+        ("/runs/a|b/r-1/submitit/.submission_file_a.sh", True),
+        ("/runs/r-11/submitit/.submission_file_a.sh", False),
+        ("/home/else/job.sh", False),
+        ("(null)", True),
+        ("", True),
+    ],
+)
+def test_a_number_that_slurm_has_given_to_another_job_is_not_known(
+    command: str, is_known: bool, fake: Fake
+) -> None:
+    fake("squeue", f"5|RUNNING|None|N/A|n01|main|0:00|5:00|command={command}|a|b\n")
+    fake("sacct", "")
+    mine, anyone = Question(5, run="r-1"), Question(5)
+    answers = ask_jobs([mine, anyone])
+    assert (answers[mine].record is not None, answers[mine].trouble) == (is_known, "")
+    assert answers[anyone].record is not None
+
+
+def test_what_sacct_knows_of_another_run_s_job_is_not_ours(fake: Fake) -> None:
+    fake("squeue", "")
+    line = "5|FAILED|1:0|None|n01|main|x|y|4|5|sbatch --parsable /runs/{}/submitit/.submission_file_a.sh|n\n"
+    for run, is_known in (("r-1", True), ("r-2", False)):
+        fake("sacct", f"{LINE_HEAD}\n{line.format(run)}")
+        ours = Question(5, run="r-1")
+        assert (ask_jobs([ours])[ours].record is not None) is is_known
+
+
+@pytest.mark.parametrize(
+    ("state", "is_error"), [("COMPLETING", False), ("CANCELLED", False), ("RUNNING", True), ("", False)]
+)
+def test_a_scancel_that_fails_without_a_word_is_looked_after(state: str, is_error: bool, fake: Fake) -> None:
+    fake("scancel", code=229)
+    fake("sacct", "")
+    fake("squeue", row("5_1", state) if state else "")
+    if not is_error:
+        cancel_job(Question(5, 1), "now")
+        return
+    with pytest.raises(SiteError, match="ended with exit code 229: it printed nothing"):
+        cancel_job(Question(5, 1), "now")
 
 
 def test_a_job_is_taken_back_on_its_own_cluster(fake: Fake) -> None:

@@ -25,6 +25,14 @@ def test_every_key_is_taken() -> None:
     assert resources("nodes: 2, placement: pin, nodelist: 'n[01-02]'").nodelist == "n[01-02]"
 
 
+def test_a_bare_number_is_what_it_is_to_slurm() -> None:
+    found = resources("time: 10, mem: 0")
+    assert (found.time, found.mem) == ("10", "0")
+    assert resources("time: '10', mem: 4000").mem == "4000"
+    spec = parse_job("command: [x]\nresources: {time: 10, mem: 0}\n", "job.yaml")
+    assert parse_job(spec.render(), "spec.yaml").spec.resources == found
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -36,6 +44,10 @@ def test_every_key_is_taken() -> None:
         ("placement: pin, nodelist: ''", "resources.nodelist: "),
         ("switches: 0", "resources.switches: "),
         ("segment: 0", "resources.segment: "),
+        ("time: 0", "resources.time: 0 is no limit at all to Slurm"),
+        ("time: 1.5", "resources.time: must be text"),
+        ("mem: true", "resources.mem: must be text"),
+        ("mem: -1", "resources.mem: '-1' is no amount of memory"),
         ("switches_wait: soon", "resources.switches_wait: 'soon' is no time"),
         ("switches_wait: UNLIMITED", "resources.switches_wait: UNLIMITED has no end"),
         ("switches_wait: '0'", "resources.switches_wait: 0 has no end, and the job could wait for ever"),

@@ -71,6 +71,7 @@ def test_a_file_that_others_may_use_is_refused(mode: int, secret: Callable[..., 
     [
         (b"", "is empty; write the value into it"),
         (b"\n", "is empty; write the value into it"),
+        (b" \t\n\n", "holds blanks only; write the value into it"),
         (f"{VALUE}\0".encode(), "holds NUL bytes, which no environment can; it is to hold one value as text"),
         (VALUE.encode("latin-1"), "is not text in UTF-8; it is to hold one value as text"),
         (VALUE.encode() * 6000, "is larger than 64 KiB; it is to hold one value"),
