@@ -49,6 +49,7 @@ def draft(
     ] = None,
     timeout: _Timeout = 30.0,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Ask Slurm and write a profile, with comments for what only an admin knows."""
     from hpcrun.slurm.draft import draft_cluster
@@ -57,36 +58,52 @@ def draft(
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out}: exists; --force replaces it, --out FILE writes elsewhere")
     live = ask_cluster(slurm_cluster, timeout)
-    text = draft_cluster(live).text
+    made = draft_cluster(live)
     for key, line in live.unknown.items():
         typer.echo(f"hpcrun: {key}: {line}", err=True)
-    if out is None:
-        print(text, end="")
-        return
+    if out is not None:
+        _write(out, made.text)
+    if as_json:
+        cluster, path = made.cluster.model_dump(mode="json"), None if out is None else str(out)
+        _print_json({"cluster": cluster, "text": made.text, "path": path, "unknown": live.unknown})
+    else:
+        print(made.text if out is None else f"{out}\n", end="")
+
+
+def _write(path: Path, text: str) -> None:
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text, encoding="utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{out}: cannot be written: {error.strerror}; --out FILE writes elsewhere") from None
-    print(out)
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror}; --out FILE writes elsewhere"
+        ) from None
 
 
 @app.command()
 def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) -> None:
-    """Whether the live cluster still is what the profile says; exit code 1 and a line a difference if not."""
-    from hpcrun.slurm.draft import differences, not_compared
+    """Whether the live cluster still is what the profile says; exit code 1 and a line a difference if not.
+
+    Also whether bash can read the profile's own lines.
+    """
+    from hpcrun.slurm.draft import differences, doubts, not_compared
     from hpcrun.slurm.live import ask_cluster
+    from hpcrun.slurm.syntax import profile_errors
 
     cluster = _find(name)
+    broken = [f"{key}: {words}" for key, words in profile_errors(cluster)]
+    warnings = doubts(cluster)
     live = ask_cluster(cluster.slurm_cluster, timeout)
     found, unknown = differences(cluster, live), not_compared(cluster, live)
+    wrong = [*broken, *found]
     if as_json:
-        _print_json({"name": cluster.name, "ok": not found, "differences": found, "unknown": unknown})
+        told: dict[str, Any] = {"name": cluster.name, "ok": not wrong, "differences": found}
+        _print_json(told | {"broken": broken, "warnings": warnings, "unknown": unknown})
     else:
-        for line in unknown:
-            typer.echo(f"hpcrun: not compared: {line}", err=True)
-        print("\n".join(found) if found else f"{cluster.name}: ok")
-    if found:
+        for line in (*warnings, *(f"not compared: {line}" for line in unknown)):
+            typer.echo(f"hpcrun: {line}", err=True)
+        print("\n".join(wrong) if wrong else f"{cluster.name}: ok")
+    if wrong:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 

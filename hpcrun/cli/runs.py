@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -164,11 +165,12 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
             _step(state),
             _loss(state.loss),
             _loss(state.eval_loss),
+            state.message.partition("\n")[0],
         )
         for changes, state in table
     ]
     print()
-    _print_table(("ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL LOSS"), rows)
+    _print_table(("ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL LOSS", "WHY"), rows)
 
 
 @app.command()
@@ -192,7 +194,8 @@ def _attempt(one: dict[str, Any]) -> str:
     job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
     again = f", queued again ({one['requeued']})" if one["requeued"] else ""
     again = f", relaunched ({one['relaunched']})" if one["relaunched"] else again
-    return f"attempt {one['attempt']}{where}{job}: {one['status']}: {one['message']}{again}; {one['logs']}"
+    why = f": {one['message']}" if one["message"] else ""
+    return f"attempt {one['attempt']}{where}{job}: {one['status']}{why}{again}; {one['logs']}"
 
 
 def _described(told: dict[str, Any]) -> dict[str, Any]:
@@ -204,10 +207,10 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
     if origin:
         dirty = " and changes of its own, see code difference" if origin["is_dirty"] else ""
         facts |= {
-            "kind": f"{origin['kind']} of {origin['ranks']} ranks",
+            "kind": f"{origin['kind']} of {origin['ranks']} rank{'s' * (origin['ranks'] != 1)}",
             "made": f"{_when(origin['created'])} by {origin['user']} on {origin['host']}",
             "directory": origin["directory"],
-            "command": " ".join(origin["argv"]),
+            "command": shlex.join(origin["argv"]),
             "code": f"commit {origin['commit']}{dirty}" if origin["commit"] else "not in a git repository",
             "versions": f"hpcrun {origin['hpcrun']}, python {origin['python']}",
             "cluster": origin["cluster"],
@@ -259,10 +262,13 @@ def logs(
     follow: Annotated[
         bool, typer.Option("-f", "--follow", help="Wait for it to start, go on until the run is over.")
     ] = False,
+    as_json: _Json = False,
 ) -> None:
     """What a rank has printed."""
     from hpcrun.launch import follow as following
 
+    if follow and as_json:
+        raise UsageError("logs: --json prints what there is now, as one object; leave out --follow or --json")
     run = find_run(name if element is None else f"{name.rstrip('/')}/{element}")
     if run.sweep.is_file():
         raise UsageError(
@@ -274,6 +280,10 @@ def logs(
     paths = following.batch_logs(run) if batch else following.log_files(run, rank, attempt)
     if not paths:
         raise UsageError(f"{run.id}: no batch shell has printed anything yet")
+    if as_json:
+        files = [{"path": str(path), "text": "".join(following.read_files([path]))} for path in paths]
+        _print_json(id=run.id, files=files)
+        return
     for text in following.read_files(paths):
         print(text, end="")
 
@@ -292,19 +302,25 @@ def follow_run(
 def cancel(
     names: _Runs,
     now: Annotated[bool, typer.Option("--now", help="End it at once, without a save.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Ask runs to save and stop; what waits in the queue is taken out of it."""
     from hpcrun.launch import cancel as stopping
 
-    code = EXIT_DONE
+    code, told = EXIT_DONE, []
     for run in find_runs(names):
+        lines, trouble = [], None
         try:
-            for line in stopping.cancel(run, now=now):
-                print(line)
+            lines = stopping.cancel(run, now=now)
         except HpcrunError as error:
             # The others are still to be stopped.
-            _note(str(error))
-            code = max(code, error.exit_code)
+            trouble, code = str(error), max(code, error.exit_code)
+            _note(trouble)
+        told.append({"id": run.id, "done": lines, "error": trouble})
+        for line in () if as_json else lines:
+            print(line)
+    if as_json:
+        _print_json(runs=told)
     raise typer.Exit(code)
 
 

@@ -108,7 +108,7 @@ def _print_spec(
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
 
-    earlier = find_run(resume) if resume else None
+    earlier = find_run(resume) if resume is not None else None
     prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
     print(f"{render_job(prepared.spec).rstrip()}\n# plan: {prepared.describe()}")
 
@@ -139,7 +139,7 @@ def _supervise(
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
 
-        earlier = find_run(resume) if resume else None
+        earlier = find_run(resume) if resume is not None else None
         if earlier is not None:
             _refuse_one_that_goes_on(earlier)
         prepared = prepare(job, overrides, resume=earlier, command=command)

@@ -66,8 +66,11 @@ class Allocation:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
         done = process.run(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_S)
         words = " ".join((done.stderr or done.stdout).split())
-        # A preemption may have been quicker: one requeue is what was wanted.
-        if done.exit_code != 0 and not _REQUEUED_ALREADY.search(words):
+        if done.exit_code == 0 or _REQUEUED_ALREADY.search(words):
+            return
+        # A preemption may have been quicker, and the TERM of a requeue ends our scontrol as well: one requeue
+        # is what was wanted, and whether there is one only Slurm can say.
+        if self.fate() != "queued again":
             raise SiteError(f"`scontrol requeue {self.id}`: {words}")
 
     def agent_commands(self, run: RunDir, nodes: Sequence[str]) -> dict[str, list[str]]:

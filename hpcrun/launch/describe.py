@@ -62,12 +62,17 @@ def _overrides(run: RunDir) -> dict[str, Any] | None:
 
 
 def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
-    told, ended = read_json(one.supervisor) or {}, read_json(one.outcome) or {}
+    told, ended = (_mapping(read_json(path)) for path in (one.supervisor, one.outcome))
     known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
     outcome = {
         name: ended.get(name) for name in ("status", "message", "step", "requeued", "relaunched", "ended")
     }
     if not ended:
         is_newest = one.number == state.attempt
-        outcome |= {"status": state.state if is_newest else "unknown", "message": "it left no word"}
+        words = None if is_newest and state.state == "running" else "it left no word"
+        outcome |= {"status": state.state if is_newest else "unknown", "message": words}
     return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}
+
+
+def _mapping(record: Any) -> dict[str, Any]:
+    return record if isinstance(record, dict) else {}

@@ -64,6 +64,8 @@ class RunState:
     """When the job started, or is estimated to (local time as Slurm shows it)."""
     elements: dict[str, int] | None = None
     """Of a sweep: how many elements are in which state."""
+    submitted: float = 0.0
+    """When its newest job was handed over (wall clock); 0 where there is none."""
     changed: float = 0.0
     """When it last wrote something (wall clock)."""
 
@@ -122,21 +124,22 @@ def look_at_elements(sweep: RunDir, *, ask: bool = True) -> list[RunState]:
 
 
 def sum_up(run: RunDir, elements: Sequence[RunState]) -> RunState:
-    """A sweep, as the sum of its elements."""
+    """A sweep, as the sum of its elements; of its jobs the newest that one of them belongs to."""
     counts = Counter(one.state for one in elements)
     told = {state: counts[state] for state in reversed(STATES) if counts[state]}
     state = next((one for one in STATES if counts[one]), "unknown")
     why = next((one.message for one in elements if one.state in ("queued", "unknown") and one.message), "")
     message = ", ".join(f"{count} {name}" for name, count in told.items()) or "it has no elements"
-    jobs = [one.job for one in elements if one.job]
+    newest = max((one for one in elements if one.job), key=lambda one: one.submitted, default=None)
     return RunState(
         run,
         state,
         f"{message}; {why}" if why else message,
         exit_code=None if state in _GOES_ON else worst(one.code for one in elements),
         host=next((one.host for one in elements if one.host), None),
-        job=jobs[0].partition("_")[0] if jobs else None,
-        cluster=next((one.cluster for one in elements if one.cluster), ""),
+        job=str(newest.job).partition("_")[0] if newest else None,
+        cluster=newest.cluster if newest else "",
+        submitted=newest.submitted if newest else 0.0,
         elements=told,
         changed=max([_changed(run), *(one.changed for one in elements)]),
     )
@@ -188,7 +191,7 @@ def _states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
 def _by_records(view: View) -> tuple[str, str, Question | None]:
     """State and message as far as the directory and this host know, and what has to be asked of Slurm."""
     if view.ended:
-        return view.ended["status"], view.ended.get("message", ""), None
+        return view.ended["status"], view.ended.get("message") or "", None
     if view.is_alive_here:
         # The process of a sweep runs one element after another.
         waits = view.run.sweep_of_element is not None and not view.has_begun
@@ -196,7 +199,10 @@ def _by_records(view: View) -> tuple[str, str, Question | None]:
     if view.job:
         from hpcrun.slurm.queue import Question
 
-        question = Question(*view.job)
+        # Training inside of somebody's allocation is no job of ours.
+        is_ours = view.submission is not None and view.submission.job == view.job[0]
+        owner = view.run.sweep_of_element or view.run
+        question = Question(*view.job, run=owner.id if is_ours else "")
         return "unknown", f"job {question} is in Slurm's hands, which was not asked", question
     if found := view.process:
         host, who = found
@@ -223,7 +229,7 @@ def _by_slurm(view: View, question: Question, answer: Answer) -> RunState:
         # The end may have been written down after we had looked for it, and before Slurm answered.
         again = View(view.run, view.origin)
         if again.ended:
-            return _state(again, again.ended["status"], again.ended.get("message", ""), question, record)
+            return _state(again, again.ended["status"], again.ended.get("message") or "", question, record)
     if record is None:
         words = f"; the batch shell said last: {said}" if (said := view.last_words()) else ""
         text = f"Slurm does not know job {question} any more, and it left no record of its end; "
@@ -239,7 +245,10 @@ def _in_words(view: View, record: JobRecord) -> tuple[str, str]:
             again = f"again, after attempt {view.attempts[-1].number}: " if view.attempts else ""
             return "queued", f"{again}{outlook}{record.reason.words}{start}"
         case "running":
-            is_early = not view.has_begun and "COMPLETING" not in (record.state.name, *record.state.flags)
+            is_ending = "COMPLETING" in (record.state.name, *record.state.flags)
+            if is_ending and view.is_queued_again:
+                return "queued", f"again, after attempt {view.attempts[-1].number}: its nodes are cleaned up"
+            is_early = not view.has_begun and not is_ending
             return "running", "the job has started, its supervisor is not up yet" if is_early else ""
         case "unknown":
             said = " ".join((record.state.name, record.state.detail))
@@ -276,6 +285,7 @@ def _state(
         cluster=job[2] if job else "",
         nodes=record.nodes if record else "",
         start=record.start if record else "",
+        submitted=view.submission.time if view.submission else 0.0,
         changed=_changed(view.run),
     )
 

@@ -70,9 +70,7 @@ class View:
         """The exit record, unless it is that of an attempt before the newest one, or the newest job."""
         if ended is None:
             return None
-        if ended.get("status") is None or ended.get("exit_code") is None:
-            raise UsageError(f"{self.run.exit}: is damaged: it has no status and exit code; remove it")
-        _sound(self.run.exit, ended, _EXIT)
+        _sound(self.run.exit, ended, _EXIT, "status", "exit_code")
         number, newest = ended.get("attempt"), self.attempts[-1].number if self.attempts else None
         if number is not None and newest is not None and number != newest:
             return None
@@ -86,7 +84,7 @@ class View:
         """Whether a supervisor has come up since the run was last submitted, or at all where it was not."""
         if self.submission is None:
             return bool(self.supervisor)
-        return bool(self.supervisor.get("started", 0.0) >= self.submission.time)
+        return bool((self.supervisor.get("started") or 0.0) >= self.submission.time)
 
     @property
     def is_local(self) -> bool:
@@ -121,6 +119,12 @@ class View:
         if self.has_begun and own is not None:
             return own, None, one.cluster if one and one.job == own else ""
         return (one.job, None, one.cluster) if one and one.job is not None else None
+
+    @property
+    def is_queued_again(self) -> bool:
+        """Whether the newest attempt has ended, and its supervisor has had the job queued again."""
+        record = read_json(self.attempts[-1].outcome) if self.attempts else None
+        return isinstance(record, dict) and bool(record.get("requeued"))
 
     def progress(self) -> Progress:
         """The last step, its loss, and the last loss of an evaluation."""
@@ -166,13 +170,13 @@ class View:
         return ""
 
 
-def _sound(path: Path, record: Any, kinds: _Kinds) -> dict[str, Any]:
-    """The record, where its values are of these kinds or null; UsageError names the first that is not."""
+def _sound(path: Path, record: Any, kinds: _Kinds, *needed: str) -> dict[str, Any]:
+    """The record, where its values are of these kinds, or null where they are not needed; else UsageError."""
     if not isinstance(record, dict):
         raise UsageError(f"{path}: is damaged: it holds no mapping; remove it")
     for name, kind in kinds.items():
         value = record.get(name)
-        if value is not None and not isinstance(value, kind):
+        if not isinstance(value, kind) and (value is not None or name in needed):
             words = "text" if kind is str else "a number"
             raise UsageError(f"{path}: is damaged: {name} is {json.dumps(value)}, not {words}; remove it")
     return record
@@ -182,7 +186,7 @@ def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | N
     """The newest job of a run; of an element, the newest that holds it."""
     submissions = origin.submissions if origin else []
     for one in submissions:
-        _sound((run.sweep_of_element or run).job, vars(one), _SUBMISSION)
+        _sound((run.sweep_of_element or run).job, vars(one), _SUBMISSION, "time", "offset")
     if run.sweep_of_element is None:
         return submissions[-1] if submissions else None
     number = int(run.path.name)

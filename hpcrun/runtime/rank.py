@@ -52,7 +52,7 @@ def join(
     prepared, problem = None, None
     try:
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
-        earlier = find_run(resume) if resume else None
+        earlier = find_run(resume) if resume is not None else None
         prepared = prepare(job, overrides, resume=earlier, world_size=control.size, until=until)
         if prepared.plan is None:
             raise UsageError(

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hpcrun import process
 from hpcrun.errors import Problem, UsageError
+from hpcrun.slurm.syntax import profile_errors, syntax_error
 from hpcrun.slurm.template import SUFFIX, Code, Library, Template, for_sbatch, quoted_words, read_source
 from hpcrun.slurm.versions import GATES, accepts, parse_version
 from hpcrun.specs.cluster import ClusterSpec
@@ -223,7 +224,8 @@ def _parse_script(text: str, context: ScriptContext, by_srun: bool) -> _Script:
 
 
 Rule = Callable[[_Script], Iterator[tuple[str, str]]]
-"""Yields what is wrong as (block or `line:` and the line it stands on, what to do)."""
+"""Yields what is wrong as (place, what to do): a block, `line:` and the line itself, `profile:` and the key,
+or nothing where the whole file is meant."""
 
 
 def _shape(script: _Script) -> Iterator[tuple[str, str]]:
@@ -277,14 +279,14 @@ def _signals(script: _Script) -> Iterator[tuple[str, str]]:
         yield "directives", f"--signal={given or '(none)'} must be --signal={wanted}: {reason}"
     if under_srun or script.launch_at is None:
         return
-    before = "\n".join(
-        line for _, line in script.lines[: script.launch_at] if not line.lstrip().startswith("#")
-    )
-    traps = [line for line in before.splitlines() if re.match(r"\s*trap\s", line)]
+    traps = [line for _, line in script.lines[: script.launch_at] if re.match(r"\s*trap\s", line)]
+    after = [line for _, line in script.lines[script.launch_at + 1 :]]
     for name in ("USR1", "USR2", "TERM"):
         if not any(re.search(rf"\b{name}\b", line) for line in traps):
-            yield "launch", f"no trap hands {name} on to the command; keep the shipped launch block's"
-    after = [line for _, line in script.lines[script.launch_at + 1 :]]
+            yield "signals", f"no trap hands {name} on to the command; keep the shipped block signals"
+    knows = any(re.match(r"\s*hpcrun_child=\$", line) for line in after)
+    if not knows and traps and "hpcrun_forward" in traps[-1]:
+        yield "launch", "hpcrun_child=$! must follow the command, or no signal is handed on to it"
     if not script.command.endswith("&") or not any(re.match(r"\s*wait\b", line) for line in after):
         yield "launch", "the command must run in the background (&) with a wait after it, or no trap can run"
 
@@ -318,10 +320,26 @@ def _secrets(script: _Script) -> Iterator[tuple[str, str]]:
         yield f"line:{line}", f"{match[1]} is written out; secrets are read from a 0600 file at run time"
     for name, value in os.environ.items():
         if re.fullmatch(_SECRET, name, re.I) and len(value) >= 8 and value in script.text:
-            yield "environment", f"the script holds the value of your variable {name}"
+            line = next((line for line in script.text.split("\n") if value in line), "")
+            yield f"line:{line}", f"the script holds the value of your variable {name}"
 
 
-_RULES: tuple[Rule, ...] = (_shape, _directives, _signals, _launch, _secrets)
+def _syntax(script: _Script) -> Iterator[tuple[str, str]]:
+    said = syntax_error(script.text)
+    if not said:
+        return
+    cluster = script.context.cluster
+    own = list(profile_errors(cluster)) if cluster is not None else []
+    yield from ((f"profile:{key}", words) for key, words in own)
+    if not own:
+        number = re.match(r"line (\d+)", said)
+        # What is never closed is noticed far from where it was begun.
+        is_far = number is None or re.search(r"end of file|unexpected EOF", said)
+        where = "" if is_far or number is None else f"line:{script.text.split(chr(10))[int(number[1]) - 1]}"
+        yield where, f"bash -n: the script: {said}"
+
+
+_RULES: tuple[Rule, ...] = (_shape, _directives, _signals, _launch, _secrets, _syntax)
 
 
 def check(
@@ -347,41 +365,41 @@ def check(
             problems += check_script(library, template, context, text)
     except UsageError as error:
         return [Problem("", str(error))]
-    problems += _ask_programs(library, template, text)
+    problems += _ask_sbatch(library, template, text)
     return list(dict.fromkeys(problems))
 
 
 def check_script(library: Library, template: Template, context: ScriptContext, text: str) -> list[Problem]:
-    """In what a template's script for one job breaks the contract; no program is asked."""
+    """In what a template's script for one job breaks the contract, or bash cannot read it."""
     script = _parse_script(text, context, _extends(library.chain(template), "function"))
-    return [
-        Problem("", what, _place(library, template, where)) for rule in _RULES for where, what in rule(script)
+    unheard = [Problem("", what, place) for place, what in library.unheard(template)]
+    return unheard + [
+        _problem(library, template, context, where, what) for rule in _RULES for where, what in rule(script)
     ]
 
 
-def _place(library: Library, template: Template, where: str) -> str:
-    kind, colon, line = where.partition(":")
-    return library.text_place(template, line, "setup") if colon else library.block_place(template, kind)
+def _problem(library: Library, template: Template, context: ScriptContext, where: str, what: str) -> Problem:
+    kind, _, rest = where.partition(":")
+    if kind == "line":
+        own = {"setup": context.setup_lines, "teardown": context.teardown_lines}
+        own |= {"modules.init": context.module_init}
+        for key, lines in own.items():
+            if rest.strip() in map(str.strip, lines):
+                kind, rest = "profile", key
+    if kind == "profile":
+        return Problem(rest, what, f"profile {context.cluster.name}" if context.cluster else "the profile")
+    if kind == "line":
+        return Problem("", what, library.text_place(template, rest, "setup"))
+    return Problem("", what, library.block_place(template, kind) if kind else library.file_place(template))
 
 
-def _ask_programs(library: Library, template: Template, text: str) -> Iterator[Problem]:
-    """What bash, and sbatch where there is one, say to the script without running it."""
+def _ask_sbatch(library: Library, template: Template, text: str) -> Iterator[Problem]:
+    """What sbatch, where there is one, says to the script without running it."""
+    if which("sbatch") is None:
+        return
     with tempfile.TemporaryDirectory(prefix="hpcrun-check-") as folder:
         path = Path(folder) / "script.sh"
         path.write_text(text, encoding="utf-8")
-        done = process.run(["bash", "-n", str(path)], timeout_s=20)
-        if done.exit_code != 0:
-            words = done.stderr.strip().replace(str(path), "the script")
-            number = re.search(r"line (\d+)", words)
-            line = (
-                text.split("\n")[int(number[1]) - 1] if number and int(number[1]) <= text.count("\n") else ""
-            )
-            place = library.text_place(template, line, "launch")
-            if "end of file" in words:  # then the line is the last one, which is not where it was begun
-                place = str(template.path)
-            yield Problem("", f"bash -n: {words.splitlines()[0]}", place)
-        if which("sbatch") is None:
-            return
         done = process.run(["sbatch", "--test-only", str(path)], timeout_s=60, env=_without_job(os.environ))
         if done.exit_code != 0:
             words = " ".join(done.stderr.split())

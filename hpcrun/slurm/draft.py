@@ -273,6 +273,16 @@ def differences(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     return [finding.text for finding in _findings(profile, live) if finding.is_known]
 
 
+def doubts(profile: ClusterSpec) -> list[str]:
+    """What the profile says, and may mean otherwise, a line each."""
+    limits = (
+        parse_time(spec.max_time, f"partitions.{name}.max_time")
+        for name, spec in profile.partitions.items()
+        if spec.max_time is not None
+    )
+    return [limit.warning for limit in limits if limit.warning]
+
+
 def not_compared(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     """What the profile states and Slurm did not say, a line each."""
     return [finding.text for finding in _findings(profile, live) if not finding.is_known]

@@ -8,6 +8,8 @@ out with backslashes in it, but it is never run.
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,7 +122,7 @@ class Library:
             return None
         for one in origins:
             path = self.directories[one] / name if one in self.directories else None
-            if path is not None and path.is_file():
+            if path is not None and _is_template(path):
                 return Template(name, one, path)
         return None
 
@@ -155,24 +157,53 @@ class Library:
     def _tree(self, template: Template) -> nodes.Template:
         return self._environment.parse(read_source(template), template.key, str(template.path))
 
-    def block_place(self, template: Template, block: str) -> str:
-        """File and line of a block as the template has it: where it was overridden last, else the base's."""
+    def _suspects(self, template: Template) -> list[Template]:
+        """The layers that can be at fault: of the shipped ones nobody has to look for a mistake."""
         layers = self.chain(template)
-        for layer in layers:
+        return [one for one in layers if one.origin != "shipped"] or list(layers)
+
+    def file_place(self, template: Template) -> str:
+        """The file to look into first: the outermost one that is not shipped."""
+        return str(self._suspects(template)[0].path)
+
+    def block_place(self, template: Template, block: str) -> str:
+        """File and line of a block where it was overridden last; the file alone where there is none."""
+        for layer in self._suspects(template):
             for found in self._tree(layer).find_all(nodes.Block):
                 if found.name == block:
                     return f"{layer.path}:{found.lineno}"
-        return str(template.path)
+        return self.file_place(template)
 
     def text_place(self, template: Template, line: str, block: str) -> str:
         """File and line that a line of the script came from, as far as its text shows; else the block's."""
         best, place = 2, ""
-        for layer in self.chain(template):
+        for layer in self._suspects(template):
             for number, source in enumerate(read_source(layer).split("\n"), start=1):
                 head = re.split(r"\{[{%#]", source, maxsplit=1)[0].strip()
                 if len(head) > best and line.strip().startswith(head):
                     best, place = len(head), f"{layer.path}:{number}"
         return place or self.block_place(template, block)
+
+    def unheard(self, template: Template) -> Iterator[tuple[str, str]]:
+        """What a layer says and no script would get: file and line, and why."""
+        layers = self.chain(template)
+        for layer, *above in (layers[start:] for start in range(len(layers) - 1)):
+            tree = self._tree(layer)
+            known = {block.name for one in above for block in self._tree(one).find_all(nodes.Block)}
+            for block in _outermost_blocks(tree):
+                if block.name not in known:
+                    near = difflib.get_close_matches(block.name, known, n=1)
+                    meant = f"did you mean {near[0]}? " if near else ""
+                    yield (
+                        f"{layer.path}:{block.lineno}",
+                        f"the block {block.name} is in nothing that this extends, so no script would hold it"
+                        f"; {meant}there are: {', '.join(sorted(known))}",
+                    )
+            for line in _text_outside(tree):
+                yield (
+                    f"{layer.path}:{line}",
+                    "this stands outside of every block, so no script would hold it",
+                )
 
     def render(self, template: Template, values: Mapping[str, Any]) -> str:
         """The script; UsageError with file and line for whatever is wrong with the template."""
@@ -229,6 +260,39 @@ class Library:
                 place = f"{name}:{trace.tb_lineno}"
             trace = trace.tb_next
         return place
+
+
+def _is_template(path: Path) -> bool:
+    """Whether a template is there; UsageError for what only looks like one: another would take its place."""
+    try:
+        if path.is_file():
+            return True
+        # Not exists(), to which a link that leads nowhere is nothing.
+        if not os.path.lexists(path):
+            return False
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    what = "is a link that leads nowhere" if path.is_symlink() else "is no file"
+    raise UsageError(f"{path}: {what}; put a template there, or take it away")
+
+
+def _outermost_blocks(node: nodes.Node) -> Iterator[nodes.Block]:
+    """The blocks that stand in no other one; those inside go where the outer one goes."""
+    for child in node.iter_child_nodes():
+        if isinstance(child, nodes.Block):
+            yield child
+        else:
+            yield from _outermost_blocks(child)
+
+
+def _text_outside(tree: nodes.Template) -> Iterator[int]:
+    """The lines of what is printed after `extends`, outside of blocks."""
+    extends = next((at for at, node in enumerate(tree.body) if isinstance(node, nodes.Extends)), None)
+    for node in tree.body[len(tree.body) if extends is None else extends :]:
+        for piece in node.nodes if isinstance(node, nodes.Output) else ():
+            text = piece.data if isinstance(piece, nodes.TemplateData) else "x"
+            if text.strip():
+                yield piece.lineno + text[: len(text) - len(text.lstrip())].count("\n")
 
 
 def read_source(template: Template) -> str:

@@ -122,6 +122,17 @@ def test_draft_prints_where_no_file_is_named(slurm: Path, site: Path) -> None:
     assert "-a show partition" in asked
 
 
+def test_a_draft_as_json(slurm: Path, site: Path) -> None:
+    path = drafted(site)
+    content = json.loads(run("draft", "--json").stdout)
+    assert (content["schema_version"], content["path"], content["unknown"]) == (1, None, {})
+    assert ClusterSpec.model_validate(content["cluster"]) == load_cluster(path)
+    assert content["text"] == path.read_text(encoding="utf-8")
+    other = site / "other.yaml"
+    assert json.loads(run("draft", "--json", "--out", other).stdout)["path"] == str(other)
+    assert other.read_text(encoding="utf-8") == content["text"]
+
+
 def test_draft_replaces_no_file_unasked(slurm: Path, site: Path) -> None:
     path = drafted(site)
     path.write_text("mine", encoding="utf-8")
@@ -150,6 +161,28 @@ def test_check_prints_a_line_a_difference_and_exits_with_1(slurm: Path, site: Pa
     content = json.loads(run("check", "lab", "--json").stdout)
     assert (content["schema_version"], content["name"], content["ok"]) == (1, "lab", False)
     assert content["differences"] == checked.stdout.splitlines()
+
+
+def test_check_reads_the_profile_s_own_lines(slurm: Path, site: Path) -> None:
+    path = drafted(site)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("setup: [umask 022, 'echo \"hi']\nteardown: [sync]\nmodules: {init: ['fi']}\n")
+    checked = run("check")
+    assert checked.exit_code == 1
+    init, setup = checked.stdout.splitlines()
+    assert init.startswith("modules.init: bash -n: line 1: syntax error near unexpected token `fi'")
+    assert setup.startswith("setup: bash -n: line 2: unexpected EOF while looking for matching")
+    content = json.loads(run("check", "--json").stdout)
+    assert (content["ok"], content["broken"], content["differences"]) == (False, [init, setup], [])
+
+
+def test_check_doubts_a_limit_of_minutes_that_looks_like_hours(slurm: Path, site: Path) -> None:
+    path = drafted(site)
+    change(path, "max_time: UNLIMITED", 'max_time: "4:00"')
+    told = run("check").stderr
+    assert "hpcrun: partitions.main.max_time: 4:00 is 4 minutes; write 4:00:00 for hours and minutes" in told
+    warnings = json.loads(run("check", "--json").stdout)["warnings"]
+    assert [f"hpcrun: {warning}" for warning in warnings] == told.splitlines()
 
 
 def test_check_says_what_it_could_not_compare(slurm: Path, site: Path) -> None:

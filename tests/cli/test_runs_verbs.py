@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,56 @@ def test_several_are_cancelled_even_if_one_is_over(
     assert supervisor.wait(20) == 75
 
 
+def test_what_was_cancelled_as_json(supervisor: subprocess.Popen[str], gone: int, capsys: Capture) -> None:
+    done, run = make_run("done", pid=gone, ended={"status": "done"}), make_run("r", pid=supervisor.pid)
+    assert call("cancel", done.id, run.id, "--json") == 2
+    assert json.loads(capsys.readouterr().out) == {
+        "schema_version": 1,
+        "runs": [
+            {"id": done.id, "done": [], "error": f"{done.id} is done; there is nothing to cancel"},
+            {
+                "id": run.id,
+                "done": [f"{run.id}: asked pid {supervisor.pid} to save and stop"],
+                "error": None,
+            },
+        ],
+    }
+    assert supervisor.wait(20) == 75
+
+
+@pytest.mark.parametrize(
+    "words", [["status", ""], ["describe", ""], ["logs", ""], ["wait", ""], ["cancel", ""], ["save", " "]]
+)
+def test_an_empty_word_does_not_mean_the_only_run(words: list[str], gone: int, capsys: Capture) -> None:
+    make_run("r", pid=gone)
+    assert call(*words) == 2
+    assert capsys.readouterr().err.endswith("an empty word names no run; `hpcrun list` shows the runs\n")
+
+
+@pytest.mark.parametrize("verb", ["list", "logs", "describe"])
+def test_output_that_cannot_be_written_is_one_line(verb: str, gone: int) -> None:
+    run = make_run("r", pid=gone)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpcrun", verb, *([] if verb == "list" else [run.id])],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+            | {"PYTHONPATH": str(Path(process.__file__).parents[1])},
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (3, "hpcrun: standard output: No space left on device\n")
+
+
+def test_a_file_that_the_system_refuses_is_one_line(capsys: Capture, runs_root: Path) -> None:
+    run = make_run("r")
+    run.job.unlink()
+    run.job.mkdir()
+    assert call("status", run.id) == 3
+    assert capsys.readouterr() == ("", f"hpcrun: {run.job}: Is a directory\n")
+
+
 def test_several_are_one_table(gone: int, capsys: Capture) -> None:
     done = make_run("done", pid=gone, ended={"status": "done"})
     dead, running = make_run("dead", pid=gone), make_run("running", pid=os.getpid())
@@ -324,6 +375,33 @@ def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
     assert [one["requeued"] for one in told["attempts"]] == ["crash", None]
 
 
+def test_an_attempt_that_runs_has_left_no_word_yet(gone: int, capsys: Capture) -> None:
+    run = make_run("r", pid=gone)
+    attempt = run.attempt(2).create()
+    me = {"pid": os.getpid(), "start_ticks": process.start_ticks(os.getpid()), "started": 1.0}
+    write_json(attempt.supervisor, me | {"host": os.uname().nodename})
+    write_provenance(run, replace(origin("r"), argv=["hpcrun", "submit", "my job.yaml"]))
+    assert call("describe", run.id) == 0
+    out = capsys.readouterr().out
+    host = os.uname().nodename
+    assert f"attempt 1 on {host}: unknown: it left no word; {run.attempt(1).log(0).parent}\n" in out
+    assert f"attempt 2 on {host}: running; {attempt.log(0).parent}\n" in out
+    assert any(
+        line.split(maxsplit=1) == ["command", "hpcrun submit 'my job.yaml'"] for line in out.splitlines()
+    )
+    assert "train of 1 rank\n" in out
+
+
+def test_logs_as_json(gone: int, capsys: Capture) -> None:
+    run = make_run("r", pid=gone)
+    assert call("logs", run.id, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["schema_version"], told["id"]) == (1, run.id)
+    assert told["files"] == [{"path": str(run.attempt(1).log(0)), "text": "hello\n"}]
+    assert call("logs", run.id, "--json", "-f") == 2
+    assert "leave out --follow or --json" in capsys.readouterr().err
+
+
 def test_waiting_ends_with_the_worst_exit_code(gone: int, capsys: Capture) -> None:
     done = make_run("done", pid=gone, ended={"status": "done"})
     saved = make_run("saved", pid=gone, ended={"status": "saved", "exit_code": 75})
@@ -365,12 +443,20 @@ def test_a_sweep_is_a_table_of_results(gone: int, capsys: Capture) -> None:
         write_metrics(element, {"step": 4, "loss": 1.25}, {"kind": "eval", "step": 4, "eval_loss": 1.5})
         code = 0 if status == "done" else 5
         write_json(
-            element.exit, {"status": status, "exit_code": code, "message": "", "attempt": 1, "step": 4}
+            element.exit,
+            {
+                "status": status,
+                "exit_code": code,
+                "message": "rank 1 died\nof a cold" if code else "",
+                "attempt": 1,
+                "step": 4,
+            },
         )
     assert call("status", run.id) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "state    1 done, 1 failed"
-    assert lines[-3].split() == ["ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL", "LOSS"]
+    assert lines[-3].split() == ["ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL", "LOSS", "WHY"]
+    assert lines[-1].endswith("  rank 1 died")
     assert lines[-2].split() == ["0", "train.lr=0.1", "train.seed=1", "done", "4/10", "1.2500", "1.5000"]
     told = status_of(run, capsys)
     assert (told["state"], told["elements"], told["exit_code"]) == ("failed", {"done": 1, "failed": 1}, 5)

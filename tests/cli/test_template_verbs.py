@@ -115,7 +115,7 @@ def test_check_takes_a_path_and_a_profile(tmp_path: Path) -> None:
     assert run("check", path).stdout == f"{path}: ok\n"
     result = run("check", path, "--profile", profile)
     assert result.exit_code == 1
-    assert "bash -n: the script: line" in result.stdout
+    assert result.stdout == "profile a setup: bash -n: line 2: syntax error: unexpected end of file\n"
 
 
 @pytest.mark.parametrize(

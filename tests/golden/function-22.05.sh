@@ -12,6 +12,7 @@
 #SBATCH --exclusive
 #SBATCH --comment=two' 'words
 
+
 umask 077
 if ! type -t module >/dev/null; then
     for file in /etc/profile.d/lmod.sh /etc/profile.d/modules.sh; do

@@ -76,7 +76,7 @@ def submitted(name: str = "r", *submissions: Submission, **more: Any) -> RunDir:
     return run
 
 
-def begun(run: RunDir, attempt: int = 1, *, started: float = SUBMITTED + 5, **more: Any) -> RunDir:
+def begun(run: RunDir, attempt: int = 1, *, started: float | None = SUBMITTED + 5, **more: Any) -> RunDir:
     made = run.attempt(attempt).create()
     record = {"host": "n01", "pid": 4, "start_ticks": 5, "started": started, "slurm_job": 7, "restarts": 0}
     write_json(made.supervisor, record | more)
@@ -182,6 +182,32 @@ def test_a_job_that_slurm_forgot_is_lost_and_says_what_to_do(squeue: Squeue) -> 
     assert (state.is_over, state.code) == (True, 5)
 
 
+def test_a_job_of_the_same_number_that_is_another_run_s_is_not_this_one(squeue: Squeue) -> None:
+    run, many = submitted(), sweep(2)
+    for one, job, index in ((run, "7", "7"), (many, "9", "9_1")):
+        mine = row(index, "RUNNING").replace("|train", f"|command=/r/{one.id}/submitit/a.sh|train")
+        squeue(mine)
+        assert asked(one).state == "running"
+        squeue(mine.replace(one.id, "other-0101-000000-abcdef"))
+        assert (asked(one).state, asked(one).job) == ("lost", job)
+    squeue(row("7", "RUNNING").replace("|train", "|command=/home/me/allocation.sh|train"))
+    write_provenance(run, replace(origin_of(run), submissions=[]))
+    assert asked(begun(run)).state == "running", "training inside of an allocation"
+
+
+def test_a_job_that_is_cleaned_up_before_it_runs_again_is_queued(squeue: Squeue) -> None:
+    run = begun(submitted())
+    squeue(row("7", "COMPLETING"))
+    assert asked(run).state == "running"
+    write_json(run.attempt(1).outcome, {"status": "saved", "requeued": "preemption"})
+    assert (asked(run).state, asked(run).message) == (
+        "queued",
+        "again, after attempt 1: its nodes are cleaned up",
+    )
+    begun(run, 2)
+    assert asked(run).state == "running"
+
+
 def test_where_squeue_fails_the_state_is_unknown_and_says_why(squeue: Squeue) -> None:
     squeue("slurm is not here", code=1)
     state = asked(submitted())
@@ -285,6 +311,7 @@ def test_elements_in_pieces_and_submitted_again_are_asked_for_by_their_own_job(s
     states = look_at_elements(run)
     assert [one.job for one in states] == ["9_0", "9_1", "10_0", "11_1"]
     assert [one.state for one in states] == ["queued", "queued", "running", "queued"]
+    assert asked(run).job == "11", "the newest of its jobs"
 
 
 def test_a_local_sweep_runs_one_element_after_another(squeue: Squeue) -> None:
@@ -315,6 +342,7 @@ def test_a_damaged_record_is_the_trouble_of_one_run(squeue: Squeue) -> None:
     [
         ("supervisor.json", '{"started": "x"}', 'supervisor.json: is damaged: started is "x", not a number'),
         ("supervisor.json", '{"started": 1e9, "host": 7}', "host is 7, not text"),
+        ("exit.json", '{"exit_code": 0}', "exit.json: is damaged: status is null, not text"),
         ("supervisor.json", "[1]", "supervisor.json: is damaged: it holds no mapping; remove it"),
         ("exit.json", '{"status": "done", "exit_code": 0, "ended": "x"}', 'ended is "x", not a number'),
         ("exit.json", '{"status": "done", "exit_code": "0"}', 'exit_code is "0", not a number'),
@@ -335,6 +363,13 @@ def test_a_record_of_a_wrong_type_is_the_trouble_of_one_run(
     states = look_at_all([bad, good])
     assert [one.state for one in states] == ["unknown", "done"]
     assert said in states[0].message
+
+
+def test_what_a_record_leaves_out_is_no_damage(squeue: Squeue) -> None:
+    run = begun(submitted(), started=None, host=None)
+    squeue(row("7", "PENDING", "Priority"))
+    assert asked(run).state == "queued"
+    assert asked(ended(run, message=None, ended=None)).state == "done"
 
 
 def test_figures_of_a_wrong_type_are_none(squeue: Squeue) -> None:

@@ -211,6 +211,26 @@ def test_a_template_that_cannot_be_read(library: Library) -> None:
         library.render(library.find("mine"), {})
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"), [("folder", "is no file"), ("link", "is a link that leads nowhere")]
+)
+def test_what_only_looks_like_a_template_does_not_let_another_take_its_place(
+    kind: str, said: str, library: Library
+) -> None:
+    path = library.directories["site"] / "train.sbatch.j2"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("elsewhere")
+    with pytest.raises(
+        UsageError, match=rf"site/train\.sbatch\.j2: {said}; put a template there, or take it"
+    ):
+        library.find("train")
+    with pytest.raises(UsageError, match=said):
+        library.render(site(library, '{% extends "train.sbatch.j2" %}\n'), {})
+    assert library.find("shipped/train").origin == "shipped"
+
+
 def test_the_nearest_template_of_a_name_is_taken(library: Library, tmp_path: Path) -> None:
     assert library.find("train").origin == "shipped"
     own = site(library, "own\n", "train")

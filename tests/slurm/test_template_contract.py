@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from hpcrun.errors import SpecError
 from hpcrun.slurm.contract import (
     ScriptContext,
     check,
@@ -18,8 +20,9 @@ from hpcrun.slurm.contract import (
     render_script,
     shipped_counterpart,
 )
+from hpcrun.slurm.sbatch import script_text
 from hpcrun.slurm.template import SUFFIX, Library, read_source
-from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.cluster import ClusterSpec, load_cluster
 from hpcrun.specs.shipped import shipped
 
 JOBS = [
@@ -58,10 +61,10 @@ Found = Callable[..., list[str]]
 def found(library: Library) -> Found:
     """Check a site's own template of some text, and get what is wrong with it."""
 
-    def call(text: str, name: str = "mine", **options: str) -> list[str]:
+    def call(text: str, name: str = "mine", **options: Any) -> list[str]:
         folder = library.directories["site"]
         (folder / f"{name}{SUFFIX}").write_bytes(text.encode())
-        problems = check(library, library.find(name), **options)  # type: ignore[arg-type]
+        problems = check(library, library.find(name), **options)
         return [str(problem).replace(f"{folder}/", "") for problem in problems]
 
     return call
@@ -139,7 +142,11 @@ def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
             extends("launch", "{{ super() }}\n{{ launch }} &\nwait"),
             "mine.sbatch.j2:3: {{ launch }} must stand in it",
         ),
-        (extends("launch", "{{ launch }} &\nwait"), "mine.sbatch.j2:3: no trap hands USR2 on to the command"),
+        (extends("signals", ""), "mine.sbatch.j2:3: no trap hands USR2 on to the command"),
+        (
+            extends("launch", "{{ launch }} &\nwait"),
+            "mine.sbatch.j2:3: hpcrun_child=$! must follow the command",
+        ),
         (
             extends("launch", "trap : USR1 USR2 TERM\n{{ launch }}\nwait"),
             "mine.sbatch.j2:3: the command must run in the background",
@@ -148,6 +155,21 @@ def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
             extends("launch", "trap : USR1 USR2 TERM\nsrun {{ launch }} &\nwait"),
             "mine.sbatch.j2:3: the command is the supervisor: it runs once, in the batch shell",
         ),
+        (
+            extends("setup", "{{ super() }}\n{{ launch }}"),
+            "mine.sbatch.j2: {{ launch }} must stand in it once",
+        ),
+        (
+            extends("setups", "ulimit -l unlimited"),
+            "mine.sbatch.j2:3: the block setups is in nothing that this extends, so no script would hold it;"
+            " did you mean setup? there are: directives, environment, launch, setup, signals, teardown",
+        ),
+        (
+            extends("setup", "{{ super() }}") + "\n\nulimit -l unlimited\n",
+            "mine.sbatch.j2:8: this stands outside of every block, so no script would hold it",
+        ),
+        (extends("setup", "{{ super() }}") + "{{ name }}", "mine.sbatch.j2:6: this stands outside of every"),
+        (extends("setup", 'echo "hi'), "mine.sbatch.j2: bash -n: the script: line "),
         (
             extends("launch", "srun --output x {{ launch }}", "function"),
             "mine.sbatch.j2:3: srun must write to the job's pattern: --output /scratch",
@@ -180,6 +202,46 @@ def test_bash_s_own_words_about_a_script_that_does_not_parse(found: Found) -> No
     assert "syntax error near unexpected token `done'" in line
 
 
+def test_blocks_that_a_template_adds_inside_of_others(found: Found) -> None:
+    inner = "{% block own %}\ntrue\n{% endblock %}"
+    assert found(extends("setup", f"{{{{ super() -}}}}\n{inner}")) == []
+    assert found(extends("own", "false", "mine").replace("shipped", "site"), "yours") == []
+
+
+def test_what_is_wrong_with_the_site_s_base_is_said_of_its_file(library: Library) -> None:
+    path = library.directories["site"] / f"base{SUFFIX}"
+    path.write_text(extends("environment", "{{ super() }}\nfor x in a; do", "base"))
+    (problem,) = check(library, library.find("train"))
+    assert problem.where == str(path)
+    path.write_text(extends("setup", "{{ super() }}\nexit 0\n#SBATCH -p gpu", "base"))
+    (problem,) = check(Library(library.directories), library.find("train"))
+    assert problem.where == f"{path}:6"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('echo "hi', "bash -n: line 2: unexpected EOF"),
+        ("#SBATCH --partition=gpu", "sbatch ignores a directive after the first command"),
+    ],
+)
+def test_what_is_wrong_with_the_profile_s_lines_is_said_of_the_profile(
+    line: str, said: str, found: Found
+) -> None:
+    cluster = ClusterSpec(name="here", setup=["true", line])
+    (told,) = found(extends("launch", "{{ super() }}"), cluster=cluster)
+    assert told.startswith(f"profile here setup: {said}")
+
+
+def test_a_broken_script_is_not_submitted(library: Library) -> None:
+    template = library.find("train")
+    job = fixture(library, template, ClusterSpec(name="here", teardown=["if true; then"]))
+    with pytest.raises(
+        SpecError, match=r"^profile here teardown: bash -n: line 2: syntax error: unexpected end"
+    ):
+        script_text(library, template, job, Path("/runs/r/submitit"))
+
+
 def test_secrets_that_are_none(found: Found) -> None:
     lines = [
         "export HF_TOKEN=$TOKEN",
@@ -194,7 +256,7 @@ def test_secrets_that_are_none(found: Found) -> None:
 def test_the_value_of_a_secret_variable_of_the_caller(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     (line,) = found(extends("setup", "wandb login 0123456789abcdef"))
-    assert "the script holds the value of your variable WANDB_API_KEY" in line
+    assert line == "mine.sbatch.j2:4: the script holds the value of your variable WANDB_API_KEY"
     assert "0123456789abcdef" not in line
 
 

@@ -266,6 +266,38 @@ def test_signals_of_the_batch_shell_reach_the_command(name: str, bench: Bench, t
     assert (bench.seen / "after").exists()
 
 
+@pytest.mark.parametrize("setup", ["true", "set -eu; IFS=,", "child=1; early=1; forward() { false; }"])
+def test_signals_that_come_while_the_job_is_prepared_are_kept_for_the_command(
+    setup: str, bench: Bench, tmp_path: Path
+) -> None:
+    prepares = 'touch "$SEEN/preparing"; until [[ -e $SEEN/go ]]; do sleep 0.01; done'
+    library, job = context(
+        "train",
+        bench,
+        run_dir=str(tmp_path),
+        launch=[sys.executable, "-S", "-c", WAITS],
+        setup_lines=[setup, prepares],
+        teardown_lines=['touch "$SEEN/after"'],
+    )
+    script = tmp_path / "script.sh"
+    script.write_text(render_script(library, library.find("train"), job))
+    child = subprocess.Popen(
+        ["bash", str(script)],
+        cwd=bench.work,
+        env=os.environ | bench.env,
+    )
+    try:
+        until(bench.seen / "preparing")
+        child.send_signal(signal.SIGUSR2)
+        (bench.seen / "go").touch()
+        until(bench.seen / "signals", "SIGUSR2")
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=60) == 75
+    finally:
+        child.kill()
+    assert (bench.seen / "after").exists()
+
+
 def test_directives_are_taken_apart_as_sbatch_does() -> None:
     # A blank ends a word even behind a backslash (seen with sbatch 22.05).
     assert sbatch_words("#SBATCH --a=b\\ c 'd e' \"f'g\" h#i") == ["--a=b", "c", "d e", "f'g", "h"]

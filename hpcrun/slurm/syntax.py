@@ -1,0 +1,34 @@
+"""What bash says to shell text without running it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrun import process
+from hpcrun.specs.cluster import ClusterSpec
+
+_TIMEOUT_S = 20
+
+
+def syntax_error(text: str) -> str:
+    """The first of bash's complaints, as `line 3: ...`; empty where it can read the text."""
+    with tempfile.TemporaryDirectory(prefix="hpcrun-check-") as folder:
+        path = Path(folder) / "script.sh"
+        path.write_text(text, encoding="utf-8")
+        # Not by the PATH of the caller alone: the script itself names this one.
+        done = process.run([shutil.which("bash") or "/bin/bash", "-n", str(path)], timeout_s=_TIMEOUT_S)
+    if done.exit_code == 0:
+        return ""
+    first = next(iter(done.stderr.splitlines()), "it cannot be read")
+    return first.removeprefix(f"{path}: ")
+
+
+def profile_errors(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
+    """The keys of a profile that hold lines which bash cannot read, and what it says."""
+    parts = {"modules.init": cluster.modules.init, "setup": cluster.setup, "teardown": cluster.teardown}
+    for key, lines in parts.items():
+        if lines and (said := syntax_error("\n".join([*lines, ""]))):
+            yield key, f"bash -n: {said}"
