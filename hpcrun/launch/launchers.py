@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hpcrun import process
 from hpcrun.errors import SiteError
+from hpcrun.hostlist import fold
 from hpcrun.launch.hydra import find_mpiexec, wait_statuses
 from hpcrun.launch.nodes import Nodes
 from hpcrun.specs.placement import Placement
@@ -141,17 +142,29 @@ class Srun:
 
     name = "srun"
 
-    def __init__(self, pmi: str, options: Sequence[str] = ()) -> None:
-        self._pmi, self._options = pmi, tuple(options)
+    def __init__(self, pmi: str, options: Sequence[str] = (), order: Sequence[str] = ()) -> None:
+        self._pmi, self._options, self._order = pmi, tuple(options), tuple(order)
 
     def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
-        """Start the ranks, in the order of the host file and on its nodes alone."""
+        """Start the ranks on their nodes alone; the agents see which of them dies, and the end is ours."""
         argv = ["srun", f"--nodes={len(launch.placement.nodes)}", f"--ntasks={launch.ranks}"]
-        # Which rank dies is seen by the agents, and the others are ended by us.
-        argv += ["--distribution=arbitrary", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-        argv += [f"--mpi={self._pmi}", "--input=none", "--unbuffered", *self._options]
-        environ = step_environment(launch.environ) | {"SLURM_HOSTFILE": str(launch.attempt.hosts)}
-        return _popen([*argv, *launch.command], launch, environ)
+        argv += ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+        argv += [f"--mpi={self._pmi}", "--input=none", "--unbuffered"]
+        environ = step_environment(launch.environ)
+        if self._is_slurm_s_order(launch.placement):
+            # Slurm tells the MPI library which ranks share a node only where it has chosen the order itself.
+            count, listed = launch.placement.per_node, fold(launch.placement.nodes, suffixes=False)
+            argv += ["--distribution=block", f"--ntasks-per-node={count}", f"--nodelist={listed}"]
+        else:
+            argv.append("--distribution=arbitrary")
+            environ |= {"SLURM_HOSTFILE": str(launch.attempt.hosts)}
+        return _popen([*argv, *self._options, *launch.command], launch, environ)
+
+    def _is_slurm_s_order(self, placement: Placement) -> bool:
+        """Whether Slurm would put the ranks just so: equal blocks, nodes in the order of the allocation."""
+        nodes, count = placement.nodes, placement.per_node
+        in_order = [node for node in self._order if node in nodes]
+        return in_order == list(nodes) and placement.ranks == tuple(n for n in nodes for _ in range(count))
 
 
 class Mpirun:

@@ -106,7 +106,8 @@ class Site:
             return Hydra(agents=not here, interface=interface if interface in known else None)
         if wanted == "mpirun":
             return Mpirun()
-        return Srun(cluster.mpi.pmi if cluster else "pmi2", [*self._step_options(spec), *step])
+        pmi = cluster.mpi.pmi if cluster else "pmi2"
+        return Srun(pmi, [*self._step_options(spec), *step], self.allocation.nodes)
 
     def _step_options(self, spec: JobSpec) -> list[str]:
         cluster, resources = self.cluster, spec.resources

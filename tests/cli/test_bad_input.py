@@ -150,7 +150,6 @@ def test_a_layout_that_does_not_come_out_even(
         ("resources.gpus_per_node=-1", ["must be at least 0, not -1"]),
         ("resources.time=4:xx", ["'4:xx' is no time; write 90m, 2h, 1d12h"]),
         ("resources.time='0'", ["0 is no limit at all to Slurm; write UNLIMITED"]),
-        ("resources.time=90", ["must be text (put it in quotes), not 90", "such as 90m"]),
         ("resources.mem=64Q", ["'64Q' is no amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"]),
         ("resources.exclude=n[3-1]", ["'n[3-1]' counts down from 3 to 1; write [1-3]"]),
         ("resources.exclude=@all", ["'@all' is no host list; write names such as n01,n[03-08]"]),
