@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpcrun.launch import task
+from hpcrun.launch.inbox import let_through
 from hpcrun.launch.ownership import hold
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.specs.job import JobSpec
@@ -37,9 +39,12 @@ def status(run: RunDir) -> str:
 
 
 @pytest.fixture(autouse=True)
-def no_slurm(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_slurm(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Outside of any job; signals, which a task holds back at its end, are let through again."""
     for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "HPCRUN_ELEMENT"):
         monkeypatch.delenv(name, raising=False)
+    yield
+    let_through()
 
 
 def test_another_python_than_the_one_that_submitted_is_told(capfd: Capture) -> None:

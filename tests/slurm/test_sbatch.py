@@ -152,7 +152,6 @@ def test_a_wrapper_that_prints_its_banner_only_has_submitted_all_the_same(fake: 
     assert len(calls(log)) == 1
 
 
-# Python does not wait for a child once an interrupt has come, and says so when it forgets it.
 @pytest.mark.parametrize("shown", [1, 2])
 def test_an_interrupt_leaves_no_job_that_nobody_knows(
     shown: int, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
