@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hpcrun import process
@@ -24,18 +25,31 @@ class TakenError(UsageError):
 @contextmanager
 def hold(run: RunDir) -> Iterator[None]:
     """Own a run directory inside the block; UsageError, with host and pid, when another supervisor does."""
+    with locked(run, run.lock, lambda: _taken(run)) as certain:
+        if not certain and is_running_here(run):
+            raise _taken(run)
+        yield
+
+
+@contextmanager
+def locked(run: RunDir, path: Path, taken: Callable[[], UsageError]) -> Iterator[bool]:
+    """Hold the lock file of a run inside the block, or raise what `taken` makes where another does.
+
+    False where the file system has no locks (Lustre without -o flock): there other evidence has to do.
+    """
     try:
-        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UsageError(f"{run.path}: cannot be written: {error.strerror}; use a run of your own") from None
     try:
+        certain = True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Some file systems (Lustre without -o flock) have no locks: there the record has to do.
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK) or is_running_here(run):
-                raise _taken(run) from None
-        yield
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                raise taken() from None
+            certain = False
+        yield certain
     finally:
         os.close(descriptor)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import importlib
 import os
 import re
@@ -18,6 +16,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
+from hpcrun.launch import ownership
 from hpcrun.launch.request import Job, Note, Request
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.slurm.arrays import Chunk
@@ -129,21 +128,9 @@ def _alone(resumed: RunDir | None) -> Iterator[None]:
         yield
         return
     run = resumed.sweep_of_element or resumed
-    try:
-        descriptor = os.open(run.path / "submission.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise UsageError(f"{run.path}: cannot be written: {error.strerror}; use a run of your own") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            # Some file systems (Lustre without -o flock) have no locks: there nothing can be done.
-            if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-                text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
-                raise UsageError(text) from None
+    text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+    with ownership.locked(run, run.path / "submission.lock", lambda: UsageError(text)):
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
