@@ -111,6 +111,12 @@ def is_alive(process: ProcessId) -> bool:
     return fields is not None and int(fields[19]) == process.start_ticks and fields[0] not in ("Z", "X")
 
 
+def state(pid: int) -> str | None:
+    """The state of a process as /proc has it: R, S, D, T, Z, …; None when there is none."""
+    fields = _stat(pid)
+    return fields[0] if fields else None
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the state on: the name before them may hold anything."""
     try:

@@ -91,7 +91,7 @@ class Agent:
             case "watch":
                 self._clear([])
                 attempt = self._run.attempt(order["attempt"])
-                self._ranks = NodeRanks(attempt, order["ranks"])
+                self._ranks = NodeRanks(attempt, order["ranks"], order["hears"])
                 self._selector.register(self._ranks.fileno(), selectors.EVENT_READ)
                 self._say({"kind": "watching"})
             case "start":
@@ -99,6 +99,9 @@ class Agent:
             case "signal":
                 if self._ranks is not None:
                     self._ranks.signal(order["number"], order["rank"])
+            case "dump":
+                ranks = self._ranks.dump(order["timeout_s"]) if self._ranks is not None else {}
+                self._say({"kind": "dumped", "ranks": ranks})
             case "kill":
                 if self._ranks is not None:
                     self._ranks.kill()
@@ -132,6 +135,8 @@ class Agent:
                 self._say_line(encode(happening))
         if time.monotonic() - self._beaten > BEAT_S:
             self._beaten = time.monotonic()
+            for one in self._ranks.heard() if self._ranks is not None else ():
+                self._say_line(encode(one))
             self._say({"kind": "beat"})
 
     def _clear(self, spared: list[int]) -> list[int]:

@@ -27,6 +27,8 @@ from hpcrun.launch.happenings import (
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
 from hpcrun.launch.nodes import Nodes
+from hpcrun.launch.progress import SOCKET_VARIABLE
+from hpcrun.launch.stacks import Frame, RankStack, parse_stacks
 from hpcrun.process import Handle
 from hpcrun.specs.records import read_json
 
@@ -51,7 +53,7 @@ class RunningAttempt:
         self._is_troubled = self._finished = self._launcher_ended = False
         self._looked = 0.0
         inbox.collect_interrupts()
-        nodes.watch(launch.attempt, launch.placement)
+        nodes.watch(launch.attempt, launch.placement, launch.environ[SOCKET_VARIABLE])
         self._launcher = launch.launcher.start(launch, nodes)
         nodes.launched(self._launcher.pid)
         identity = process.identify(self._launcher.pid)
@@ -76,24 +78,26 @@ class RunningAttempt:
         return self._launcher_ended and (self._nodes.is_over or not self._nodes.is_complete)
 
     def watch(self) -> Iterator[Happening]:
-        """What happens, as it happens; never ends by itself."""
+        """What happens, as it happens, with a Tick at every look around; never ends by itself."""
         while True:
             pause = _LOOK_AROUND_S if self._nodes.is_complete else _STARTING_S
             self._selector.select(_CALM_S if self._is_calm() else min(pause, _TICK_S))
-            happened: list[Happening] = [Asked(number) for number in self._inbox.read()]
-            yield from happened
-            due = time.monotonic() - self._looked > pause
-            for one in self._nodes.news(look=due):
-                happened.append(one)
+            is_due, is_new = time.monotonic() - self._looked > pause, False
+            for one in self._seen(look=is_due):
+                is_new = True
                 yield from self._take(one)
-            if self._has_launcher_ended():
-                happened.append(Tick())
-                code = self._launcher.returncode
-                yield LauncherEnded(-code if code < 0 else code << 8, time.time())
-            if due or len(happened):
+            if is_due or is_new:
                 yield from self._look_around()
-            if not happened:
+            if is_due or not is_new:
                 yield Tick()
+
+    def _seen(self, *, look: bool) -> Iterator[Happening]:
+        for number in self._inbox.read():
+            yield Asked(number)
+        yield from self._nodes.news(look=look)
+        if self._has_launcher_ended():
+            code = self._launcher.returncode
+            yield LauncherEnded(-code if code < 0 else code << 8, time.time())
 
     def _take(self, happening: Happening) -> Iterator[Happening]:
         match happening:
@@ -124,6 +128,19 @@ class RunningAttempt:
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
         self._nodes.signal(number, rank)
+
+    def look_into(self, timeout_s: float = 5.0) -> list[RankStack]:
+        """Where every rank stands, by its stack and by what the kernel tells, after so long at most."""
+        seen = self._nodes.dump(timeout_s)
+        stacks = []
+        for rank, node in enumerate(self.launch.placement.ranks):
+            told = seen.get(rank, {})
+            frames: tuple[Frame, ...] = ()
+            with contextlib.suppress(OSError):
+                frames = parse_stacks(self.launch.attempt.stack(rank).read_text(errors="replace"))
+            state, waits_in = told.get("state", ""), told.get("waits_in", "")
+            stacks.append(RankStack(rank, node, state, waits_in, frames))
+        return stacks
 
     def end(self, timeout_s: float = 5.0) -> list[str]:
         """End whatever is still there, remove what it left, and say what could not be ended."""

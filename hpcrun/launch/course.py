@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
 from hpcrun.launch.attempt import RunningAttempt
-from hpcrun.launch.failure import Failure, explain
+from hpcrun.launch.failure import Failure, explain, explain_hang
 from hpcrun.launch.happenings import (
     Asked,
     Finished,
     Happening,
     LauncherEnded,
     NodeLost,
+    Progress,
     RankEnded,
     RankGaveUp,
     RanksMet,
@@ -24,11 +25,14 @@ from hpcrun.launch.happenings import (
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
 from hpcrun.launch.nodes import Nodes
+from hpcrun.launch.stacks import Group, as_json, group, odd_ones
+from hpcrun.launch.stragglers import Stragglers
+from hpcrun.launch.watchdog import Hang, Watchdog
 from hpcrun.specs.records import LineReader, LineWriter
 from hpcrun.specs.rundir import RunDir
 
 Status = Literal["done", "saved", "failed", "interrupted"]
-_Verdict = Literal["finished", "died", "not started", "not stopped", "killed"]
+_Verdict = Literal["finished", "died", "hung", "not started", "not stopped", "killed"]
 
 
 class Observer(Protocol):
@@ -82,6 +86,10 @@ class Outcome:
     """The signal that made it stop."""
     lost: tuple[str, ...] = ()
     """Nodes that did not answer any more."""
+    hung: bool = False
+    """Whether it was ended because its ranks made no more progress."""
+    suspects: tuple[str, ...] = ()
+    """Nodes whose ranks stood apart from the others when the run hung."""
 
 
 class Course:
@@ -95,14 +103,20 @@ class Course:
         limits: Limits,
         events: LineWriter,
         metrics: LineReader,
+        watchdog: Watchdog,
         again: Literal["train", "submit"] = "train",
     ) -> None:
         self._launch, self._nodes, self._observer, self._limits = launch, nodes, observer, limits
-        self._events, self._metrics, self._again = events, metrics, again
+        self._events, self._metrics, self._watchdog, self._again = events, metrics, watchdog, again
+        watchdog.begin()
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
         self._lost: list[NodeLost] = []
+        self._stragglers = Stragglers()
+        self._replaced: tuple[str, ...] = ()
+        self._hang: Hang | None = None
+        self._groups: list[Group] = []
         self._launcher: LauncherEnded | None = None
         self._result: dict[str, Any] | None = None
         self._asked: list[signal.Signals] = []
@@ -122,6 +136,8 @@ class Course:
         try:
             verdict = self._follow(running)
             missing = running.missing
+            if verdict == "hung":
+                self._dump(running)
         finally:
             stuck = running.end()
             self._event("ended", stuck=stuck)
@@ -157,6 +173,10 @@ class Course:
                 self._ended.append(happening)
                 self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)
                 self._settle(self._limits.leave_s if status in (0, None) else self._limits.settle_s)
+            case Progress():
+                self._watchdog.heard(happening, time.monotonic())
+                self._stragglers.heard(happening)
+                self._name_stragglers(running)
             case RankGaveUp(rank):
                 self._event("rank gave up", rank=rank)
                 self._settle(self._limits.settle_s)
@@ -222,7 +242,28 @@ class Course:
             return "died"
         if _passed(self._stop_by, now):
             return "not stopped"
+        # A death explains a silence, and is about to be told.
+        self._hang = self._watchdog.hang(now)
+        if self._hang is not None and self._settle_by is None:
+            return "hung"
         return "not started" if _passed(self._start_by, now) else None
+
+    def _name_stragglers(self, running: RunningAttempt) -> None:
+        """Say which nodes have become slow; where they are to be replaced, have the ranks save for it."""
+        for one in self._stragglers.new() if self._launch.stragglers != "off" else ():
+            self._event("straggler", node=one.node, score=one.score, message=str(one))
+            self._observer.note(str(one))
+            can_replace = self._launch.placement.spares and self._stop is None and not self._replaced
+            if self._launch.stragglers == "replace" and can_replace and not self._launch.judges_exits:
+                self._replaced = (one.node,)
+                self._stop_by = time.monotonic() + self._limits.stop_s
+                running.signal(signal.SIGUSR2)
+
+    def _dump(self, running: RunningAttempt) -> None:
+        """Where every rank stands, before they are ended."""
+        self._event("hang", ranks=list(self._hang.ranks) if self._hang else [], what=str(self._hang))
+        self._groups = group(running.look_into())
+        self._event("dump", groups=as_json(self._groups))
 
     def _read_metrics(self) -> None:
         for record in self._metrics.read():
@@ -245,14 +286,19 @@ class Course:
                 text = f"stopped by {self._stop.name}, as asked, without a save (exit code 75 tells of one)"
                 return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
             return self._failed(cause, "failed")
+        if verdict == "hung":
+            odd = odd_ones(self._groups)
+            failure = explain_hang(attempt, self._hang, self._groups, odd)
+            return replace(self._failed(failure, "failed"), hung=True, suspects=odd.nodes if odd else ())
         where = f"; logs: {attempt.path / 'logs'}"
         if verdict == "not started":
             who = f"ranks {', '.join(map(str, missing[:8]))}" if missing else "all ranks started, but they"
             what = "did not start" if missing else "did not meet"
             return self._failed(Failure(f"{who} {what} within {self._limits.start_s:g} s{where}"), "failed")
-        assert self._stop is not None
+        assert self._stop is not None or self._replaced
+        why = self._stop.name if self._stop else "being asked to make room for a spare"
         text = (
-            f"the ranks did not stop within {self._limits.stop_s:g} s of {self._stop.name} and were ended"
+            f"the ranks did not stop within {self._limits.stop_s:g} s of {why} and were ended"
             f"{self._at_step()}{where}"
         )
         if self._interrupts:
@@ -269,6 +315,9 @@ class Course:
             return Outcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
         text = f"saved{at}; go on with: hpcrun {self._again} --resume {run.id}"
         status, code = ("interrupted", EXIT_INTERRUPTED) if self._interrupts else ("saved", EXIT_SAVED)
+        if self._replaced and self._stop is None:
+            text = f"saved{at}, to go on without {self._replaced[0]}, which is slow"
+            return Outcome(run, number, status, code, text, step, self._result, suspects=self._replaced)
         return Outcome(run, number, status, code, text, step, self._result, self._stop)
 
     def _failed(self, failure: Failure, status: Status) -> Outcome:

@@ -13,6 +13,8 @@ from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch import hydra
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
+from hpcrun.launch.stacks import Group
+from hpcrun.launch.watchdog import Hang
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 
@@ -67,6 +69,16 @@ def explain(
     if errors:
         return _reported(attempt, (own or errors)[0])
     return _no_rank(attempt, launcher, launcher_name)
+
+
+def explain_hang(attempt: Attempt, hang: Hang | None, groups: Sequence[Group], odd: Group | None) -> Failure:
+    """The line about ranks that make no more progress: who stands apart, and where the others wait."""
+    others = [one for one in groups if one != odd]
+    told = [str(one) for one in ([odd] if odd else []) + others[::-1]]
+    where = f" on node {', '.join(odd.nodes)}" if odd else ""
+    who = f"rank {odd.ranks[0]}{where} stands apart: " if odd and len(odd.ranks) == 1 else ""
+    message = f"{hang}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
+    return Failure(message, rank=odd.ranks[0] if odd else None)
 
 
 def _ended_well(attempt: Attempt, rank: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -50,6 +50,21 @@ class RankGaveUp:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """A rank has told where it is."""
+
+    rank: int
+    node: str
+    section: str
+    """init, compile, step, eval, checkpoint, or a word of the program's own."""
+    step: int | None
+    longest_s: dict[str, float]
+    """The longest time that each section has taken since the rank was last heard."""
+    probes_s: list[float] = field(default_factory=list)
+    """What a fixed piece of work took, each time that it was done since then."""
+
+
+@dataclass(frozen=True)
 class NodeLost:
     """Nobody on a node answers for its ranks any more."""
 
@@ -85,11 +100,11 @@ class Tick:
     """Nothing happened for a moment."""
 
 
-OnNode = RankUp | RankMet | RankEnded
+OnNode = RankUp | RankMet | RankEnded | Progress
 """What is seen on the node where it happens."""
 Happening = OnNode | RanksMet | RankGaveUp | NodeLost | LauncherEnded | Finished | Asked | Tick
 
-_KINDS: dict[str, type[OnNode]] = {"up": RankUp, "met": RankMet, "ended": RankEnded}
+_KINDS: dict[str, type[OnNode]] = {"up": RankUp, "met": RankMet, "ended": RankEnded, "progress": Progress}
 
 
 def encode(happening: OnNode) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from hpcrun import process
 from hpcrun.errors import SiteError
@@ -37,6 +37,8 @@ class Launch:
     """Whether the ranks' own exit records say how it went, as a command's do, instead of rank 0's result."""
     can_save: bool = True
     """Whether the ranks know what to do when they are asked to save and stop before the time limit."""
+    stragglers: Literal["off", "report", "replace"] = "report"
+    """What is done about nodes that are slower than the others."""
 
     @property
     def ranks(self) -> int:

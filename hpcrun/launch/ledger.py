@@ -252,8 +252,8 @@ def _cause(attempt: Timeline, record: Record) -> str:
         return str(record.get("cause") or "unknown")
     if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER:
         return "not a number"
-    if record.get("event") == "node lost":
-        return "node lost"
+    if record.get("event") in ("node lost", "hang"):
+        return str(record["event"])
     if record:
         return "crash"
     if not attempt.is_over:

@@ -1,4 +1,4 @@
-"""The ranks of an attempt that stand on this node: found, watched, signalled, ended, and cleared up after."""
+"""The ranks of an attempt that stand on this node: found, heard, signalled, ended, and cleared up after."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hpcrun import process
-from hpcrun.launch.happenings import OnNode, RankEnded, RankMet, RankUp
+from hpcrun.launch.happenings import OnNode, Progress, RankEnded, RankMet, RankUp
+from hpcrun.launch.listener import Listener
+from hpcrun.launch.probe import look_into
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.shm import mpi_segments, remove_segments, segments_of, unmapped
 from hpcrun.launch.world import rank_in
@@ -38,8 +40,10 @@ class NodeRanks:
     below: int | None = None
     """The process whose descendants the ranks are; without one they are known by their environment alone."""
 
-    def __init__(self, attempt: Attempt, ranks: Collection[int]) -> None:
+    def __init__(self, attempt: Attempt, ranks: Collection[int], hears: str) -> None:
+        """`hears`: the name of the socket through which ranks report their progress."""
         self._attempt, self._expected = attempt, frozenset(ranks)
+        self._listener = Listener(hears, ranks)
         self._node = os.uname().nodename
         self._ranks: dict[int, _Rank] = {}
         self._lost: set[int] = set()
@@ -128,6 +132,15 @@ class NodeRanks:
             return process.descendants(self.below)
         return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
 
+    def heard(self) -> list[Progress]:
+        """Where the ranks say they are, those that have spoken since the last call."""
+        return self._listener.hear()
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every rank write its stacks, for so long at most; what else is seen of each, from outside."""
+        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        return look_into(self._attempt, handles, self._listener.dumpable(), timeout_s)
+
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
         for one in self._ranks.values() if rank is None else [self._ranks[rank]]:
@@ -204,5 +217,6 @@ class NodeRanks:
 
     def _close(self) -> None:
         self._selector.close()
+        self._listener.close()
         for rank in self._ranks.values():
             rank.handle.close()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch.happenings import Happening, NodeLost, RankEnded, RankMet, RankUp, decode
+from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.lease import Lease
 from hpcrun.launch.node import NodeRanks
 from hpcrun.specs.placement import Placement
@@ -44,8 +44,11 @@ class Nodes(Protocol):
     def addresses(self) -> dict[str, tuple[str, str]]:
         """Where in the network the nodes say they are: SLURM_TOPOLOGY_ADDR and its pattern."""
 
-    def watch(self, attempt: Attempt, placement: Placement) -> None:
-        """Look out for the ranks of an attempt, which are about to be started."""
+    def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
+        """Look out for the ranks of an attempt, which are about to be started.
+
+        `hears`: the name of the socket on each node through which they will report their progress.
+        """
 
     def launched(self, pid: int) -> None:
         """The launcher on this host is running."""
@@ -73,6 +76,9 @@ class Nodes(Protocol):
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every rank write its stacks; what is seen of each from outside, where its node answers."""
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -110,9 +116,9 @@ class ThisNode:
         assert self._ranks is not None
         return self._ranks
 
-    def watch(self, attempt: Attempt, placement: Placement) -> None:
+    def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt."""
-        self._ranks = NodeRanks(attempt, range(len(placement.ranks)))
+        self._ranks = NodeRanks(attempt, range(len(placement.ranks)), hears)
 
     def launched(self, pid: int) -> None:
         """The ranks are found below this process."""
@@ -146,10 +152,15 @@ class ThisNode:
         yield from self._here.ended()
         if look:
             yield from self._here.appeared()
+            yield from self._here.heard()
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
         self._here.signal(number, rank)
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every rank write its stacks."""
+        return self._here.dump(timeout_s)
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -303,12 +314,13 @@ class AgentNodes:
         told = {node: said["address"] for node, said in self._hello.items()}
         return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
 
-    def watch(self, attempt: Attempt, placement: Placement) -> None:
+    def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""
         self._placement = placement
         self._up, self._met, self._ended = set(), set(), set()
         for agent in self._agents.values():
-            agent.tell(do="watch", attempt=attempt.number, ranks=placement.on(agent.node))
+            ranks = placement.on(agent.node)
+            agent.tell(do="watch", attempt=attempt.number, ranks=ranks, hears=hears)
         # The ranks are started only when everybody looks: what was there before can then be told from theirs.
         self._await("watching", _ANSWER_S)
 
@@ -364,15 +376,27 @@ class AgentNodes:
             for agent in self._agents.values():
                 agent.tell(do="beat")
 
-    def _note(self, happening: RankUp | RankMet | RankEnded) -> None:
-        kept = {RankUp: self._up, RankMet: self._met, RankEnded: self._ended}
-        kept[type(happening)].add(happening.rank)
+    def _note(self, happening: OnNode) -> None:
+        match happening:
+            case RankUp(rank):
+                self._up.add(rank)
+            case RankMet(rank):
+                self._met.add(rank)
+            case RankEnded(rank):
+                self._ended.add(rank)
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
         for agent in self._agents.values():
             if rank is None or self._placement.ranks[rank] == agent.node:
                 agent.tell(do="signal", number=number, rank=rank)
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every agent see to its own ranks; those of one that does not answer are missing."""
+        for agent in self._agents.values():
+            agent.tell(do="dump", timeout_s=timeout_s)
+        answers = self._await("dumped", timeout_s + _BEAT_S)
+        return {int(rank): seen for one in answers.values() for rank, seen in one["ranks"].items()}
 
     def kill(self) -> None:
         """End the ranks at once."""

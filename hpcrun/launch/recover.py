@@ -13,8 +13,8 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 
-Cause = Literal["time_limit", "preemption", "crash", "node"]
-FAULTS: tuple[Cause, ...] = ("crash", "node")
+Cause = Literal["time_limit", "preemption", "crash", "hang", "node", "straggler"]
+FAULTS: tuple[Cause, ...] = ("crash", "hang", "node", "straggler")
 """Those that another attempt in the same allocation may overcome."""
 _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
@@ -28,8 +28,10 @@ def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None 
     if outcome.status == "saved" and outcome.stop == signal.SIGUSR2:
         near = seconds_left is None or seconds_left <= grace_s + _LATE_S
         return "time_limit" if near else "preemption"
+    if outcome.status == "saved" and outcome.stop is None and outcome.suspects:
+        return "straggler"
     if outcome.status == "failed" and outcome.exit_code == EXIT_RANKS_DIED and outcome.stop is None:
-        return "node" if outcome.lost else "crash"
+        return "node" if outcome.lost else "hang" if outcome.hung else "crash"
     return None
 
 
@@ -45,11 +47,12 @@ def refusal(
     retries = spec.retries
     if retries is None:
         return "the job has no retry: block, and a command is not known to go on where it stopped"
-    if cause == "crash" and not progress and is_repeated(run, outcome):
+    if cause in ("crash", "hang") and not progress and is_repeated(run, outcome):
         return REPEATED
     if not in_place and cause != "node" and progress is not None and progress <= 0:
         return "there was no progress since the last attempt"
-    budget, used = getattr(retries, cause), uses(run, cause)
+    # A slow node is replaced for as long as there are spares.
+    budget, used = getattr(retries, cause, None), uses(run, cause)
     if budget is not None and used >= budget:
         return f"retry.{cause} allows {budget}, and {used} have been used"
     return None

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
 from hpcrun.launch.binding import bind
+from hpcrun.launch.progress import progress
 from hpcrun.launch.shm import segments_of
 from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
@@ -51,6 +52,7 @@ def enter(attempt: Attempt, world: World) -> Requests:
             _redirect_output(attempt, world.rank)
         faulthandler.enable()
         _install_handlers(_entered)
+        progress(section="init")
         write_json(attempt.rank_record(world.rank), _record(world) | _bind(attempt, world.rank))
     return _entered
 

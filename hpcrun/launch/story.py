@@ -23,6 +23,7 @@ Places = Callable[[int], Sequence[str]]
 
 _STAMPS = ("time", "monotonic", "attempt", "event", "kind", "host")
 _SIGNALS = {"SIGUSR1": "save", "SIGUSR2": "save and stop, to be queued again"}
+_WIDTH = 300
 _SILENT = ("rank up", "result", "step")
 
 
@@ -190,6 +191,10 @@ def _words(name: str, event: Record) -> str:
             return f"{number}: {_SIGNALS.get(number, 'save and stop')}"
         case "node lost":
             return f"node {event.get('node')} lost: {event.get('why')}"
+        case "hang" | "straggler":
+            return str(event.get("what") or event.get("message") or name)
+        case "dump":
+            return _stacks(event.get("groups"))
         case "launcher ended":
             status = event.get("wait_status")
             return f"the launcher {describe_status(status)}" if _is_status(status) and status else ""
@@ -207,7 +212,17 @@ def _words(name: str, event: Record) -> str:
         case "requeue":
             return f"queued again ({str(event.get('cause') or 'unknown cause').replace('_', ' ')})"
     more = [f"{key}={value}" for key, value in event.items() if key not in _STAMPS]
-    return " ".join([name, *more])[:300]
+    return " ".join([name, *more])[:_WIDTH]
+
+
+def _stacks(groups: Any) -> str:
+    """Where the ranks stood when they hung, the odd ones first."""
+    told = [
+        f"rank{'s' * (len(one['ranks']) > 1)} {_ranges(one['ranks'])}: {one.get('place')}"
+        for one in (groups if isinstance(groups, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("ranks"), list) and all(map(is_count, one["ranks"]))
+    ]
+    return f"stacks: {'; '.join(told)}"[:_WIDTH] if told else "no rank gave a stack"
 
 
 def _fault(event: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,9 +19,11 @@ from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
+from hpcrun.launch.watchdog import Watchdog
 from hpcrun.launch.world import without_world
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
@@ -52,6 +54,7 @@ class Supervisor:
         self._began_at = 0
         self._excluded: set[str] = set()
         self._command = command
+        self._watchdog = Watchdog(prepared.spec)
 
     def run(self) -> Outcome:
         """Run the job; the outcome says how it ended. HpcrunError when it could not be started at all."""
@@ -86,6 +89,7 @@ class Supervisor:
                 return self._close(outcome)
             self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
             self._excluded |= set(outcome.lost)
+            self._avoid(outcome.suspects, nodes)
             refused = self._why_not_here(outcome, cause, nodes)
             if refused is not None:
                 return self._close(outcome, refused)
@@ -94,6 +98,14 @@ class Supervisor:
             spare = len(left) - self._slots()
             self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
             self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+
+    def _avoid(self, suspects: Collection[str], nodes: Nodes) -> None:
+        """Put spares in the place of nodes that are under suspicion, as far as there are any."""
+        left = [node for node in nodes.alive if node not in self._excluded]
+        for node in suspects:
+            if node in left and len(left) > self._slots():
+                left.remove(node)
+                self._excluded.add(node)
 
     def _slots(self) -> int:
         """How many nodes the ranks need."""
@@ -158,13 +170,16 @@ class Supervisor:
             launcher,
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
+            stragglers=spec.watch.stragglers,
         )
         events = LineWriter(attempt.run.events)
         metrics = attempt.run.metrics
         reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
             again: Literal["train", "submit"] = "submit" if self._site.is_batch else "train"
-            course = Course(launch, nodes, self._observer, self._limits, events, reader, again)
+            course = Course(
+                launch, nodes, self._observer, self._limits, events, reader, self._watchdog, again
+            )
             return course.run(self._inbox)
         finally:
             events.close()
@@ -181,6 +196,8 @@ class Supervisor:
         if spec.command is None:
             meeting = {}
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
+        # Nobody can take a name that nobody can guess.
+        marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
         return environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 
     def _close(self, outcome: Outcome, refused: str = "") -> Outcome:

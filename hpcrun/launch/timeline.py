@@ -11,7 +11,7 @@ _SAME_CLOCK_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
 _MOST_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
-_FAULTS = ("fault", "node lost", "rank gave up", "rank ended", "launcher ended")
+_FAULTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
 
 _PARTS = (
     *("productive", "lost", "start", "restore", "checkpoint", "eval"),

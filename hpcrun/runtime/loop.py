@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
+from hpcrun.launch.progress import progress
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data import Batches, TokenSource, eval_batches
@@ -19,6 +20,7 @@ from hpcrun.runtime.device import Device
 from hpcrun.runtime.optim import learning_rate
 from hpcrun.runtime.profile import StepProfiler
 from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
+from hpcrun.runtime.speed import SpeedProbe
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import LineWriter
@@ -55,9 +57,10 @@ class Trainer:
         )
         self._attempt = attempt.number
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
+        self._speed = SpeedProbe(device)
         self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
         self._clock: dict[str, float] = {}
-        self._saved_step = 0
+        self._saved_step = self._first_step = 0
         peak = device.peak_flops(job.train.precision)
         self._peak = peak * control.size if peak is not None else None
         self._flops_per_token = train_flops_per_token(job.model, plan.seq_len)
@@ -70,6 +73,7 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train; the result says how it ended, at which step, with which losses."""
         start, position = self._restore()
+        self._first_step = start + 1
         steps, every = self._job.train.steps, self._job.train.eval.every
         result: dict[str, Any] = {"status": "done", "first_step": start + 1, "step": start}
         device = {"device": str(self._device.torch_device), "device_name": self._device.name}
@@ -89,7 +93,9 @@ class Trainer:
                     self._save(step, batches.position)
                 if asked & _STOP and not last:
                     return result | {"status": "saved"}
-        return result | {"eval_loss_after": self._evaluate(steps)}
+        result["eval_loss_after"] = self._evaluate(steps)
+        progress(steps, "end")
+        return result
 
     def _batches(self, position: int) -> Batches:
         plan = self._plan
@@ -127,6 +133,7 @@ class Trainer:
         self._requests.save = False
         if step == self._saved_step:
             return
+        progress(step, "checkpoint")
         begin = time.monotonic()
         self._checkpoints.save(step, position, self._model.optimizer.state())
         self._saved_step = step
@@ -140,6 +147,9 @@ class Trainer:
 
     def _step(self, step: int, batches: Batches) -> tuple[float, int]:
         """One step; returns the loss and what any rank was asked for before it."""
+        compiles = self._job.train.compile and step == self._first_step
+        progress(step, "compile" if compiles else "step")
+        self._speed.step(step)
         begin = time.perf_counter()
         self._clock = {}
         # On its way while the step computes, so that agreeing costs no waiting.
@@ -219,6 +229,7 @@ class Trainer:
             sequences=rounds * plan.gbs,
             vocab=model.vocab,
         )
+        progress(step, "eval")
         begin = time.perf_counter()
         shape = (plan.grad_accum, plan.mbs, plan.seq_len)
         total = sum(self._model.evaluate(x.view(shape), y.view(shape)) for x, y in batches)

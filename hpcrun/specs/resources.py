@@ -205,6 +205,7 @@ class RetrySpec(_Section):
         default=None, ge=0, description="after a preemption, from a save; null: any number of times"
     )
     crash: int = Field(default=3, ge=0, description="after ranks died, from the newest save")
+    hang: int = Field(default=3, ge=0, description="after ranks made no more progress, from the newest save")
     node: int | None = Field(
         default=None,
         ge=0,

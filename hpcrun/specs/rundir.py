@@ -100,9 +100,18 @@ class Attempt:
         """Why a rank gave up, in its own words."""
         return self.path / "ranks" / f"rank-{rank}.error.json"
 
+    @property
+    def stacks(self) -> Path:
+        """Where ranks write their stacks when they hang, a file a rank."""
+        return self.path / "stacks"
+
+    def stack(self, rank: int) -> Path:
+        """The stacks of one rank."""
+        return self.stacks / f"rank-{rank}.txt"
+
     def create(self) -> Attempt:
         """Make the directories."""
-        for name in ("logs", "ranks"):
+        for name in ("logs", "ranks", "stacks"):
             (self.path / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         return self
 

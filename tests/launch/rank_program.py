@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpcrun.errors import NotANumberError
 from hpcrun.launch import shim
+from hpcrun.launch.progress import progress
 from hpcrun.launch.world import detect_world
 from hpcrun.specs.records import LineWriter, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -57,6 +58,9 @@ def main(mode: str, run_dir: str, number: str) -> None:
         names = ("OMP_NUM_THREADS", "SLURM_PROCID", "HYDRA_HOST_FILE", "HPCRUN_RUN_ID", "FROM_JOB")
         write_json(attempt.path / f"environ-{rank}.json", {name: os.environ.get(name) for name in names})
         result("done", 3)
+    elif mode in ("hang-in-python", "stops-itself", "slow-save"):
+        steps(mode, rank, attempt)
+        result("done", 3)
     elif mode == "fork":
         child_ends_of_term()
         result("saved" if requests.stop else "done", 3)
@@ -66,6 +70,34 @@ def main(mode: str, run_dir: str, number: str) -> None:
         fail(mode, attempt)
     else:
         wait(mode, requests, result)
+
+
+def steps(mode: str, rank: int, attempt: Attempt) -> None:
+    """Steps that are told; in the first attempt something goes wrong after them, on rank 1."""
+    for step in range(1, 13):
+        progress(step)
+        time.sleep(0.06)
+    if mode == "slow-save":
+        progress(12, "checkpoint")
+        time.sleep(2.5)
+    elif attempt.number > 1:
+        return
+    elif rank != 1:
+        wait_for_the_others()
+    elif mode == "stops-itself":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        read_the_next_batch()
+
+
+def wait_for_the_others() -> None:
+    time.sleep(GIVE_UP_S)
+
+
+def read_the_next_batch() -> None:
+    end = time.monotonic() + GIVE_UP_S
+    while time.monotonic() < end:
+        pass
 
 
 def child_ends_of_term() -> None:

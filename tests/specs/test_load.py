@@ -198,7 +198,7 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
         "checkpoint: must be a mapping of keys to values, not 5",
         "env.A: must be text (put it in quotes), not 1",
         'modules: must be a list, not "cuda" (environment modules to load',
-        "retry.max: unknown key; allowed: time_limit, preemption, crash, node, grace",
+        "retry.max: unknown key; allowed: time_limit, preemption, crash, hang, node, grace",
         "moddel: unknown key; did you mean model? allowed: name, model, data,",
     ):
         assert part in text

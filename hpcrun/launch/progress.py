@@ -1,0 +1,121 @@
+"""What a rank tells its node of where it is: `hpcrun.progress(step)` in any program, sections in ours.
+
+A message goes over a socket of the node and is never waited for: nobody there, or a full one, costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcrun.launch.world import rank_in
+
+SOCKET_VARIABLE = "HPCRUN_PROGRESS"
+"""Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""
+STACKS_VARIABLE = "HPCRUN_STACKS"
+"""Directory for the stacks of ranks that hang, set in every rank."""
+DUMP_SIGNAL = signal.SIGRTMIN + 7
+"""Makes a rank write its stacks, also while it holds Python's lock; nobody else uses it."""
+MESSAGE_BYTES = 4096
+WARM_UP = 3
+"""So many steps of an attempt say nothing about how long one takes: caches fill, kernels are compiled."""
+_EVERY_S = 0.05
+"""Steps that are shorter than this are not told one by one."""
+
+
+class Reporter:
+    """Tells which section a rank is in, and how long the sections before took at most."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        self._rank, self._name = rank, name
+        self._owner = os.getpid()
+        self._socket: socket.socket | None = None
+        self._dump = _register_dump(rank)
+        self._section, self._since, self._told_section, self._told = "", 0.0, "", 0.0
+        self._steps = 0
+        self._longest: dict[str, float] = {}
+        with contextlib.suppress(OSError):
+            opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            opened.setblocking(False)
+            opened.connect(f"\0{name}")
+            self._socket = opened
+
+    def report(self, section: str, step: int | None = None, *, probe_s: float | None = None) -> None:
+        """From now on the rank is in this section; `probe_s`: what a fixed piece of work took."""
+        now = time.monotonic()
+        self._learn(now)
+        if section == "step":
+            self._steps += 1
+        self._section, self._since = section, now
+        is_due = section != self._told_section or now - self._told >= _EVERY_S or probe_s is not None
+        # A child that a rank forks (a data worker) is not the rank.
+        if self._socket is None or not is_due or os.getpid() != self._owner:
+            return
+        message: dict[str, Any] = {"rank": self._rank, "section": section, "step": step}
+        message |= {"longest": self._longest, "dump": self._dump, "probe_s": probe_s}
+        # Whoever does not read has enough of them; the next one tells the same.
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(message).encode()[:MESSAGE_BYTES])
+            self._told_section, self._told, self._longest = section, now, {}
+
+    def close(self) -> None:
+        """Tell nothing more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _learn(self, now: float) -> None:
+        if self._section and (self._section != "step" or self._steps > WARM_UP):
+            took = now - self._since
+            self._longest[self._section] = max(took, self._longest.get(self._section, 0.0))
+
+
+def _register_dump(rank: int) -> bool:
+    """Whether this process writes its stacks when it is told to."""
+    folder = os.environ.get(STACKS_VARIABLE)
+    if not folder:
+        return False
+    try:
+        # Kept open for good: a rank that hangs opens nothing any more.
+        file = (Path(folder) / f"rank-{rank}.txt").open("a")
+        faulthandler.register(DUMP_SIGNAL, file, all_threads=True)
+    except (OSError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+_reporter: Reporter | None = None
+
+
+def progress(step: int | None = None, section: str = "step") -> None:
+    """Say that this rank has come to a step, once a step; outside of a run it does nothing.
+
+    A run whose ranks do so is watched: one that makes no more progress is ended, with the stacks of all its
+    ranks, and goes on from its save (see `watch:` in the job file). Longer work beside the steps has limits
+    of its own when it is announced: `hpcrun.progress(step, "checkpoint")`; or "eval", "compile", "init".
+    """
+    global _reporter
+    if _reporter is None:
+        name, rank = os.environ.get(SOCKET_VARIABLE), _own_rank()
+        if name is None or rank is None:
+            return
+        _reporter = Reporter(rank, name)
+    _reporter.report(section, step)
+
+
+def probed(seconds: float, step: int) -> None:
+    """Tell what a fixed piece of work took at the beginning of a step: nodes are compared by it."""
+    if _reporter is not None:
+        _reporter.report("step", step, probe_s=seconds)
+
+
+def _own_rank() -> int | None:
+    text = os.environ.get("RANK", "")
+    return int(text) if text.isascii() and text.isdigit() else rank_in(os.environ)

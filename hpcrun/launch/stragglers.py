@@ -1,0 +1,67 @@
+"""Stragglers: nodes whose ranks take longer than the others' for one and the same piece of work."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from hpcrun.launch.happenings import Progress
+
+_WINDOW = 12
+"""So many of a rank's newest measurements are looked at."""
+_ENOUGH = 6
+_SLOW, _FINE = 0.7, 0.85
+"""Below the first a node is slow, above the second it no longer is."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A node that is slow, and by how much."""
+
+    node: str
+    score: float
+    """The others' time over its own: 1 is as fast as they are."""
+
+    def __str__(self) -> str:
+        """In words, with what it costs."""
+        return (
+            f"node {self.node} takes {1 / self.score:.2f} times as long as the others for the same work;"
+            f" all wait for it, for up to {1 - self.score:.0%} of every step"
+        )
+
+
+class Stragglers:
+    """Hears what the ranks' fixed piece of work takes, and says which nodes have become slow."""
+
+    def __init__(self) -> None:
+        self._probes: dict[tuple[str, int], deque[float]] = {}
+        self._named: set[str] = set()
+
+    def heard(self, one: Progress) -> None:
+        """A rank has measured itself."""
+        if one.probes_s:
+            window = self._probes.setdefault((one.node, one.rank), deque(maxlen=_WINDOW))
+            window.extend(one.probes_s)
+
+    def scores(self) -> dict[str, float]:
+        """Of every node that has measured enough: the median of the other nodes over its own slowest rank."""
+        own: dict[str, float] = {}
+        for (node, _), window in self._probes.items():
+            if len(window) >= _ENOUGH:
+                own[node] = max(own.get(node, 0.0), median(window))
+        if len(own) < 2:
+            return {}
+        return {
+            node: median([other for name, other in own.items() if name != node]) / mine
+            for node, mine in own.items()
+            if mine > 0
+        }
+
+    def new(self) -> list[Straggler]:
+        """Nodes that have become slow since the last call; one that recovers may become so again."""
+        scores = self.scores()
+        self._named -= {node for node, score in scores.items() if score > _FINE}
+        found = [node for node, score in scores.items() if score < _SLOW and node not in self._named]
+        self._named |= set(found)
+        return [Straggler(node, scores[node]) for node in found]

@@ -1,0 +1,104 @@
+"""Watchdog: tells from the progress of ranks that an attempt hangs, by limits that it learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrun.launch.happenings import Progress
+from hpcrun.specs.job import JobSpec
+from hpcrun.units import parse_time
+
+_FLOOR_S = {"training": 30.0, "command": 600.0}
+_STEP = "step"
+_AWAY_S = 5.0
+"""Whoever asks less often was stopped himself: for that time nobody is to blame."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that have made no progress for longer than they may."""
+
+    ranks: tuple[int, ...]
+    section: str
+    step: int | None
+    silent_s: float
+    limit_s: float
+    learnt_s: float | None
+    """The longest time that the section has taken before; None where nothing is known."""
+
+    def __str__(self) -> str:
+        """In words."""
+        at = (
+            "" if self.step is None else f" {self.step}" if self.section == _STEP else f" at step {self.step}"
+        )
+        took = self.learnt_s
+        known = "nothing is known of it yet" if took is None else f"it took {took:.3g} s at most"
+        silent = f"{self.silent_s:.0f} s ({self.limit_s:.0f} s are allowed, {known})"
+        return f"no progress in {self.section}{at} for {silent}"
+
+
+@dataclass
+class _Place:
+    section: str
+    step: int | None
+    since: float
+
+
+class Watchdog:
+    """Hears progress and says who is late; all times are its caller's monotonic clock.
+
+    What sections took is kept from one attempt to the next. The first steps of an attempt are not measured
+    (the rank sees to that), and have the limit of slow sections.
+    """
+
+    def __init__(self, spec: JobSpec) -> None:
+        watch = spec.watch
+        self._is_on, self._factor = watch.hangs, watch.factor
+        floor = _FLOOR_S["command" if spec.command else "training"]
+        self._floor_s = floor if watch.floor is None else parse_time(watch.floor).seconds
+        self._slow_s = max(parse_time(watch.slow).seconds, 0.0)
+        self._longest: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """A new attempt: nobody has said anything yet."""
+        self._places: dict[int, _Place] = {}
+        self._is_warm = False
+        self._asked: float | None = None
+
+    def heard(self, one: Progress, now: float) -> None:
+        """A rank says where it is."""
+        for section, seconds in one.longest_s.items():
+            self._longest[section] = max(seconds, self._longest.get(section, 0.0))
+        self._is_warm |= _STEP in one.longest_s
+        place = self._places.get(one.rank)
+        if place is None or (place.section, place.step) != (one.section, one.step) or one.longest_s:
+            self._places[one.rank] = _Place(one.section, one.step, now)
+
+    def limit_s(self, section: str) -> float:
+        """How long a section may take now."""
+        learnt = self._factor * self._longest.get(section, 0.0)
+        if section == _STEP and self._is_warm:
+            return max(self._floor_s, learnt)
+        return max(self._slow_s, self._floor_s, learnt)
+
+    def hang(self, now: float) -> Hang | None:
+        """Who is late now; to be asked often."""
+        if self._asked is not None and now - self._asked > _AWAY_S:
+            for place in self._places.values():
+                place.since += now - self._asked
+        self._asked = now
+        if not self._is_on:
+            return None
+        late = [rank for rank, one in self._places.items() if now - one.since > self.limit_s(one.section)]
+        if not late:
+            return None
+        # Ranks that wait for one another are late one after the other: the longest silence came first.
+        first = self._places[min(late, key=lambda rank: (self._places[rank].since, rank))]
+        limit, learnt = self.limit_s(first.section), self._longest.get(first.section)
+        return Hang(tuple(sorted(late)), first.section, first.step, now - first.since, limit, learnt)
+
+    def where(self, rank: int) -> tuple[str, int | None] | None:
+        """The section and step that a rank was in when it was last heard."""
+        place = self._places.get(rank)
+        return None if place is None else (place.section, place.step)

@@ -1,0 +1,45 @@
+"""How a run is watched: when no progress is a hang, and what is done about nodes that are slow."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.fields import Time, readable
+from hpcrun.units import parse_time
+
+
+def _limited(text: str) -> None:
+    if not 0 < parse_time(text).seconds < math.inf:
+        raise UsageError(f"time: {text} is no limit; write 30s, 10m or 2h")
+
+
+_Limit = Annotated[Time, readable(_limited)]
+
+
+class WatchSpec(BaseModel):
+    """When ranks that report their progress are taken for hanging: learnt from what sections took before."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    hangs: bool = Field(default=True, description="end an attempt that makes no more progress, and go on")
+    factor: float = Field(
+        default=5.0, ge=1.5, description="a section may take so many times its longest time so far"
+    )
+    floor: _Limit | None = Field(
+        default=None,
+        description="a step may always take so long; default: 30s in training, 10m in a program of one's own",
+    )
+    slow: _Limit = Field(
+        default="10m",
+        description="so may everything but steps (a save, an evaluation, compilation), and an attempt's first"
+        " steps",
+    )
+    stragglers: Literal["off", "report", "replace"] = Field(
+        default="report",
+        description="nodes that do a fixed piece of work slower than the others: name them, or also put a"
+        " spare in their place",
+    )
