@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
 from hpcrun.launch.attempt import RunningAttempt
+from hpcrun.launch.classify import Kind
 from hpcrun.launch.failure import Failure, explain, explain_hang
 from hpcrun.launch.happenings import (
     Asked,
@@ -89,7 +90,11 @@ class Outcome:
     hung: bool = False
     """Whether it was ended because its ranks made no more progress."""
     suspects: tuple[str, ...] = ()
-    """Nodes whose ranks stood apart from the others when the run hung."""
+    """Nodes whose ranks stood apart from the others when the run hung, or that are slow."""
+    kind: Kind = "unknown"
+    """Which kind of fault it was, where it failed."""
+    rank: int | None = None
+    """The rank that it began with, where one did."""
 
 
 class Course:
@@ -325,7 +330,16 @@ class Course:
         code, text = failure.exit_code, failure.message
         lost = tuple(one.node for one in self._lost)
         return Outcome(
-            attempt.run, attempt.number, status, code, text, self._step, stop=self._stop, lost=lost
+            attempt.run,
+            attempt.number,
+            status,
+            code,
+            text,
+            self._step,
+            stop=self._stop,
+            lost=lost,
+            kind=failure.kind,
+            rank=failure.rank,
         )
 
     def _at_step(self) -> str:

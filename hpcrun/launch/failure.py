@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch import hydra
+from hpcrun.launch.classify import Kind, kind_of_crash, kind_of_hang
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
 from hpcrun.launch.stacks import Group
@@ -36,6 +37,7 @@ class Failure:
     message: str
     exit_code: int = EXIT_RANKS_DIED
     rank: int | None = None
+    kind: Kind = "unknown"
 
 
 def explain(
@@ -55,7 +57,8 @@ def explain(
     if lost:
         first = lost[0]
         who = f"node {first.node} is lost: {first.why}"
-        return Failure(f"{who}; log: {attempt.run.agent_logs / f'{first.node}.log'}")
+        log = attempt.run.agent_logs / f"{first.node}.log"
+        return Failure(f"{who}; log: {log}", kind="infrastructure")
     found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
     errors = sorted((record for record in found if record), key=lambda record: float(record["time"]))
     own = [record for record in errors if not _COLLATERAL.search(record["message"])]
@@ -78,7 +81,7 @@ def explain_hang(attempt: Attempt, hang: Hang | None, groups: Sequence[Group], o
     where = f" on node {', '.join(odd.nodes)}" if odd else ""
     who = f"rank {odd.ranks[0]}{where} stands apart: " if odd and len(odd.ranks) == 1 else ""
     message = f"{hang}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
-    return Failure(message, rank=odd.ranks[0] if odd else None)
+    return Failure(message, rank=odd.ranks[0] if odd else None, kind=kind_of_hang(odd))
 
 
 def _ended_well(attempt: Attempt, rank: int) -> bool:
@@ -100,7 +103,8 @@ def _silent(attempt: Attempt, death: RankEnded) -> Failure:
     who = f"rank {death.rank} on node {death.node}" + (f" (pid {death.pid})" if death.pid else "")
     log = attempt.log(death.rank)
     # Before the shim has moved its output, a rank's last words are in the launcher's log.
-    return Failure(f"{who} {how}; log: {log if log.exists() else attempt.launcher_log}", rank=death.rank)
+    where = log if log.exists() else attempt.launcher_log
+    return Failure(f"{who} {how}; log: {where}", rank=death.rank, kind=kind_of_crash(None, status))
 
 
 def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
@@ -111,7 +115,7 @@ def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
         message = f"{who}: " + "\n".join(lines)
     else:
         message = f"{who}: {record['kind']}: {lines[0]}; log: {attempt.log(rank)}"
-    return Failure(message, record.get("exit_code") or EXIT_RANKS_DIED, rank)
+    return Failure(message, record.get("exit_code") or EXIT_RANKS_DIED, rank, kind_of_crash(record))
 
 
 def _no_rank(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> Failure:

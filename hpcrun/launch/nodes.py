@@ -77,6 +77,9 @@ class Nodes(Protocol):
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
 
+    def rest(self, seconds: float) -> None:
+        """Let time pass between two attempts, for so long at most; the nodes are still heard."""
+
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks; what is seen of each from outside, where its node answers."""
 
@@ -157,6 +160,10 @@ class ThisNode:
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
         self._here.signal(number, rank)
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks."""
@@ -390,6 +397,12 @@ class AgentNodes:
         for agent in self._agents.values():
             if rank is None or self._placement.ranks[rank] == agent.node:
                 agent.tell(do="signal", number=number, rank=rank)
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass; what an agent says meanwhile is heard."""
+        self._selector.select(seconds)
+        for _ in self.news(look=False):
+            continue
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every agent see to its own ranks; those of one that does not answer are missing."""

@@ -21,7 +21,9 @@ _STOPPED = ("T", "t", "Z", "X")
 _PYTHONS = 4
 """So many Python processes of a rank are looked into from outside."""
 NCCL_PIPE = "nccl-"
-"""What the pipes begin with through which NCCL's flight recorder is asked for its records."""
+"""How the pipes begin through which torch's recorder of NCCL calls is asked for what it has."""
+NCCL_TRACE = "nccl-trace-"
+"""How the files begin that it then writes."""
 
 
 def look_into(
@@ -70,7 +72,7 @@ def _size(path: Path) -> int:
 
 
 def _ask_nccl(attempt: Attempt, rank: int) -> None:
-    """NCCL's flight recorder writes what it has when a byte comes through its pipe."""
+    """The recorder of NCCL calls writes what it has when a byte comes through its pipe."""
     with contextlib.suppress(OSError):
         pipe = os.open(attempt.stacks / f"{NCCL_PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         try:

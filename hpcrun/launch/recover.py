@@ -18,6 +18,7 @@ FAULTS: tuple[Cause, ...] = ("crash", "hang", "node", "straggler")
 """Those that another attempt in the same allocation may overcome."""
 _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
+_LONGEST_PAUSE_S = 60.0
 REPEATED = "it failed twice in the same way, without progress"
 # What differs between two failures that are one and the same.
 _PASSING = re.compile(r"^rank \d+ on node \S+|\(pid \d+\)|; log: \S+|/attempts/\d+/|\b\d+(?:\.\d+)?\b")
@@ -56,6 +57,14 @@ def refusal(
     if budget is not None and used >= budget:
         return f"retry.{cause} allows {budget}, and {used} have been used"
     return None
+
+
+def back_off_s(fruitless: int) -> float:
+    """How long to wait before another attempt, after so many in a row that saved nothing; at first not at all.
+
+    What fails at once would use up its budget in a minute, and trouble the cluster all the while.
+    """
+    return 0.0 if fruitless < 2 else min(_LONGEST_PAUSE_S, 2.0 * 4.0 ** (fruitless - 2))
 
 
 def uses(run: RunDir, cause: Cause) -> int:

@@ -231,7 +231,8 @@ def _fault(event: Record) -> str:
     who = [f"rank {rank}"] if rank is not None else []
     who += [f"node{'s' * (len(names) > 1)} {_hosts(names)}"] if names else []
     cause = str(event.get("cause") or "unknown").replace("_", " ")
-    message = event.get("message")
+    message, kind = event.get("message"), event.get("kind")
+    cause += f", {kind}" if isinstance(kind, str) and kind != "unknown" else ""
     at = f" of {' on '.join(who)}" if who else ""
     return f"fault: {cause}{at}" + (f": {message}" if message else "")
 

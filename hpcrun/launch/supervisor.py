@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
@@ -32,6 +34,7 @@ from hpcrun.specs.rundir import Attempt, RunDir, create_run
 from hpcrun.specs.secrets import read_secrets
 from hpcrun.units import parse_time
 
+_NAP_S = 0.2
 _FIRST_PORT, _PORTS = 20000, 10000
 """Below those that the kernel gives out by itself (from 32768 on)."""
 
@@ -55,6 +58,7 @@ class Supervisor:
         self._excluded: set[str] = set()
         self._command = command
         self._watchdog = Watchdog(prepared.spec)
+        self._fruitless = 0
 
     def run(self) -> Outcome:
         """Run the job; the outcome says how it ended. HpcrunError when it could not be started at all."""
@@ -87,7 +91,7 @@ class Supervisor:
             cause = recover.cause_of(outcome)
             if cause not in recover.FAULTS:
                 return self._close(outcome)
-            self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
+            self._tell_fault(outcome, cause)
             self._excluded |= set(outcome.lost)
             self._avoid(outcome.suspects, nodes)
             refused = self._why_not_here(outcome, cause, nodes)
@@ -98,6 +102,31 @@ class Supervisor:
             spare = len(left) - self._slots()
             self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
             self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+            if not self._rest(recover.back_off_s(self._fruitless), nodes):
+                return self._close(outcome, "it was asked to stop")
+
+    def _tell_fault(self, outcome: Outcome, cause: recover.Cause) -> None:
+        """An event with what is known of a fault; the attempts in a row that saved nothing are counted."""
+        progress, run = self._progress(outcome), outcome.run
+        self._fruitless = 0 if progress else self._fruitless + 1
+        is_same = not progress and cause in ("crash", "hang") and recover.is_repeated(run, outcome)
+        kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
+        nodes = outcome.lost or outcome.suspects
+        more = {"nodes": list(nodes), "rank": outcome.rank, "message": outcome.message}
+        self._event(run, "fault", outcome, cause=cause, kind=kind, **more)
+
+    def _rest(self, seconds: float, nodes: Nodes) -> bool:
+        """Wait before another attempt, if there is reason to; False when somebody wants no other one."""
+        if seconds:
+            self._observer.note(f"waiting for {seconds:g} s before the next attempt")
+        until = time.monotonic() + seconds
+        while True:
+            if any(number != signal.SIGUSR1 for number in self._inbox.read()):
+                return False
+            left = until - time.monotonic()
+            if left <= 0:
+                return True
+            nodes.rest(min(left, _NAP_S))
 
     def _avoid(self, suspects: Collection[str], nodes: Nodes) -> None:
         """Put spares in the place of nodes that are under suspicion, as far as there are any."""
@@ -189,6 +218,9 @@ class Supervisor:
         environ = with_our_package(without_world(os.environ))
         cores = max(1, len(os.sched_getaffinity(0)) // placement.per_node)
         environ.setdefault("OMP_NUM_THREADS", str(spec.resources.cpus_per_rank or cores))
+        # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
+        environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(attempt.stacks / NCCL_PIPE))
+        environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(attempt.stacks / NCCL_TRACE))
         number = self._site.allocation.job if self._site.allocation else os.getpid()
         port = _FIRST_PORT + (number * 7 + attempt.number) % _PORTS
         suffix = cluster.network.fabric_suffix if cluster else ""
