@@ -157,7 +157,7 @@ def _be_rank(run_dir: str, number: str) -> int:
     world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
     requests = shim.enter(attempt, world)
     try:
-        code = int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, int(number), requests))
+        code = int(importlib.import_module("hpcrun.runtime.entry").main(run_dir, int(number), requests))
         shim.leave()
         return code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank

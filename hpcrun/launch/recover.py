@@ -60,7 +60,7 @@ def refusal(
 
 
 def back_off_s(fruitless: int) -> float:
-    """How long to wait before another attempt, after so many in a row that saved nothing; at first not at all.
+    """How long to wait before another attempt, after so many in a row that saved nothing; at first none.
 
     What fails at once would use up its budget in a minute, and trouble the cluster all the while.
     """
