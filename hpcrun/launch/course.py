@@ -21,6 +21,7 @@ from hpcrun.launch.happenings import (
     RankEnded,
     RankGaveUp,
     RanksMet,
+    RankStopped,
     RankUp,
 )
 from hpcrun.launch.inbox import Inbox
@@ -182,6 +183,9 @@ class Course:
                 self._watchdog.heard(happening, time.monotonic())
                 self._stragglers.heard(happening)
                 self._name_stragglers(running)
+            case RankStopped(rank, node, is_stopped):
+                self._event("rank stopped" if is_stopped else "rank goes on", rank=rank, node=node)
+                self._watchdog.stopped(rank, is_stopped, time.monotonic())
             case RankGaveUp(rank):
                 self._event("rank gave up", rank=rank)
                 self._settle(self._limits.settle_s)

@@ -65,6 +65,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class RankStopped:
+    """The process of a rank was stopped by a signal, or goes on after one."""
+
+    rank: int
+    node: str
+    is_stopped: bool
+
+
+@dataclass(frozen=True)
 class NodeLost:
     """Nobody on a node answers for its ranks any more."""
 
@@ -100,11 +109,17 @@ class Tick:
     """Nothing happened for a moment."""
 
 
-OnNode = RankUp | RankMet | RankEnded | Progress
+OnNode = RankUp | RankMet | RankEnded | RankStopped | Progress
 """What is seen on the node where it happens."""
 Happening = OnNode | RanksMet | RankGaveUp | NodeLost | LauncherEnded | Finished | Asked | Tick
 
-_KINDS: dict[str, type[OnNode]] = {"up": RankUp, "met": RankMet, "ended": RankEnded, "progress": Progress}
+_KINDS: dict[str, type[OnNode]] = {
+    "up": RankUp,
+    "met": RankMet,
+    "ended": RankEnded,
+    "stopped": RankStopped,
+    "progress": Progress,
+}
 
 
 def encode(happening: OnNode) -> str:

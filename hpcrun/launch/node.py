@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hpcrun import process
-from hpcrun.launch.happenings import OnNode, Progress, RankEnded, RankMet, RankUp
+from hpcrun.launch.happenings import OnNode, RankEnded, RankMet, RankStopped, RankUp
 from hpcrun.launch.listener import Listener
 from hpcrun.launch.probe import look_into
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
@@ -47,6 +47,7 @@ class NodeRanks:
         self._node = os.uname().nodename
         self._ranks: dict[int, _Rank] = {}
         self._lost: set[int] = set()
+        self._stopped: set[int] = set()
         self._first_seen: float | None = None
         self._segments: set[str] = set()
         self._segments_before = mpi_segments()
@@ -132,9 +133,15 @@ class NodeRanks:
             return process.descendants(self.below)
         return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
 
-    def heard(self) -> list[Progress]:
-        """Where the ranks say they are, those that have spoken since the last call."""
-        return self._listener.hear()
+    def heard(self) -> Iterator[OnNode]:
+        """Where the ranks say they are, those that have spoken since the last call, and who is stopped."""
+        yield from self._listener.hear()
+        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        for rank, handle in (handles | self._listener.dumpable()).items():
+            is_stopped = process.state(handle.process.pid) in ("T", "t")
+            if is_stopped != (rank in self._stopped):
+                self._stopped ^= {rank}
+                yield RankStopped(rank, self._node, is_stopped)
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks, for so long at most; what else is seen of each, from outside."""

@@ -193,6 +193,9 @@ def _words(name: str, event: Record) -> str:
             return f"node {event.get('node')} lost: {event.get('why')}"
         case "hang" | "straggler":
             return str(event.get("what") or event.get("message") or name)
+        case "rank stopped" | "rank goes on":
+            how = "was stopped by a signal" if name == "rank stopped" else "goes on"
+            return f"rank {event.get('rank')} on {event.get('node')} {how}"
         case "dump":
             return _stacks(event.get("groups"))
         case "launcher ended":

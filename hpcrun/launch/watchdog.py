@@ -63,6 +63,7 @@ class Watchdog:
     def begin(self) -> None:
         """A new attempt: nobody has said anything yet."""
         self._places: dict[int, _Place] = {}
+        self._stopped: dict[int, float] = {}
         self._is_warm = False
         self._asked: float | None = None
 
@@ -74,6 +75,13 @@ class Watchdog:
         place = self._places.get(one.rank)
         if place is None or (place.section, place.step) != (one.section, one.step) or one.longest_s:
             self._places[one.rank] = _Place(one.section, one.step, now)
+
+    def stopped(self, rank: int, is_stopped: bool, now: float) -> None:
+        """A rank's process was stopped by a signal, or goes on: whatever it did, it does no more of it."""
+        if is_stopped:
+            self._stopped[rank] = now
+        else:
+            self._stopped.pop(rank, None)
 
     def limit_s(self, section: str) -> float:
         """How long a section may take now."""
@@ -87,9 +95,14 @@ class Watchdog:
         if self._asked is not None and now - self._asked > _AWAY_S:
             for place in self._places.values():
                 place.since += now - self._asked
+            self._stopped = {rank: since + now - self._asked for rank, since in self._stopped.items()}
         self._asked = now
         if not self._is_on:
             return None
+        for rank, since in self._stopped.items():
+            if now - since > self._floor_s:
+                section, step = self.where(rank) or (_STEP, None)
+                return Hang((rank,), section, step, now - since, self._floor_s, self._longest.get(section))
         late = [rank for rank, one in self._places.items() if now - one.since > self.limit_s(one.section)]
         if not late:
             return None

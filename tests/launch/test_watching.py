@@ -198,6 +198,19 @@ def test_a_rank_that_moves_is_not_late_and_a_supervisor_that_slept_blames_nobody
     assert [watchdog.hang(504.0 + one) is None for one in range(1, 13)] == [True] * 10 + [False] * 2
 
 
+def test_a_stopped_rank_has_the_limit_of_a_step_whatever_it_did() -> None:
+    watchdog = dog(floor="10s", slow="10m")
+    watchdog.heard(progress_at(0, 7, "checkpoint"), 0.0)
+    watchdog.heard(progress_at(1, 7, "checkpoint"), 0.0)
+    watchdog.stopped(1, True, 2.0)
+    assert [watchdog.hang(float(now)) is None for now in range(1, 14)] == [True] * 12 + [False]
+    hang = watchdog.hang(14.0)
+    assert hang is not None
+    assert (hang.ranks, hang.section, hang.step) == ((1,), "checkpoint", 7)
+    watchdog.stopped(1, False, 14.5)
+    assert watchdog.hang(15.0) is None
+
+
 def test_ranks_that_never_report_are_watched_as_processes_alone() -> None:
     watchdog = dog(floor="1s", slow="1s")
     assert [watchdog.hang(float(now)) for now in range(100)] == [None] * 100
