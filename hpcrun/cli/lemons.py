@@ -1,4 +1,4 @@
-"""`hpcrun fabric nodes` and `drain-request`: what the user's runs saw nodes do, and what to tell the admin."""
+"""`hpcrun fabric nodes` and `drain-request`: what your runs saw nodes do, and what to tell the admin."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def drain(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """A text that asks the admin to drain nodes: what was seen there when, in which jobs, where to read more."""
+    """A text that asks the admin to drain nodes: what was seen there, when, in which jobs, and the logs."""
     import getpass
     import time
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
@@ -81,7 +81,9 @@ class Outcome:
     stop: signal.Signals | None = None
     """The signal that made it stop."""
     lost: tuple[str, ...] = ()
-    """Nodes that did not answer any more."""
+    """Nodes that did not answer any more, or that were not well before the start."""
+    rank: int | None = None
+    """The rank that was the first to fall, where it is known."""
 
 
 class Course:
@@ -275,9 +277,8 @@ class Course:
         attempt = self._launch.attempt
         code, text = failure.exit_code, failure.message
         lost = tuple(one.node for one in self._lost)
-        return Outcome(
-            attempt.run, attempt.number, status, code, text, self._step, stop=self._stop, lost=lost
-        )
+        ended = Outcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
+        return replace(ended, lost=lost, rank=failure.rank)
 
     def _at_step(self) -> str:
         return "" if self._step is None else f" at step {self._step}"

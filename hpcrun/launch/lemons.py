@@ -115,7 +115,7 @@ class _Groups:
 
     @staticmethod
     def _keys(one: Sighting) -> list[tuple[Any, ...]]:
-        # Nodes are lost, and checks fail, one by one over a long run: only together is it the switch, the run.
+        # Over a long run nodes are lost, and checks fail, one by one; together it is the switch, or the run.
         if one.cause in ("node lost", "preflight"):
             return [(one.cause, one.run, one.attempt, one.signature)]
         return [(one.cause, one.run, one.signature), *([(one.cause, one.signature)] if one.signature else [])]

@@ -10,6 +10,7 @@ from hpcrun.mesh import Degrees
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.preflight import Preflight
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -169,6 +170,7 @@ class JobSpec(_Section):
         description="when to go on by itself; default for training: from a save. A command says with exit"
         " code 75 that it has saved",
     )
+    preflight: Preflight = Field(default=True, description="check nodes before an attempt; a list: but these")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,
