@@ -60,9 +60,8 @@ class Place:
     @property
     def own(self) -> Iterator[Path]:
         """Where the node keeps files of its own; those that the profile names may hold variables."""
-        yield self.root / "tmp"
-        for path in self.scratch:
-            yield Path(os.path.expandvars(os.path.expanduser(path)))  # noqa: PTH111 - raises without a home
+        named = (os.path.expandvars(os.path.expanduser(path)) for path in self.scratch)  # noqa: PTH111
+        yield from dict.fromkeys([self.root / "tmp", *map(Path, named)])
 
 
 def limits(place: Place) -> list[Checked]:

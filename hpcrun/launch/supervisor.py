@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, HpcrunError, SiteError
+from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.launch import admission, recover
 from hpcrun.launch.blame import blamed
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.lemons import Sighting, note_sightings
@@ -264,7 +265,10 @@ class Supervisor:
         if cause is None or (cause in ("crash", "node") and spec.retries is None):
             return None, ""
         refused = recover.refusal(run, spec, cause, outcome, self._progress(outcome), in_place=False)
+        # Where the ranks have not even started, Slurm would give the same nodes again.
+        ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
         if refused is None:
+            away = exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
             try:
                 allocation.requeue()
             except SiteError as error:
@@ -272,6 +276,8 @@ class Supervisor:
         if refused is not None:
             return None, refused
         self._observer.note(f"{cause.replace('_', ' ')}: queued again as job {allocation.id}")
+        if away:
+            self._observer.note(keep_away(allocation, away))
         return cause, ""
 
 

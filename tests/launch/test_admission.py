@@ -18,6 +18,7 @@ from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.blame import blamed
 from hpcrun.launch.checked import Checked
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
@@ -41,6 +42,7 @@ FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}
 HOT = {"check": "site", "verdict": "warn", "text": "/etc/x: warm"}
 DEAF = {"check": "gpu", "verdict": "unknown", "text": "gave no answer within 6 s"}
 NODES = ("n01", "n02", "n03")
+JOB = Allocation(61, NODES, "61", is_batch=True)
 ALL = Ask(("space", "clock"))
 
 Answers = Mapping[str, Mapping[str, Any]]
@@ -164,12 +166,21 @@ class Rack(places.Site):
         yield Pretended(run, self.allocation.nodes, self.answers)
 
 
+SCONTROL = """case "$1" in
+requeue) echo "$2" >>{asked} ;;
+update) [ -e {asked} ] && echo "$3" >>{asked} ;;
+show) echo 'JobId=61 JobName=t\n   JobState=RUNNING Partition=main ExcNodeList=n[19-20]' ;;
+esac
+"""
+
+
 @pytest.fixture
 def requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand-ins for Slurm's commands; the file exists after a requeue."""
     tools, asked = tmp_path / "tools", tmp_path / "requeued"
     tools.mkdir()
-    for name, script in (("scontrol", f'[ "$1" = requeue ] && echo "$2" >>{asked}'), ("squeue", "exit 1")):
+    scripts = {"scontrol": SCONTROL.format(asked=asked), "squeue": "exit 1", "sinfo": "seq -f n%02g 20"}
+    for name, script in scripts.items():
         (tools / name).write_text(f"#!/bin/sh\n{script}\n")
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
@@ -183,7 +194,7 @@ def run(
     """Two ranks on three nodes."""
     wanted = ["resources={nodes: 2, spares: 1}", "parallel.dp_replicate=2", "retry={}", *words]
     prepared = prepare(site.job, [] if resume else wanted, resume=resume)
-    rack = Rack(Allocation(61, NODES, "61", is_batch=True), answers=list(answers))
+    rack = Rack(JOB, answers=list(answers))
     observer = Recorder()
 
     def command(attempt: Any) -> list[str]:
@@ -228,13 +239,14 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     site: Site, requeues: Path
 ) -> None:
     ill = {"n02": said(FULL), "n03": said({**FULL, "check": "nic", "text": "mlx5_0: port 1 is 1: DOWN"})}
-    outcome, _ = run(site, ill)
+    outcome, observer = run(site, ill)
     assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
     assert outcome.message == (
         "preflight: 2 nodes are needed, and 1 is left: n02: space: /tmp: 0 MiB are free; n03: nic: mlx5_0:"
         " port 1 is 1: DOWN (to go on all the same: preflight=[space, nic] leaves these checks out)"
     )
-    assert requeues.read_text() == "61\n"
+    assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n"
+    assert "job 61 now excludes n[02-03,19-20]" in observer.notes
     assert outcome.run.read_exit() is None, "it is in the queue"
     assert read_json(outcome.run.attempt(1).outcome)["requeued"] == "node"
     assert {one.node for one in seen()} == {"n02", "n03"}
@@ -242,7 +254,7 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     assert events == ["preflight", "exit", "requeue"]
     run(site, ill, resume=outcome.run)
     third, _ = run(site, ill, resume=outcome.run)
-    assert requeues.read_text() == "61\n61\n"
+    assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n" * 2
     assert "this is the 3rd attempt in a row" in third.message
     ended = third.run.read_exit()
     assert ended is not None
@@ -317,3 +329,27 @@ def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir)
     outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)
     assert outcome.message == ("preflight: 2 nodes are needed, and 1 is left: n02: is lost: its agent ended")
     assert cause_of(outcome) == "node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "needed", "excluded"),
+    [
+        (["n02"], 2, "n[02,19-20]"),
+        (["n02", "n03", "n04"], 2, "n[02-03,19-20]"),
+        (["n19"], 2, ""),
+        (["x01"], 2, ""),
+        (["n02"], 18, ""),
+        (["n02", "n03"], 17, "n[02,19-20]"),
+        ([], 2, ""),
+    ],
+)
+def test_a_job_in_the_queue_again_asks_for_other_nodes_as_long_as_enough_are_left(
+    requeues: Path, nodes: list[str], needed: int, excluded: str
+) -> None:
+    assert exclusion(JOB, nodes, needed) == excluded
+
+
+def test_a_refusal_to_change_the_job_is_told(requeues: Path) -> None:
+    assert keep_away(JOB, "n02") == "job 61 may be given the same nodes again: ExcNodeList=n02: exit code 1"
+    requeues.touch()
+    assert keep_away(JOB, "n02") == "job 61 now excludes n02"

@@ -28,6 +28,7 @@ from hpcrun.launch.checked import (
 from hpcrun.launch.gpuhealth import gpu_health, judge_gpus, parse_gpus, with_rows
 from hpcrun.launch.preflight import Ask, answer, look
 from hpcrun.launch.probes import Place
+from hpcrun.launch.shm import stale_segments
 from hpcrun.specs.preflight import CHECKS, checks_of
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -152,7 +153,8 @@ def test_verdicts_travel() -> None:
     one = Checked("space", "fail", "/tmp: 0 MiB are free", common=True)
     assert parse_checked(one.as_json()) == one
     assert Checked("gpu").as_json() == {"check": "gpu", "verdict": "ok"}
-    for odd in (None, [], {}, {"check": "gpu", "verdict": "dead"}, {"verdict": 3}):
+    odds: list[object] = [None, [], {}, {"check": "gpu", "verdict": "dead"}, {"verdict": 3}]
+    for odd in odds:
         assert parse_checked(odd) is None
 
 
@@ -376,7 +378,7 @@ def test_shared_memory_that_nobody_uses_is_told(place: Place) -> None:
         os.utime(folder / name, (past, past))
     # The time of the last change of an inode cannot be set back, so nothing here is old yet.
     assert probes.shm(place) == [Checked("shm")]
-    assert set(probes.stale_segments(folder, older_s=-1.0)) == {
+    assert set(stale_segments(folder, older_s=-1.0)) == {
         folder / "mpich_shm_old",
         folder / "mpich_shm_new",
     }
