@@ -120,6 +120,7 @@ def test_ports(ports: dict[str, dict[str, str]], wanted: list[str], expected: li
         (102.3, 100.2, 0.1, "warn"),
         (97.5, 100.2, 0.1, "warn"),
         (106.0, 112.0, 0.0, "ok"),
+        (108.5, 112.0, 0.0, "ok"),
         (106.0, 112.0, 11.9, "warn"),
         (500.0, 100.2, 0.1, "fail"),
         (-500.0, 100.2, 0.1, "fail"),
