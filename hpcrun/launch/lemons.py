@@ -181,7 +181,7 @@ def avoid(
     entries = tuple(BadNode((node,), _reason(scores[node]), None, scores[node].until) for node in chosen)
     if not spared:
         return BadNodes(entries)
-    told = f"seen as bad, but not avoided: {', '.join(spared)}: at most {most} of {len(nodes)} nodes are"
+    told = f"seen as bad, but not avoided: {', '.join(spared)}: no more than {most} of {len(nodes)} nodes are"
     return BadNodes(entries, (f"{told} for what runs saw; see `hpcrun fabric nodes`",))
 
 

@@ -228,7 +228,8 @@ def shm(place: Place) -> list[Checked]:
         return [Checked("shm")]
     names = " ".join(sorted(path.name for path in left)[:_SHOWN])
     size = sum(left.values()) / 2**20
-    text = f"{len(left)} files of yours in /dev/shm, {size:.0f} MiB, that no process uses any more: {names}"
+    count = f"{len(left)} file{'s' * (len(left) > 1)}"
+    text = f"{count} of yours in /dev/shm, {size:.0f} MiB, that no process uses any more: {names}"
     return [Checked("shm", "warn", text)]
 
 

@@ -270,7 +270,7 @@ def test_the_worst_are_avoided_and_the_others_are_told() -> None:
     )
     assert found.active(NOW + 30 * DAY) == {}
     assert found.notes == (
-        "seen as bad, but not avoided: n03: at most 1 of 8 nodes are for what runs saw;"
+        "seen as bad, but not avoided: n03: no more than 1 of 8 nodes are for what runs saw;"
         " see `hpcrun fabric nodes`",
     )
     assert set(avoid(scores, nodes, bad=["n05"]).active(NOW)) == {"n03"}

@@ -450,3 +450,13 @@ def test_an_answer_holds_the_clock_and_what_is_not_well(place: Place) -> None:
     assert 0 <= said["seconds"] < 60
     (one,) = said["checks"]
     assert (one["check"], one["verdict"]) == ("interface", "fail")
+
+
+def test_shared_memory_that_is_old_is_counted_and_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.root / "dev/shm/torch_42").write_bytes(b"x" * MIB)
+    monkeypatch.setattr(probes, "_OLD_S", -1.0)
+    (found,) = probes.shm(place)
+    text = "1 file of yours in /dev/shm, 1 MiB, that no process uses any more: torch_42"
+    assert (found.verdict, found.text) == ("warn", text)
