@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli import lemons
 from hpcrun.errors import SiteError, UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.command("nodes")(lemons.nodes)
+app.command("drain-request")(lemons.drain)
 
 _Topology = Annotated[
     Path | None,

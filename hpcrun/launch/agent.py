@@ -21,6 +21,7 @@ from hpcrun import process
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.lease import LEADERLESS_S, Lease, take_over
 from hpcrun.launch.node import NodeRanks
+from hpcrun.launch.preflight import answer
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
 
@@ -88,6 +89,8 @@ class Agent:
 
     def _obey(self, order: dict[str, Any]) -> bool:
         match order["do"]:
+            case "preflight":
+                self._say(answer(self._run, order, beat=lambda: self._say({"kind": "beat"})))
             case "watch":
                 self._clear([])
                 attempt = self._run.attempt(order["attempt"])

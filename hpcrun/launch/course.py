@@ -87,7 +87,7 @@ class Outcome:
     stop: signal.Signals | None = None
     """The signal that made it stop."""
     lost: tuple[str, ...] = ()
-    """Nodes that did not answer any more."""
+    """Nodes that did not answer any more, or that were not well before the start."""
     hung: bool = False
     """Whether it was ended because its ranks made no more progress."""
     suspects: tuple[str, ...] = ()
@@ -95,7 +95,7 @@ class Outcome:
     kind: Kind = "unknown"
     """Which kind of fault it was, where it failed."""
     rank: int | None = None
-    """The rank that it began with, where one did."""
+    """The rank that was the first to fall, where it is known."""
 
 
 class Course:
@@ -333,18 +333,8 @@ class Course:
         attempt = self._launch.attempt
         code, text = failure.exit_code, failure.message
         lost = tuple(one.node for one in self._lost)
-        return Outcome(
-            attempt.run,
-            attempt.number,
-            status,
-            code,
-            text,
-            self._step,
-            stop=self._stop,
-            lost=lost,
-            kind=failure.kind,
-            rank=failure.rank,
-        )
+        ended = Outcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
+        return replace(ended, lost=lost, kind=failure.kind, rank=failure.rank)
 
     def _at_step(self) -> str:
         return "" if self._step is None else f" at step {self._step}"

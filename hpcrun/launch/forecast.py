@@ -15,6 +15,7 @@ from hpcrun.fabric.place import Placed, place
 from hpcrun.fabric.read import find_fabric
 from hpcrun.fabric.traffic import traffic_of
 from hpcrun.hostlist import expand
+from hpcrun.launch.lemons import known_lemons
 from hpcrun.slurm.live import LiveCluster
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 from hpcrun.specs.cluster import ClusterSpec
@@ -36,7 +37,7 @@ class Network:
     notes: tuple[str, ...] = ()
     """What is odd or unknown about the network."""
     damaged: tuple[str, ...] = ()
-    """Lines of the lists of bad nodes that cannot be read."""
+    """What of the lists of bad nodes cannot be read, and what of them is not heeded."""
 
     @property
     def free(self) -> list[str]:
@@ -71,18 +72,27 @@ def look(
     *,
     file: Path | None = None,
     partition: str | None = None,
+    needed: int = 0,
 ) -> Network:
-    """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free."""
-    bad = load_bad_nodes(bad_node_files().values())
-    avoided = bad.active(time.time())
+    """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free.
+
+    `needed`: how many nodes the job takes; for what its runs saw, the user keeps away from no more than that
+    leaves.
+    """
+    bad, now = load_bad_nodes(bad_node_files().values()), time.time()
+    avoided = bad.active(now)
     records = live.nodes if live else ()
     if live and partition:
         records = tuple(live.nodes_of(partition)) or records
     fabric = find_fabric(cluster, live, file, [one.name for one in records] or None)
     states = dict.fromkeys(fabric.nodes, FREE if live is None else "unknown")
     states |= {one.name: _word(one.state.name, one.state.usable) for one in records if one.name in states}
+    where = partition or (cluster.default_partition if cluster else None)
+    among = (live.nodes_of(where) if live and where else []) or records
+    lemons = known_lemons([one.name for one in among] or fabric.nodes, avoided, needed, now)
+    avoided |= lemons.active(now)
     states |= dict.fromkeys((node for node in avoided if node in states), "bad")
-    return Network(fabric, states, avoided, fabric.notes, bad.notes)
+    return Network(fabric, states, avoided, fabric.notes, (*bad.notes, *lemons.notes))
 
 
 def _word(base: str, usable: bool | None) -> str:

@@ -17,6 +17,7 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.lease import Lease
 from hpcrun.launch.node import NodeRanks
+from hpcrun.launch.preflight import LONGEST_S, Ask, answer
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -43,6 +44,9 @@ class Nodes(Protocol):
     @property
     def addresses(self) -> dict[str, tuple[str, str]]:
         """Where in the network the nodes say they are: SLURM_TOPOLOGY_ADDR and its pattern."""
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        """Have every node look at itself; the answers of those that give one in time."""
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt, which are about to be started.
@@ -96,7 +100,8 @@ class Nodes(Protocol):
 class ThisNode:
     """All ranks stand on this host, below the launcher: nobody in between is needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
         self._ranks: NodeRanks | None = None
 
     @property
@@ -118,6 +123,10 @@ class ThisNode:
     def _here(self) -> NodeRanks:
         assert self._ranks is not None
         return self._ranks
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        """Look at this host."""
+        return {os.uname().nodename: answer(self._run, ask.as_json())}
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt."""
@@ -320,6 +329,12 @@ class AgentNodes:
         """What Slurm has told every agent about its place, where it has."""
         told = {node: said["address"] for node, said in self._hello.items()}
         return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        """Have every agent look at its node."""
+        for agent in self._agents.values():
+            agent.tell(do="preflight", **ask.as_json())
+        return self._await("preflight", LONGEST_S + _ANSWER_S)
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""

@@ -6,7 +6,7 @@ import re
 import signal
 from typing import Any, Literal
 
-from hpcrun.errors import EXIT_RANKS_DIED
+from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE
 from hpcrun.launch.course import Outcome
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
@@ -33,6 +33,8 @@ def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None 
         return "straggler"
     if outcome.status == "failed" and outcome.exit_code == EXIT_RANKS_DIED and outcome.stop is None:
         return "node" if outcome.lost else "hang" if outcome.hung else "crash"
+    if outcome.status == "failed" and outcome.exit_code == EXIT_SITE and outcome.lost:
+        return "node"  # nothing was started: the preflight has left too few nodes
     return None
 
 
@@ -75,10 +77,11 @@ def uses(run: RunDir, cause: Cause) -> int:
 def is_repeated(run: RunDir, outcome: Outcome) -> bool:
     """Whether the attempt before has failed in the very same way."""
     before = [one for one in outcomes(run) if one.get("attempt") == outcome.attempt - 1]
-    return bool(before) and _signature(before[0].get("message", "")) == _signature(outcome.message)
+    return bool(before) and signature(before[0].get("message", "")) == signature(outcome.message)
 
 
-def _signature(message: str) -> str:
+def signature(message: str) -> str:
+    """What two failures have in common that are one and the same."""
     return _PASSING.sub("", message)
 
 

@@ -131,8 +131,8 @@ class Job:
     @cached_property
     def network(self) -> Network:
         """The cluster's network now; without Slurm as far as the profile knows it."""
-        partition = self.resolved.spec.resources.partition
-        return look(self.cluster, self.live, partition=partition)
+        asked = self.resolved.spec.resources
+        return look(self.cluster, self.live, partition=asked.partition, needed=asked.all_nodes)
 
     @cached_property
     def leaves(self) -> int | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +40,18 @@ def unmapped(paths: Iterable[str]) -> set[str]:
             if entry.name.isdigit():
                 left -= segments_of(entry.name)
     return left
+
+
+def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
+    """Files of ours that MPI or torch made so long ago and no process maps any more, with their sizes."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for entry in os.scandir(folder):
+            if _SEGMENT.match(entry.name) and _is_ours(Path(entry.path), 0.0):
+                status = entry.stat(follow_symlinks=False)
+                if time.time() - max(status.st_mtime, status.st_ctime) > older_s:
+                    found[entry.path] = status.st_size
+    return {Path(path): found[path] for path in unmapped(found)}
 
 
 def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:

@@ -122,7 +122,7 @@ class Site:
     def nodes(self, run: RunDir) -> Iterator[Nodes]:
         """The nodes, with an agent on each where there are to be any, for as long as the block lasts."""
         if self.allocation is None or self.is_here:
-            yield ThisNode()
+            yield ThisNode(run)
             return
         environ = step_environment(without_world(with_our_package(os.environ)))
         commands = self.allocation.agent_commands(run, self.allocation.nodes)

@@ -212,6 +212,8 @@ def _words(name: str, event: Record) -> str:
             return _fault(event)
         case "relaunch":
             return _relaunch(event)
+        case "preflight":
+            return _preflight(event)
         case "requeue":
             return f"queued again ({str(event.get('cause') or 'unknown cause').replace('_', ' ')})"
     more = [f"{key}={value}" for key, value in event.items() if key not in _STAMPS]
@@ -238,6 +240,21 @@ def _fault(event: Record) -> str:
     cause += f", {kind}" if isinstance(kind, str) and kind != "unknown" else ""
     at = f" of {' on '.join(who)}" if who else ""
     return f"fault: {cause}{at}" + (f": {message}" if message else "")
+
+
+def _preflight(event: Record) -> str:
+    """Silent about one node that is well."""
+    nodes, found, excluded = (event.get(key) for key in ("nodes", "found", "excluded"))
+    listed = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    if not is_count(nodes) or (nodes == 1 and not listed):
+        return ""
+    without = (
+        f"; left out: {_hosts(list(map(str, excluded)))}" if excluded and isinstance(excluded, list) else ""
+    )
+    what = (
+        "; ".join(f"{one.get('node')}: {one.get('check')}: {one.get('text')}" for one in listed) or "all well"
+    )
+    return f"preflight of {_count(nodes, 'node')}{without}: {what}"
 
 
 def _relaunch(event: Record) -> str:

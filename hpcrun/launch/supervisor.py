@@ -11,12 +11,15 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, HpcrunError, SiteError
-from hpcrun.launch import recover
+from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_SITE, HpcrunError, SiteError
+from hpcrun.launch import admission, recover
+from hpcrun.launch.blame import blamed
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
+from hpcrun.launch.lemons import Sighting, note_sightings
 from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
@@ -87,6 +90,9 @@ class Supervisor:
         """One attempt after the other, for as long as there is reason for another one here."""
         while True:
             attempt = self._open(run)
+            stopped = self._preflight(attempt, nodes)
+            if stopped is not None:
+                return self._close(stopped)
             outcome = self._run_attempt(attempt, launcher, nodes)
             cause = recover.cause_of(outcome)
             if cause not in recover.FAULTS:
@@ -94,6 +100,8 @@ class Supervisor:
             self._tell_fault(outcome, cause)
             self._excluded |= set(outcome.lost)
             self._avoid(outcome.suspects, nodes)
+            if self._site.allocation is not None:
+                self._remember(blamed(outcome, cause, self._site.allocation.job))
             refused = self._why_not_here(outcome, cause, nodes)
             if refused is not None:
                 return self._close(outcome, refused)
@@ -135,6 +143,31 @@ class Supervisor:
             if node in left and len(left) > self._slots():
                 left.remove(node)
                 self._excluded.add(node)
+
+    def _preflight(self, attempt: Attempt, nodes: Nodes) -> Outcome | None:
+        """Leave out the nodes that are not well; how the attempt ends where too few are left."""
+        spec, cluster, allocation = self._prepared.spec, self._site.cluster, self._site.allocation
+        ask = admission.ask_for(spec, cluster, attempt.number, is_alone=self._site.is_here)
+        if ask is None:
+            return None
+        found = admission.admit(ask, nodes)
+        admission.record(attempt, found)
+        for text in found.notes(warnings=allocation is not None):
+            self._observer.note(text)
+        self._excluded |= set(found.refused)
+        if allocation is not None:
+            self._remember(found.sightings(attempt, allocation.job, time.time()))
+        left = [node for node in nodes.alive if node not in self._excluded]
+        gone = [one for one in nodes.lost if one.node not in self._excluded]
+        if len(left) >= self._slots() or not (found.refused or gone):
+            return None
+        return admission.stopped(attempt, found, left, self._slots(), gone)
+
+    def _remember(self, seen: Sequence[Sighting]) -> None:
+        """Keep what was seen of nodes for the user's other jobs."""
+        told = note_sightings(seen)
+        if told:
+            self._observer.note(told)
 
     def _slots(self) -> int:
         """How many nodes the ranks need."""
@@ -281,7 +314,10 @@ class Supervisor:
         if cause is None or (cause in ("crash", "node") and spec.retries is None):
             return None, ""
         refused = recover.refusal(run, spec, cause, outcome, self._progress(outcome), in_place=False)
+        # Where the ranks have not even started, Slurm would give the same nodes again.
+        ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
         if refused is None:
+            away = exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
             try:
                 allocation.requeue()
             except SiteError as error:
@@ -289,6 +325,8 @@ class Supervisor:
         if refused is not None:
             return None, refused
         self._observer.note(f"{cause.replace('_', ' ')}: queued again as job {allocation.id}")
+        if away:
+            self._observer.note(keep_away(allocation, away))
         return cause, ""
 
 

@@ -96,7 +96,7 @@ def add_bad_node(path: Path, node: str, reason: str, until: float | None, *, now
     _parse_entry(line)  # nobody could read it back
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _append(path, line.encode() + b"\n")
+        append_line(path, line.encode() + b"\n")
     except OSError as error:
         raise SiteError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -184,7 +184,8 @@ def _render_instant(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def _append(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
+    """Append whole lines in one write, and sync; a line that is torn before them is ended."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         size = os.fstat(descriptor).st_size

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.specs.fields import Directory, Memory, Module, Name, Time, Word
 from hpcrun.specs.mistakes import problems_of
+from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.profiles import all_profiles
 from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
 
@@ -147,6 +148,7 @@ class ClusterSpec(_Section):
     network: NetworkSpec = NetworkSpec()
     topology: TopologySpec = TopologySpec()
     file_systems: dict[Word, FileSystemSpec] = Field(default={}, description="by name: scratch, home, ...")
+    preflight: SitePreflightSpec = SitePreflightSpec()
     quota: list[str] = Field(default=[], description="command that prints the user's quota, as words")
     root: Directory | None = Field(default=None, description="where run directories are made")
     log_roots: list[Directory] = Field(default=[], description="places for run directories; empty: any")

@@ -10,6 +10,7 @@ from hpcrun.mesh import Degrees
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.preflight import Preflight
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
 from hpcrun.specs.watch import WatchSpec
 
@@ -171,6 +172,7 @@ class JobSpec(_Section):
         " code 75 that it has saved",
     )
     watch: WatchSpec = Field(default=WatchSpec(), description="when no progress is a hang; slow nodes")
+    preflight: Preflight = Field(default=True, description="check nodes before an attempt; a list: but these")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,

@@ -1,0 +1,54 @@
+"""What is checked on every node before an attempt, and what a job or a site may say about it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from hpcrun.specs.fields import Directory
+
+Check = Literal[
+    "limits", "space", "write", "clock", "interface", "leftovers", "shm", "sums", "gpu", "nic", "site"
+]
+CHECKS: tuple[Check, ...] = get_args(Check)
+"""limits of a process · space and inodes · a file written and read back · the clock · the profile's network
+interface · processes of other runs · shared memory left behind · arithmetic · GPUs · network adapters · the
+site's own checks."""
+
+
+def _known(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    words = value if isinstance(value, list) else [value]
+    strange = [word for word in words if word not in CHECKS]
+    if strange or not isinstance(value, list):
+        what = f"{strange[0]!r} is no check" if strange else "the names of checks are a list"
+        raise ValueError(f"{what}; write true, false, or those to leave out: [{', '.join(CHECKS)}]")
+    return value
+
+
+Preflight = Annotated[bool | list[Check], BeforeValidator(_known)]
+"""Whether nodes are checked before an attempt; a list: all checks but these."""
+
+
+def checks_of(preflight: bool | list[Check]) -> tuple[Check, ...]:
+    """The checks that are made."""
+    if isinstance(preflight, bool):
+        return CHECKS if preflight else ()
+    return tuple(check for check in CHECKS if check not in preflight)
+
+
+class SitePreflightSpec(BaseModel):
+    """The site's own checks of a node; the admin's code."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    checks: list[Directory] = Field(
+        default=[],
+        description="programs that check a node before an attempt and end with 0 (fine), 1 (warning), 2 (bad:"
+        " the node is left out) or 3 (unknown), as for Nagios",
+    )
+    timeout_s: float = Field(
+        default=5.0, gt=0, le=8, description="seconds that each has; what takes longer is unknown"
+    )

@@ -1,0 +1,355 @@
+"""Nodes that are not well are left out of an attempt, a spare steps in, and what was seen is remembered."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.launch import site as places
+from hpcrun.launch.admission import Admission, ask_for, judge
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.blame import blamed
+from hpcrun.launch.checked import Checked
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.elsewhere import exclusion, keep_away
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.launchers import Hydra, Launcher
+from hpcrun.launch.ledger import read_ledger
+from hpcrun.launch.lemons import Sighting, load_sightings, sightings_file
+from hpcrun.launch.nodes import Nodes, ThisNode
+from hpcrun.launch.preflight import Ask
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.recover import cause_of
+from hpcrun.launch.story import story
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.cluster import parse_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import load_job
+from hpcrun.specs.placement import Placement, write_placement
+from hpcrun.specs.records import read_json, read_lines, write_json
+from hpcrun.specs.rundir import RunDir, create_run
+from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
+
+FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}
+HOT = {"check": "site", "verdict": "warn", "text": "/etc/x: warm"}
+DEAF = {"check": "gpu", "verdict": "unknown", "text": "gave no answer within 6 s"}
+NODES = ("n01", "n02", "n03")
+JOB = Allocation(61, NODES, "61", is_batch=True)
+ALL = Ask(("space", "clock"))
+
+Answers = Mapping[str, Mapping[str, Any]]
+
+
+def said(*checks: Mapping[str, Any], time: float = 100.1) -> dict[str, Any]:
+    return {"kind": "preflight", "time": time, "seconds": 0.1, "checks": list(checks)}
+
+
+def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: Ask = ALL) -> Admission:
+    return judge(ask, nodes, answers, 100.0, 100.2)
+
+
+def test_only_an_explicit_failure_keeps_a_node_out() -> None:
+    found = judged({"n01": said(HOT, DEAF), "n02": said(FULL, HOT)})
+    assert found.refused == {"n02": [Checked("space", "fail", "/tmp: 0 MiB are free")]}
+    assert [(node, one.check, one.verdict) for node, one in found.found] == [
+        ("n01", "site", "warn"),
+        ("n01", "gpu", "unknown"),
+        ("n02", "space", "fail"),
+        ("n02", "site", "warn"),
+        ("n03", "preflight", "unknown"),
+    ]
+    assert [*found.notes()] == [
+        "preflight: n[01-02]: site: /etc/x: warm",
+        "preflight: n02: space: /tmp: 0 MiB are free; the node is left out",
+    ]
+    assert [*found.notes(warnings=False)] == [
+        "preflight: n02: space: /tmp: 0 MiB are free; the node is left out"
+    ]
+    event = found.as_event()
+    assert (event["nodes"], event["excluded"], event["found"][1]["node"]) == (3, ["n02"], "n01")
+
+
+def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
+    answers = {node: said(time=100.1 + 10 * (node == "n02")) for node in NODES}
+    (found,) = judged(answers).found
+    assert (found[0], found[1].check, found[1].verdict) == ("n02", "clock", "warn")
+    assert judged(answers, ask=Ask(("space",))).found == ()
+
+
+@pytest.mark.parametrize(
+    ("answers", "blamed"),
+    [
+        ({"n01": said(FULL)}, ["n01"]),
+        ({"n01": said(FULL), "n02": said(FULL), "n03": said()}, ["n01", "n02"]),
+        ({node: said(FULL) for node in NODES}, []),
+        ({node: said({**FULL, "text": f"{node}: 0 MiB"}) for node in NODES}, []),
+    ],
+)
+def test_what_all_nodes_have_is_no_node_s_fault(answers: Answers, blamed: list[str]) -> None:
+    assert [node for node, _ in judged(answers).blamed] == blamed
+
+
+def test_of_one_node_alone_only_its_own_trouble_is_its_fault() -> None:
+    common = {**FULL, "common": True}
+    assert judged({"n01": said(FULL)}, ["n01"]).blamed
+    assert not judged({"n01": said(common)}, ["n01"]).blamed
+    assert not judged({"n01": said({**FULL, "check": "interface"})}, ["n01"]).blamed
+
+
+PROFILE = """
+name: c
+network: {interface: ib0, hcas: [mlx5_0]}
+file_systems:
+  home: {path: /home, kind: nfs}
+  scratch: {path: /local/$USER, shared: false}
+preflight: {checks: [/etc/hpcrun/fans], timeout_s: 2}
+"""
+
+
+def test_the_job_and_the_profile_say_what_is_looked_at() -> None:
+    cluster = parse_cluster(PROFILE, "c.yaml")
+
+    def spec(*words: str) -> JobSpec:
+        return load_job(None, list(words), command=["true"]).spec
+
+    assert ask_for(spec("preflight=false"), cluster, 1, is_alone=False) is None
+    ask = ask_for(spec("preflight=[gpu]", "resources.gpus_per_node=4"), cluster, 2, is_alone=False)
+    assert ask is not None
+    assert "gpu" not in ask.checks
+    assert "nic" in ask.checks
+    assert (ask.attempt, ask.gpus, ask.scratch) == (2, 4, ["/local/$USER"])
+    assert (ask.interface, ask.hcas) == ("ib0", ["mlx5_0"])
+    assert (ask.programs, ask.program_s) == (["/etc/hpcrun/fans"], 2)
+    alone = ask_for(spec(), cluster, 1, is_alone=True)
+    assert alone is not None
+    assert alone.interface is None
+    assert ask_for(spec(), None, 1, is_alone=True) is not None
+
+
+class Pretended(ThisNode):
+    """Nodes with names of their own, all on this host, that answer as they are told, attempt by attempt."""
+
+    def __init__(self, run: RunDir, names: Sequence[str], answers: list[Answers]) -> None:
+        super().__init__(run)
+        self._names, self._answers = tuple(names), answers
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        return self._names
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        here = super().preflight(ask)[os.uname().nodename]
+        told = self._answers.pop(0) if self._answers else {}
+        return {node: {**here, "checks": told.get(node, said())["checks"]} for node in self._names}
+
+
+@dataclass(frozen=True)
+class Rack(places.Site):
+    """An allocation of such nodes."""
+
+    answers: list[Answers] = field(default_factory=list)
+
+    def launcher(self, spec: JobSpec) -> Launcher:
+        return Hydra()
+
+    @contextmanager
+    def nodes(self, run: RunDir) -> Iterator[Nodes]:
+        assert self.allocation is not None
+        yield Pretended(run, self.allocation.nodes, self.answers)
+
+
+SCONTROL = """case "$1" in
+requeue) echo "$2" >>{asked} ;;
+update) [ -e {asked} ] && echo "$3" >>{asked} ;;
+show) echo 'JobId=61 JobName=t\n   JobState=RUNNING Partition=main ExcNodeList=n[19-20]' ;;
+esac
+"""
+
+
+@pytest.fixture
+def requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for Slurm's commands; the file exists after a requeue."""
+    tools, asked = tmp_path / "tools", tmp_path / "requeued"
+    tools.mkdir()
+    scripts = {"scontrol": SCONTROL.format(asked=asked), "squeue": "exit 1", "sinfo": "seq -f n%02g 20"}
+    for name, script in scripts.items():
+        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return asked
+
+
+def run(
+    site: Site, *answers: Answers, mode: str = "done", resume: RunDir | None = None, words: Sequence[str] = ()
+) -> tuple[Outcome, Recorder]:
+    """Two ranks on three nodes."""
+    wanted = ["resources={nodes: 2, spares: 1}", "parallel.dp_replicate=2", "retry={}", *words]
+    prepared = prepare(site.job, [] if resume else wanted, resume=resume)
+    rack = Rack(JOB, answers=list(answers))
+    observer = Recorder()
+
+    def command(attempt: Any) -> list[str]:
+        return [sys.executable, str(PROGRAM), mode, str(attempt.run.path), str(attempt.number)]
+
+    with Inbox() as inbox:
+        supervisor = Supervisor(prepared, inbox, observer, site=rack, command=command, limits=LIMITS)
+        return supervisor.run(), observer
+
+
+def seen() -> list[Sighting]:
+    return list(load_sightings(sightings_file()).entries)
+
+
+def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues: Path) -> None:
+    outcome, observer = run(site, {"n02": said(FULL), "n03": said(HOT)})
+    assert outcome.status == "done"
+    assert read_json(outcome.run.attempt(1).placement)["nodes"] == ["n01", "n03"]
+    assert "preflight: n02: space: /tmp: 0 MiB are free; the node is left out" in observer.notes
+    event = next(read_lines(outcome.run.events))
+    assert (event["event"], event["excluded"], event["attempt"]) == ("preflight", ["n02"], 1)
+    (one,) = seen()
+    assert (one.node, one.cause, one.run, one.attempt, one.job) == (
+        "n02", "preflight", outcome.run.id, 1, 61
+    )  # fmt: skip
+    assert (one.evidence, one.log) == ("space: /tmp: 0 MiB are free", str(outcome.run.events))
+    told = [entry.text for entry in story(outcome.run)]
+    assert told[0] == (
+        "preflight of 3 nodes; left out: n02: n02: space: /tmp: 0 MiB are free; n03: site: /etc/x: warm"
+    )
+    assert not requeues.exists()
+
+
+def test_without_preflight_nobody_is_asked(site: Site, requeues: Path) -> None:
+    outcome, _ = run(site, {"n02": said(FULL)}, words=["preflight=false"])
+    assert read_json(outcome.run.attempt(1).placement)["nodes"] == ["n01", "n02"]
+    assert "preflight" not in [one["event"] for one in read_lines(outcome.run.events)]
+    assert seen() == []
+
+
+def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
+    site: Site, requeues: Path
+) -> None:
+    ill = {"n02": said(FULL), "n03": said({**FULL, "check": "nic", "text": "mlx5_0: port 1 is 1: DOWN"})}
+    outcome, observer = run(site, ill)
+    assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
+    assert outcome.message == (
+        "preflight: 2 nodes are needed, and 1 is left: n02: space: /tmp: 0 MiB are free; n03: nic: mlx5_0:"
+        " port 1 is 1: DOWN (to go on all the same: preflight=[space, nic] leaves these checks out)"
+    )
+    assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n"
+    assert "job 61 now excludes n[02-03,19-20]" in observer.notes
+    assert outcome.run.read_exit() is None, "it is in the queue"
+    assert read_json(outcome.run.attempt(1).outcome)["requeued"] == "node"
+    assert {one.node for one in seen()} == {"n02", "n03"}
+    events = [one["event"] for one in read_lines(outcome.run.events)]
+    assert events == ["preflight", "exit", "requeue"]
+    run(site, ill, resume=outcome.run)
+    third, _ = run(site, ill, resume=outcome.run)
+    assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n" * 2
+    assert "this is the 3rd attempt in a row" in third.message
+    ended = third.run.read_exit()
+    assert ended is not None
+    assert ended["exit_code"] == 3
+    assert read_ledger(outcome.run).wall_s >= 0
+    assert run(site, resume=outcome.run)[0].status == "done"
+
+
+def test_what_all_nodes_have_ends_the_run_and_blames_none(site: Site, requeues: Path) -> None:
+    missing = {"check": "interface", "verdict": "fail", "text": "ib0: there is no such network interface"}
+    outcome, _ = run(site, {node: said(missing) for node in NODES})
+    assert outcome.exit_code == 3
+    assert "0 are left: n[01-03]: interface: ib0: there is no such network interface" in outcome.message
+    assert outcome.run.read_exit() is not None
+    assert not requeues.exists()
+    assert seen() == []
+
+
+def test_a_list_that_cannot_be_written_stops_no_run(site: Site, requeues: Path, tmp_path: Path) -> None:
+    (tmp_path / "config").touch()
+    outcome, observer = run(site, {"n02": said(FULL)})
+    assert outcome.status == "done"
+    assert [note for note in observer.notes if "what was seen of the nodes is not kept" in note]
+
+
+def outcome_of(run: RunDir, message: str, rank: int | None = None, lost: tuple[str, ...] = ()) -> Outcome:
+    return Outcome(run, 1, "failed", 5, message, None, lost=lost, rank=rank)
+
+
+@pytest.fixture
+def fallen() -> RunDir:
+    made = create_run("t")
+    attempt = made.attempt(1).create()
+    spec = load_job(None, ["resources={nodes: 2}"], command=["true"]).spec
+    write_placement(attempt.placement, Placement(("n01", "n02")), spec.degrees)
+    return made
+
+
+def test_lost_nodes_and_ranks_that_die_without_a_word_speak_against_a_node(fallen: RunDir) -> None:
+    lost = outcome_of(fallen, "node n02 is lost: silent; log: /x", lost=("n02",))
+    (one,) = blamed(lost, "node", 61)
+    assert (one.node, one.cause, one.evidence) == ("n02", "node lost", "node n02 is lost: silent")
+    assert one.log == str(fallen.agent_logs / "n02.log")
+    died = "rank {} on node n0{} (pid 4{}) was killed by signal 7 (SIGBUS); log: /x"
+    found = [
+        blamed(outcome_of(fallen, died.format(rank, rank, rank), rank), "crash", 61)[0] for rank in (0, 1)
+    ]
+    assert [one.node for one in found] == ["n01", "n02"]
+    assert found[0].signature == found[1].signature
+    assert blamed(outcome_of(fallen, "mpiexec was killed by signal 9 (SIGKILL)"), "crash", 61) == []
+
+
+def test_a_program_that_says_what_is_wrong_speaks_against_no_node(fallen: RunDir) -> None:
+    record = fallen.attempt(1).error_record(1)
+    write_json(record, {"rank": 1, "message": "IndexError: 7", "time": 1.0})
+    assert blamed(outcome_of(fallen, "rank 1 on node n02: IndexError: 7", 1), "crash", 61) == []
+    write_json(record, {"rank": 1, "message": "the command was killed by signal 11", "time": 1.0})
+    assert blamed(outcome_of(fallen, "rank 1 on node n02: the command was killed", 1), "crash", 61)
+
+
+def test_a_crash_is_remembered_by_the_supervisor(site: Site, requeues: Path) -> None:
+    outcome, _ = run(site, mode="segfault", words=["retry={crash: 0}"])
+    (one,) = seen()
+    assert (one.node, one.cause, one.run) == ("n02", "crash", outcome.run.id)
+    assert "SIGSEGV" in one.evidence
+
+
+def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir) -> None:
+    from hpcrun.launch.admission import stopped
+
+    gone = [NodeLost("n02", "its agent ended", 0.0)]
+    outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)
+    assert outcome.message == ("preflight: 2 nodes are needed, and 1 is left: n02: is lost: its agent ended")
+    assert cause_of(outcome) == "node"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "needed", "excluded"),
+    [
+        (["n02"], 2, "n[02,19-20]"),
+        (["n02", "n03", "n04"], 2, "n[02-03,19-20]"),
+        (["n19"], 2, ""),
+        (["x01"], 2, ""),
+        (["n02"], 18, ""),
+        (["n02", "n03"], 17, "n[02,19-20]"),
+        ([], 2, ""),
+    ],
+)
+def test_a_job_in_the_queue_again_asks_for_other_nodes_as_long_as_enough_are_left(
+    requeues: Path, nodes: list[str], needed: int, excluded: str
+) -> None:
+    assert exclusion(JOB, nodes, needed) == excluded
+
+
+def test_a_refusal_to_change_the_job_is_told(requeues: Path) -> None:
+    assert keep_away(JOB, "n02") == "job 61 may be given the same nodes again: ExcNodeList=n02: exit code 1"
+    requeues.touch()
+    assert keep_away(JOB, "n02") == "job 61 now excludes n02"
