@@ -71,7 +71,7 @@ def read_fault(values: Mapping[str, Any]) -> tuple[Fault | None, list[Problem]]:
         found = "is missing" if do is None else f"{do!r} is no fault"
         return None, [Problem("do", f"{found}; there are: {', '.join(KINDS)}")]
     kind = KINDS[do]
-    given = {key: value for key, value in values.items() if value not in (None, False)}
+    given = {key: value for key, value in values.items() if value is not None and value is not False}
     allowed = {"do", *kind.takes, *(() if kind.at == "run" else (kind.at, "random", "seed"))}
     problems = [
         Problem(
