@@ -161,7 +161,7 @@ def fill_disk(
 
     A tmpfs takes its room from the memory of the node, which may count against the job.
     """
-    values = {"node": node, "where": where, "leave": leave, "for": for_time}
+    values: dict[str, Any] = {"node": node, "where": where, "leave": leave, "for": for_time}
     values |= {"random": at_random, "seed": seed, "force": force}
     _do(name, "fill-disk", values, yes, dry_run, as_json)
 

@@ -37,7 +37,7 @@ _LEAVE_S = 10.0
 
 
 class NotYetError(UsageError):
-    """The victim is not there yet; it may be in a moment."""
+    """The victim is not there; where another attempt is about to start, it may be in a moment."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +218,8 @@ class Strike:
         first = self._said.pop(0)
         if first["kind"] == "refused":
             words = f"{self.aim.node}: {first['text']}"
+            if first.get("is_gone"):
+                raise NotYetError(words)
             raise UsageError(words) if first["exit_code"] == UsageError.exit_code else SiteError(words)
         return self._record("struck", first)
 

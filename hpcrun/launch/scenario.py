@@ -22,6 +22,9 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.yaml import ITEMS, load_list
 
 _POLL_S = 0.1
+_AGAIN_S = 1.0
+_PATIENCE_S = 120.0
+"""For so long a victim is waited for that is not there: the next attempt may be about to start."""
 
 
 @dataclass(frozen=True)
@@ -145,13 +148,14 @@ class Play:
 
     def _strike(self, scene: Scene) -> bool:
         """Strike as soon as the victim is there: between two attempts nobody is."""
+        end = time.monotonic() + _PATIENCE_S
         while not self._has_ended():
             try:
                 strike = Strike(aim(self.run, scene.fault))
-            except NotYetError:
-                self._listen()
-                continue
             except HpcrunError as error:
+                if isinstance(error, NotYetError) and time.monotonic() < end:
+                    self._wait(_AGAIN_S)
+                    continue
                 if not self._has_ended():
                     self.note(f"{scene.place} {scene.fault.do}: not done: {error}")
                 return False
@@ -159,6 +163,11 @@ class Play:
             self.write(strike.struck)
             return True
         return False
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._has_ended():
+            self._listen()
 
     def _listen(self) -> None:
         """A moment, in which what lasts may come to its end, and steps may be done."""

@@ -31,6 +31,10 @@ _LOOK_S = 2.0
 _ROUNDS = 5
 
 
+class GoneError(UsageError):
+    """The victim is not there any more, or not yet."""
+
+
 def strike(run: RunDir, order: Mapping[str, Any]) -> int:
     """Carry out one order; a refusal is said on standard output as well, and is the exit code."""
     # Slurm's signals to the steps of a job are meant for the ranks; an end has to undo what was done.
@@ -41,7 +45,7 @@ def strike(run: RunDir, order: Mapping[str, Any]) -> int:
     try:
         _STRIKES[order["do"]](run, order)
     except HpcrunError as error:
-        _say("refused", str(error), exit_code=error.exit_code)
+        _say("refused", str(error), exit_code=error.exit_code, is_gone=isinstance(error, GoneError))
         return error.exit_code
     except OSError as error:
         _say("refused", f"{error.filename or 'strike'}: {error.strerror or error}", exit_code=3)
@@ -82,7 +86,7 @@ def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
     share, ranks, looked = order["share"], order["ranks"], time.monotonic()
     found = _trees(run, order, ranks)
     if not found:
-        raise UsageError(f"no rank of {run.id} runs on {_node()} any more")
+        raise GoneError(f"no rank of {run.id} runs on {_node()} any more")
     _say("struck", f"takes {share:.0%} of the time from {_several(ranks)}", found)
     end = time.monotonic() + order["for_s"]
     try:
@@ -103,7 +107,7 @@ def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
 def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
     agents = _agents(run, order)
     if not agents:
-        raise UsageError(f"no agent of {run.id} runs on {_node()} any more")
+        raise GoneError(f"no agent of {run.id} runs on {_node()} any more")
     _say("struck", "SIGKILL to the agent", agents)
     process.kill_all(agents)
 
@@ -116,7 +120,7 @@ def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
     ours = {os.getpid(), *_ancestors()}
     all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_ours(one)]
     if not all_of_it:
-        raise UsageError(f"nothing of {run.id} runs on {_node()} any more")
+        raise GoneError(f"nothing of {run.id} runs on {_node()} any more")
     _say("struck", f"SIGKILL to all of the run on {_node()}", all_of_it)
     process.kill_all(all_of_it)
 
@@ -124,7 +128,7 @@ def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
 def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
     found = _supervisor(order)
     if not found:
-        raise UsageError(f"the supervisor of {run.id} does not run on {_node()} any more")
+        raise GoneError(f"the supervisor of {run.id} does not run on {_node()} any more")
     _say("struck", "SIGKILL to the supervisor", found)
     process.kill_all(found)
 
@@ -159,10 +163,10 @@ def _tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
     attempt = run.attempt(order["attempt"])
     record = read_json(attempt.rank_record(rank)) or {}
     if record.get("node") != _node():
-        raise UsageError(f"rank {rank} of {run.id} has not come up on {_node()}")
+        raise GoneError(f"rank {rank} of {run.id} has not come up on {_node()}")
     top = ProcessId(record["pid"], record["start_ticks"])
     if not process.is_alive(top):
-        raise UsageError(f"rank {rank} of {run.id} has ended already (pid {top.pid})")
+        raise GoneError(f"rank {rank} of {run.id} has ended already (pid {top.pid})")
     if not _is_of(attempt, top):
         raise UsageError(
             f"rank {rank} of {run.id}: pid {top.pid} does not carry the run's mark in its environment (it may"
@@ -172,7 +176,7 @@ def _tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
     if not (attempt.path / "rank.sh").exists():
         return [top, *below]
     if not below:
-        raise UsageError(f"rank {rank} of {run.id}: its program has ended already")
+        raise GoneError(f"rank {rank} of {run.id}: its program has ended already")
     return below
 
 

@@ -53,3 +53,29 @@ def test_a_run_goes_on_after_a_rehearsed_death_and_a_node_that_vanishes(desk: De
         "kill-rank",
         "vanish",
     ]
+
+
+def test_a_run_outlives_an_agent_and_leaves_nothing_when_its_supervisor_dies(desk: Desk) -> None:
+    asked = ("name=played", "resources={nodes: 2, spares: 1}", "retry={crash: 2, node: 2}")
+    run = desk.submit(*asked, "--", "sh", "-c", "while :; do sleep 0.1; done")
+    desk.until(lambda: run.attempt(1).rank_record(1).exists(), run)
+    (desk.path / "scenario.yaml").write_text(
+        "- {at: 0, do: slow, node: n02, share: 0.2, for: 1s}\n- {at: 2s, do: kill-agent, node: n02}\n"
+    )
+    told = json.loads(desk.hpcrun("chaos", "play", run.id, "scenario.yaml", "--json").stdout)
+    assert told["all_done"]
+    struck = [(one["do"], one["node"]) for one in told["records"] if one["event"] == "struck"]
+    assert struck == [("slow", "n02"), ("kill-agent", "n02")]
+    desk.until(lambda: run.attempt(2).rank_record(1).exists(), run)
+    assert outcomes(run) == [("failed", "node", None)]
+    killed = desk.hpcrun("chaos", "kill-supervisor", run.id)
+    assert "n01: SIGKILL to the supervisor (pid " in killed.stdout
+
+    def is_over() -> bool:
+        return bool(json.loads(desk.hpcrun("status", run.id, "--json").stdout)["state"] == "failed")
+
+    desk.until(is_over, run)
+    look = "grep -zl HPCRUN_RUN_ID=played /proc/[0-9]*/environ 2>/dev/null; true"
+    assert {node.name: node.run(["sh", "-c", look]).stdout for node in desk.lab.nodes} == dict.fromkeys(
+        [node.name for node in desk.lab.nodes], ""
+    )

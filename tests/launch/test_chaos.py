@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,25 +65,17 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
 
 
-@pytest.fixture
-def live(tmp_path: Path, runs_root: Path) -> Iterator[Live]:
-    words = [
-        sys.executable,
-        "-m",
-        "hpcrun",
-        "train",
-        "name=own",
-        "parallel.dp_replicate=2",
-        "retry={crash: 0}",
-    ]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with (tmp_path / "said").open("wb") as said:
-        child = subprocess.Popen(
-            [*words, "--", "sh", "-c", LOOP], cwd=tmp_path, env=environ, stdout=said, stderr=said
-        )
+@contextmanager
+def running(place: Path, crashes: int) -> Iterator[Live]:
+    """A run of two ranks that is tried again after as many crashes."""
+    words = [sys.executable, "-m", "hpcrun", "train", "name=own", "parallel.dp_replicate=2"]
+    words += [f"retry={{crash: {crashes}}}", "--", "sh", "-c", LOOP]
+    environ, root = os.environ | {"PYTHONPATH": str(ROOT)}, Path(os.environ["HPCRUN_ROOT"])
+    with (place / "said").open("wb") as said:
+        child = subprocess.Popen(words, cwd=place, env=environ, stdout=said, stderr=said)
     try:
-        until(lambda: runs_root.is_dir() and any(runs_root.iterdir()))
-        (path,) = runs_root.iterdir()
+        until(lambda: root.is_dir() and any(root.iterdir()))
+        (path,) = root.iterdir()
         run = RunDir(path)
         until(lambda: all(run.attempt(1).rank_record(rank).exists() for rank in (0, 1)))
         yield Live(run, child)
@@ -89,6 +83,12 @@ def live(tmp_path: Path, runs_root: Path) -> Iterator[Live]:
         child.terminate()
         child.wait()
         until(lambda: process.processes_with_env("HPCRUN_RUN_ID", path.name) == [])
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    with running(tmp_path, 0) as found:
+        yield found
 
 
 def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
@@ -296,6 +296,20 @@ def test_a_filler_takes_room_under_no_name_and_gives_it_back(tmp_path: Path) -> 
     assert not {name for name in set(shm.iterdir()) - before if name.name.startswith("tmp")}
 
 
+def test_a_filler_takes_what_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota, taken_by = 5 * 2**20 + 8192, []
+
+    def fallocate(file: int, offset: int, size: int) -> None:
+        if offset + size > quota:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        taken_by.append(size)
+
+    monkeypatch.setattr("os.posix_fallocate", fallocate)
+    with Filler(tmp_path, tmp_path, force=True) as filler:
+        assert filler.fill(0, lambda: False) == sum(taken_by)
+    assert quota - 8192 < sum(taken_by) <= quota
+
+
 @pytest.mark.parametrize(
     ("where", "words"),
     [
@@ -352,6 +366,23 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
     ]
     assert records == list(read_lines(live.run.chaos))
     assert notes == [f"the run was over before step 4 (kill-rank, {path}:9)"]
+
+
+def test_a_victim_that_is_gone_is_waited_for(tmp_path: Path) -> None:
+    """Between two attempts there is nobody to strike."""
+    path = tmp_path / "scenario.yaml"
+    path.write_text("- {at: 0, do: kill-rank, rank: 0}\n- {at: 0, do: kill-rank, rank: 0, signal: SEGV}\n")
+    with running(tmp_path, 1) as live:
+        records: list[dict[str, Any]] = []
+        assert Play(live.run, records.append, records.append).run_all(load_scenario(path))
+        assert [(one["attempt"], one["text"]) for one in records] == [
+            (1, "SIGKILL to rank 0"),
+            (2, "SIGSEGV to rank 0"),
+        ]
+        until(live.run.exit.exists)
+        ended = live.run.read_exit()
+        assert ended is not None
+        assert "was killed by signal 11" in ended["message"]
 
 
 WRONG = """\
