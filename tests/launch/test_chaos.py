@@ -374,7 +374,9 @@ def test_a_victim_that_is_gone_is_waited_for(tmp_path: Path) -> None:
     path.write_text("- {at: 0, do: kill-rank, rank: 0}\n- {at: 0, do: kill-rank, rank: 0, signal: SEGV}\n")
     with running(tmp_path, 1) as live:
         records: list[dict[str, Any]] = []
-        assert Play(live.run, records.append, records.append).run_all(load_scenario(path))
+        notes: list[str] = []
+        assert Play(live.run, notes.append, records.append).run_all(load_scenario(path))
+        assert notes == []
         assert [(one["attempt"], one["text"]) for one in records] == [
             (1, "SIGKILL to rank 0"),
             (2, "SIGSEGV to rank 0"),
