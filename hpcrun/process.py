@@ -10,7 +10,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -236,6 +236,22 @@ def environment_of(pid: int) -> dict[str, str]:
         return {}
     entries = (entry.partition("=") for entry in text.split("\0") if entry)
     return {name: value for name, _, value in entries}
+
+
+def command_lines() -> Iterator[tuple[ProcessId, list[str]]]:
+    """Every living process, but not the caller, with the words that it was started with, where they show."""
+    for pid in _pids():
+        process = identify(pid)
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            if process and pid != os.getpid():
+                yield process, words
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process; None when there is no such process (any more)."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
 
 
 def _pids() -> list[int]:

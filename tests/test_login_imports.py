@@ -94,6 +94,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "ckpt --help",
         "ckpt ls RUN",
         "postmortem RUN",
+        "chaos --help",
         "cluster --help",
         "template list",
         "nonsense",

@@ -102,6 +102,10 @@ def test_processes_are_found_by_what_they_were_given(
     assert [one.pid for one in process.processes_with_env("FIND_MARKER", marker)] == [child.pid]
     assert process.processes_with_env("FIND_MARKER", marker[:-1]) == []
     assert process.started_with(child.pid, "FIND_MARK") is None
+    words = {one.pid: words for one, words in process.command_lines()}
+    assert words[child.pid] == ["sleep", "60"]
+    assert os.getpid() not in words
+    assert process.parent_of(child.pid) == os.getpid()
 
 
 def test_a_handle_knows_when_and_how_its_process_ended(

@@ -43,6 +43,7 @@ VERBS = {
     "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has"),
     "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it"),
     "postmortem": Verb("hpcrun.cli.events", "one tar with what an engineer asks for, without secrets"),
+    "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
@@ -194,7 +195,23 @@ def _be_task(folder: str) -> int:
     return int(task.run_submitted(folder))
 
 
-_INTERNAL: dict[str, Callable[..., int]] = {"_rank": _be_rank, "_agent": _be_agent, "_task": _be_task}
+def _strike(run_dir: str, order: str) -> int:
+    """The internal verb `_chaos RUN ORDER`: what a rehearsal starts where its victim is."""
+    import json
+    from pathlib import Path
+
+    from hpcrun.launch.strike import strike
+    from hpcrun.specs.rundir import RunDir
+
+    return strike(RunDir(Path(run_dir)), json.loads(order))
+
+
+_INTERNAL: dict[str, Callable[..., int]] = {
+    "_rank": _be_rank,
+    "_agent": _be_agent,
+    "_task": _be_task,
+    "_chaos": _strike,
+}
 """What we start ourselves."""
 
 

@@ -13,7 +13,7 @@ from hpcrun.specs.records import read_json
 
 
 def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
-    """What an attempt's end says of nodes: lost, slow, where a rank hung alone or died first, without a word."""
+    """What an attempt's end says of nodes: lost, slow, where a rank hung alone or died without a word."""
     attempt, now = outcome.run.attempt(outcome.attempt), time.time()
     about: dict[str, Any] = {"time": now, "run": outcome.run.id, "attempt": outcome.attempt, "job": job}
     about |= {"evidence": outcome.message.partition("; log: ")[0]}
@@ -24,8 +24,9 @@ def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
             for node in outcome.lost
         ]
     if cause in ("hang", "straggler"):
-        how = {"log": str(attempt.stacks), "signature": signature(outcome.message)} if cause == "hang" else {}
-        return [Sighting(node=node, cause=cause, **how, **about) for node in outcome.suspects]
+        if cause == "hang":
+            about |= {"log": str(attempt.stacks), "signature": signature(outcome.message)}
+        return [Sighting(node=node, cause=cause, **about) for node in outcome.suspects]
     placed = read_placement(attempt.placement)
     rank = outcome.rank
     if cause != "crash" or rank is None or placed is None or rank >= len(placed[0].ranks):

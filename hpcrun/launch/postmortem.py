@@ -199,7 +199,7 @@ def _tail(path: Path, most: int) -> tuple[bytes, int]:
 
 def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
     """What there is, by its name in the tar: records first, so that they find room."""
-    named = [run.spec, run.exit, run.events, run.metrics]
+    named = [run.spec, run.exit, run.events, run.chaos, run.metrics]
     named += [owner.job, owner.script, owner.code_diff, owner.cluster]
     yield from ((path.name, path) for path in named if path.exists())
     attempts = [(one, list(_below(one.path))) for one in reversed(run.attempts())]

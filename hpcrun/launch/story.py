@@ -53,16 +53,19 @@ class Teller:
         self._fallen: dict[int, set[int]] = {}
         self._said: dict[int, Any] = {}
 
-    def tell(self, events: Iterable[Record], metrics: Iterable[Record] = ()) -> list[Entry]:
+    def tell(
+        self, events: Iterable[Record], metrics: Iterable[Record] = (), chaos: Iterable[Record] = ()
+    ) -> list[Entry]:
         """The entries of further records, in the order of their times; damaged records are passed over."""
         lines = [self._metric(one) for one in metrics if _is_whole(one)]
+        rehearsed = [_rehearsal(one) for one in chaos if _is_whole(one)]
         groups: list[list[Record]] = []
         for event in filter(_is_whole, events):
             if groups and _are_alike(groups[-1][-1], event):
                 groups[-1].append(event)
             else:
                 groups.append([event])
-        both = (filter(None, one) for one in (lines, map(self._event, groups)))
+        both = (filter(None, one) for one in (lines, rehearsed, map(self._event, groups)))
         # Attempts first: a clock may be set between two of them.
         return list(merge(*both, key=lambda entry: (entry.attempt, entry.time)))
 
@@ -154,10 +157,11 @@ class _Source:
 
     def __init__(self, run: RunDir) -> None:
         self._events, self._metrics = LineReader(run.events), LineReader(run.metrics)
+        self._chaos = LineReader(run.chaos)
         self._teller = Teller(lambda attempt: _nodes(run, attempt))
 
     def new(self) -> list[Entry]:
-        return self._teller.tell(self._events.read(), self._metrics.read())
+        return self._teller.tell(self._events.read(), self._metrics.read(), self._chaos.read())
 
 
 def _nodes(run: RunDir, attempt: int) -> Sequence[str]:
@@ -263,6 +267,14 @@ def _relaunch(event: Record) -> str:
     without = f" without {_hosts(names)}" if names else ""
     spares = f"; {_count(left, 'spare')} left" if is_count(left) else ""
     return f"relaunch in the same allocation{without}{spares}"
+
+
+def _rehearsal(record: Record) -> Entry | None:
+    """A fault that somebody has rehearsed, so that nobody takes what came of it for the cluster's doing."""
+    node, text = record.get("node"), record.get("text")
+    if not isinstance(node, str) or not isinstance(text, str):
+        return None
+    return Entry(record["time"], record["attempt"], "rehearsal", f"rehearsal on {node}: {text}")
 
 
 def _hosts(names: Sequence[str]) -> str:

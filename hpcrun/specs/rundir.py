@@ -193,6 +193,11 @@ class RunDir:
         return self.path / "events.jsonl"
 
     @property
+    def chaos(self) -> Path:
+        """The faults that were rehearsed on it, a line each; written by whoever has asked for them."""
+        return self.path / "chaos.jsonl"
+
+    @property
     def metrics(self) -> Path:
         """A line a step, written by rank 0."""
         return self.path / "metrics.jsonl"

@@ -14,6 +14,8 @@ from hpcrun.errors import Problem, SpecError, UsageError
 MAX_VALUES = 20_000
 """A document that unfolds to more is a mistake or an attack (aliases of aliases)."""
 MAX_DEPTH = 20
+ITEMS = "items"
+"""The key of what parse_list has read."""
 
 _CORE = "tag:yaml.org,2002:"
 _RESOLVERS = (
@@ -80,15 +82,23 @@ class Document:
 
 def load_document(path: Path) -> Document:
     """Read a YAML file into a Document; UsageError when it cannot be read."""
+    return parse_document(_read(path), str(path))
+
+
+def load_list(path: Path) -> Document:
+    """The same for a file that holds a list."""
+    return parse_list(_read(path), str(path))
+
+
+def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is not text in UTF-8") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    return parse_document(text, str(path))
 
 
 def parse_document(text: str, name: str) -> Document:
@@ -102,6 +112,23 @@ def parse_document(text: str, name: str) -> Document:
     if builder.problems:
         raise SpecError(builder.problems)
     return Document(values, builder.places)
+
+
+def parse_list(text: str, name: str) -> Document:
+    """The same for a document that is a list of mappings: `values` has one key, ITEMS, which holds them."""
+    node = _compose(text, name)
+    if not isinstance(node, yaml.SequenceNode) or not node.value:
+        raise SpecError([Problem("", "is no list; write an item a line, each begins with `- `", name)])
+    builder = _Builder(name)
+    values = builder.value(node, ITEMS, 0)
+    wrong = [
+        Problem("", "must be a mapping of keys to values", builder.places[f"{ITEMS}.{number}"])
+        for number, one in enumerate(values)
+        if not isinstance(one, dict)
+    ]
+    if builder.problems or wrong:
+        raise SpecError([*builder.problems, *wrong])
+    return Document({ITEMS: values}, builder.places)
 
 
 def parse_value(text: str, key: str, name: str) -> Any:

@@ -67,6 +67,8 @@ def make(tmp_path: Path, *, env: str = "") -> RunDir:
     (run.checkpoints / "step-1" / "a.distcp").write_bytes(b"weights")
     stamp = {"time": 10.0, "monotonic": 1.0, "attempt": 1}
     run.events.write_text(json.dumps({**stamp, "event": "launch", "ranks": 1}) + "\n")
+    told = {"event": "struck", "node": "n01", "text": "SIGKILL to rank 0"}
+    run.chaos.write_text(json.dumps({**stamp, **told}) + "\n")
     run.metrics.write_text(json.dumps({**stamp, "kind": "step", "step": 1, "tokens_per_s": 3.5}) + "\n")
     return run
 
@@ -100,6 +102,7 @@ def test_it_holds_what_an_engineer_asks_for(tmp_path: Path) -> None:
         "spec.yaml",
         "exit.json",
         "events.jsonl",
+        "chaos.jsonl",
         "metrics.jsonl",
         "job.json",
         "job.sbatch",

@@ -368,3 +368,23 @@ def test_a_rank_killed_in_a_step_takes_the_run_down_and_leaves_nothing(laborator
     assert len(pids) == 2
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert set(shared.iterdir()) <= before
+
+
+def test_a_stop_that_reaches_one_rank_alone_stops_all_at_the_same_step(laboratory: Laboratory) -> None:
+    process = laboratory.start(str(laboratory.job), "name=alone", "train.steps=100000")
+    while process.poll() is None:
+        found = [path for path in laboratory.root.iterdir() if path.name.startswith("alone")]
+        if found and any(line["kind"] == "step" for line in read_lines(RunDir(found[0]).metrics)):
+            record = json.loads(RunDir(found[0]).attempt(1).rank_record(1).read_text())
+            os.kill(record["pid"], signal.SIGUSR2)
+            break
+        time.sleep(0.02)
+    ended = laboratory.finish(process)
+    assert ended.code == 75, ended.stderr
+    told = ended.run.read_exit()
+    assert told is not None
+    assert told["status"] == "saved"
+    last = max(ended.losses())
+    assert told["step"] == last
+    saves = [line["step"] for line in read_lines(ended.run.metrics) if line["kind"] == "save"]
+    assert saves[-1] == last

@@ -1,0 +1,78 @@
+"""A file without a name that takes a file system's room; whatever ends its process gives the room back."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hpcrun.errors import SiteError, UsageError
+
+_PIECE_BYTES = 2**30
+_SMALLEST_BYTES = 4096
+_OF_A_NODE = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay")
+"""File systems that stand on one node; of others, nobody here knows who else is hurt."""
+
+
+class Filler:
+    """Takes the room of the file system of a directory, inside the block.
+
+    UsageError for a file system that also holds the run, or that others may share, unless with `force`.
+    """
+
+    def __init__(self, where: Path, run: Path, *, force: bool) -> None:
+        if not where.is_dir():
+            raise UsageError(f"{where}: is no directory on {os.uname().nodename}")
+        kind = _kind(where.stat().st_dev)
+        self.told = f"a file system of type {kind or 'unknown'}"
+        if not force and where.stat().st_dev == run.stat().st_dev:
+            raise UsageError(
+                f"{where}: is on the file system that holds the run ({run}); name a node's scratch or tmpfs,"
+                " or use --force"
+            )
+        if not force and kind not in _OF_A_NODE:
+            raise UsageError(
+                f"{where}: is {self.told}, which other nodes may share; name a node's scratch or tmpfs, or"
+                " use --force"
+            )
+        try:
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - see __exit__
+        except OSError as error:
+            raise SiteError(f"{where}: cannot be written: {error.strerror}") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def fill(self, leave_bytes: int, is_over: Callable[[], bool]) -> int:
+        """Take all but the last of it, a piece at a time; how much was taken, which a quota may bound."""
+        room = os.fstatvfs(self._file.fileno())
+        ahead, taken, piece = room.f_bavail * room.f_frsize - leave_bytes, 0, _PIECE_BYTES
+        while ahead > taken and piece >= _SMALLEST_BYTES and not is_over():
+            size = min(piece, ahead - taken)
+            try:
+                os.posix_fallocate(self._file.fileno(), taken, size)
+                taken += size
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                piece = min(piece, size) // 2
+        return taken
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _kind(device: int) -> str | None:
+    """The type of the file system of a device, as the kernel lists it; None where it does not."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+        mount, _, described = line.partition(" - ")
+        if mount.split()[2:3] == [name]:
+            return described.split()[0]
+    return None

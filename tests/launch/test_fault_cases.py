@@ -1,0 +1,161 @@
+"""Faults that clusters are known for, each with what must come of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.launch import nodes, recover
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.lease import Lease
+from hpcrun.launch.nodes import AgentNodes
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import parse_job
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import RunDir, create_run
+from tests.launch.conftest import LIMITS, Recorder, Site
+
+
+def failed(run: RunDir, attempt: int, message: str) -> Outcome:
+    return Outcome(run, attempt, "failed", 5, message, None)
+
+
+def retrying(**budget: int) -> JobSpec:
+    retry = ", ".join(f"{cause}: {number}" for cause, number in budget.items())
+    return parse_job(f"name: r\ncommand: [a]\nretry: {{{retry}}}\n", "job.yaml").spec
+
+
+def ended(run: RunDir, number: int, message: str, **after: str) -> None:
+    """What a supervisor leaves of an attempt: the next one may be another process, of another job."""
+    attempt = run.attempt(number).create()
+    write_json(attempt.supervisor, {"host": f"n{number}", "pid": number, "start_ticks": 1, "started": 1.0})
+    write_json(attempt.outcome, {"status": "failed", "exit_code": 5, "message": message, **after})
+
+
+def test_a_budget_is_the_run_s_and_no_new_supervisor_begins_it_anew() -> None:
+    run, spec = create_run("r"), retrying(crash=3, node=1)
+    ended(run, 1, "rank 0 on node n1 was killed", relaunched="crash")
+    ended(run, 2, "rank 1 on node n1 ended with exit code 1", requeued="crash")
+    assert recover.refusal(run, spec, "crash", failed(run, 3, "x"), None, in_place=True) is None
+    ended(run, 3, "node n2: its agent ended", relaunched="node")
+    ended(run, 4, "rank 1 on node n3 ended with exit code 2", relaunched="crash")
+    fifth = failed(run, 5, "y")
+    refused = recover.refusal(run, spec, "crash", fifth, None, in_place=True)
+    assert refused == "retry.crash allows 3, and 3 have been used"
+    # What was used for one cause is not used for another.
+    assert recover.refusal(run, retrying(node=2), "node", fifth, None, in_place=True) is None
+    assert recover.refusal(run, spec, "node", fifth, None, in_place=True) is not None
+
+
+def test_the_same_failure_on_another_node_and_pid_is_the_same() -> None:
+    run, spec = create_run("r"), retrying(crash=9)
+    ended(run, 1, "rank 3 on node n7 (pid 81): ValueError: no such layer; log: /a/attempts/1/logs/rank-3.log")
+    words = "rank 0 on node n2 (pid 9): ValueError: no such layer; log: /a/attempts/2/logs/rank-0.log"
+    refused = recover.refusal(run, spec, "crash", failed(run, 2, words), None, in_place=True)
+    assert refused == recover.REPEATED
+    other = failed(run, 2, words.replace("no such layer", "no such file"))
+    assert recover.refusal(run, spec, "crash", other, None, in_place=True) is None
+    # With progress in between it may be a new cause.
+    assert recover.refusal(run, spec, "crash", failed(run, 2, words), 5, in_place=True) is None
+
+
+# A worker in a session of its own, deaf to TERM, which goes on when its parent is killed.
+LEAVES_CHILDREN = (
+    "setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' & setsid sleep 1000 & exec sleep 1000"
+)
+
+
+def test_what_a_killed_program_has_started_goes_with_it(site: Site) -> None:
+    tree: list[process.ProcessId] = []
+
+    def kill() -> None:
+        record = read_json(site.only_run.attempt(1).rank_record(1))
+        end = time.monotonic() + 20
+        # The program itself, a loop with its sleep, and a sleep.
+        while len(process.descendants(record["pid"])) < 4:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        tree.extend(process.descendants(record["pid"]))
+        os.kill(tree[0].pid, signal.SIGKILL)
+
+    words = ["parallel.dp_replicate=2", "retry={crash: 0}", "name=t"]
+    prepared = prepare(None, words, command=["sh", "-c", LEAVES_CHILDREN])
+    with Inbox() as inbox:
+        outcome = Supervisor(prepared, inbox, Recorder(on_ready=kill), limits=LIMITS).run()
+    assert "rank 1 on node" in outcome.message
+    assert "the command was killed by signal 9" in outcome.message
+    assert [one.pid for one in tree if process.is_alive(one)] == []
+
+
+def agents(*programs: str) -> AgentNodes:
+    """Agents whose command is this text of Python's, on n1, n2, …"""
+    commands = {f"n{at}": [sys.executable, "-c", text] for at, text in enumerate(programs, 1)}
+    return AgentNodes(commands, dict(os.environ), create_run("r"))
+
+
+HELLO = """
+import json, sys
+print("a prolog of the site's speaks here too", flush=True)
+print(json.dumps({"kind": "hello", "node": "n", "pid": 1, "address": ["", ""]}), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_agent_that_does_not_start_is_named_with_its_last_words() -> None:
+    broken = "raise SystemExit('srun: error: n2: task 0: cannot create step')"
+    with pytest.raises(SiteError) as refused:
+        agents(HELLO, broken)
+    assert str(refused.value).startswith(
+        "the agent of node n2 did not start; it said last: srun: error: n2: task 0: cannot create step; log: "
+    )
+
+
+def test_agents_that_stay_silent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_HELLO_S", 1.0)
+    monkeypatch.setattr(nodes, "_LEAVE_S", 0.2)
+    silent = "import sys; sys.stdin.read()"
+    with pytest.raises(SiteError, match=r"^no agent answered on n1, n3 within 1 s$"):
+        agents(silent, 'print(\'{"kind": "hello"}\', flush=True); ' + silent, silent)
+
+
+class Clock:
+    """A clock that goes when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+def test_a_skewed_clock_makes_no_supervisor_look_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clock, run = Clock(monkeypatch), RunDir(tmp_path)
+    writer, reader = Lease(run), Lease(run)
+
+    def renewed(stamp: float) -> float:
+        clock.now += 30
+        writer.renew()
+        os.utime(run.path / "lease", (stamp, stamp))
+        return reader.still_s()
+
+    # What the writer's host believes the time to be does not matter, only that the file goes on changing.
+    assert [renewed(stamp) for stamp in (0.0, 4e9, 1.0, 1.0)] == [0.0] * 4
+    clock.now += 30
+    os.utime(run.path / "lease", (5e9, 5e9))
+    assert reader.still_s() == 30.0
+    # One that cannot be read is not one that stands still for ever: it is looked at again.
+    (run.path / "lease").chmod(0o000)
+    clock.now += 5
+    (run.path / "lease").chmod(0o600)
+    writer.renew()
+    assert reader.still_s() == 0.0
