@@ -43,6 +43,7 @@ VERBS = {
     "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has"),
     "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it"),
     "postmortem": Verb("hpcrun.cli.events", "one tar with what an engineer asks for, without secrets"),
+    "metrics": Verb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
@@ -194,7 +195,17 @@ def _be_task(folder: str) -> int:
     return int(task.run_submitted(folder))
 
 
-_INTERNAL: dict[str, Callable[..., int]] = {"_rank": _be_rank, "_agent": _be_agent, "_task": _be_task}
+def _be_beside(run_dir: str, name: str = "") -> int:
+    """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
+    return int(importlib.import_module("hpcrun.launch.beside").main(run_dir, name))
+
+
+_INTERNAL: dict[str, Callable[..., int]] = {
+    "_rank": _be_rank,
+    "_agent": _be_agent,
+    "_task": _be_task,
+    "_beside": _be_beside,
+}
 """What we start ourselves."""
 
 

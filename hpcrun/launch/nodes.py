@@ -17,6 +17,7 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.happenings import Happening, NodeLost, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.lease import Lease
 from hpcrun.launch.node import NodeRanks
+from hpcrun.launch.pulse import Pulse
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -227,7 +228,7 @@ class AgentNodes:
     ) -> None:
         logs = run.agent_logs
         logs.mkdir(mode=0o700, exist_ok=True)
-        self._lease = Lease(run)
+        self._lease, self._pulse = Lease(run), Pulse(run)
         self._selector = selectors.EpollSelector()
         self._agents: dict[str, _Agent] = {}
         self._placement = Placement(())
@@ -363,6 +364,7 @@ class AgentNodes:
             self._beaten = time.monotonic()
             for agent in self._agents.values():
                 agent.tell(do="beat")
+            self._pulse.show({node: self._agents[node].heard for node in self.alive})
 
     def _note(self, happening: RankUp | RankMet | RankEnded) -> None:
         kept = {RankUp: self._up, RankMet: self._met, RankEnded: self._ended}

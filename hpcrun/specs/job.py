@@ -11,6 +11,7 @@ from hpcrun.specs.data import DataSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
+from hpcrun.specs.telemetry import Hooks, TelemetrySpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -168,6 +169,10 @@ class JobSpec(_Section):
         default=None,
         description="when to go on by itself; default for training: from a save. A command says with exit"
         " code 75 that it has saved",
+    )
+    telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
+    hooks: Hooks = Field(
+        default=[], description="programs to call when its state changes: [{command: [...]}]"
     )
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
