@@ -101,9 +101,7 @@ class Exporter:
         try:
             self._server = _bind(address, port, lambda: self._text)
         except OSError as error:
-            say(
-                f"exporter: {address}:{port} and the next: {error.strerror}; nothing is served, the run goes on"
-            )
+            say(f"exporter: {address}:{port} and the next ports: {error.strerror}; nothing is served there")
             return
         Thread(target=self._server.serve_forever, daemon=True).start()
         bound = self._server.server_address[1]

@@ -69,9 +69,8 @@ def families(runs: Sequence[Figures]) -> Iterator[Metric]:
 def _what_it_is(runs: Sequence[Figures]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
-    built = GaugeMetricFamily(
-        "hpcrun_build_info", "The version of hpcrun; always 1", labels=["run", "version"]
-    )
+    text = "The version of hpcrun; always 1"
+    built = GaugeMetricFamily("hpcrun_build_info", text, labels=["run", "version"])
     text = "The attempt of a run, and the Slurm job that it belongs to; always 1"
     attempt = GaugeMetricFamily(
         "hpcrun_attempt_info", text, labels=["run", "name", "attempt", "slurm_job", "host"]

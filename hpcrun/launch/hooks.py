@@ -130,13 +130,8 @@ class Hooks:
         step = None
         with suppress(UsageError, OSError):
             step = View(self._run, None).progress().step
-        return {
-            "schema_version": SCHEMA_VERSION,
-            **about,
-            "path": str(self._run.path),
-            "step": step,
-            **change,
-        }
+        place = {"path": str(self._run.path), "step": step}
+        return {"schema_version": SCHEMA_VERSION, **about, **place, **change}
 
     def close(self) -> None:
         """The end of the run, and then until all calls have ended."""
@@ -191,8 +186,8 @@ class _Hook:
             self._failed(document, f"`{self._command[0]}` ended with exit code {done.exit_code}{last}")
         else:
             self._has_failed = False
-        if done.stdout.strip():
-            self._log(document, done.stdout.rstrip())
+            if done.stdout.strip():
+                self._log(document, done.stdout.rstrip())
 
     def _failed(self, document: Mapping[str, Any], why: str) -> None:
         self._log(document, why)

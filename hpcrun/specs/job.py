@@ -171,9 +171,7 @@ class JobSpec(_Section):
         " code 75 that it has saved",
     )
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
-    hooks: Hooks = Field(
-        default=[], description="programs to call when its state changes: [{command: [...]}]"
-    )
+    hooks: Hooks = Field(default=[], description="programs to call when its state changes")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,
