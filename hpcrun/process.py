@@ -97,8 +97,8 @@ def tell(
 ) -> Completed:
     """Run a command that reads a document on its stdin and may be no friend: out of time it is ended.
 
-    Of its output, both streams in one, no more than `most_bytes` are kept. SiteError as `run` raises it; the
-    end of what it printed stands in the message.
+    Of its output, both streams in one, no more than `most_bytes` are kept. SiteError as `run` raises it, with
+    the last line that was kept.
     """
     import subprocess
     import tempfile
@@ -131,8 +131,10 @@ def tell(
         os.killpg(child.pid, signal.SIGKILL)
     text = said.decode(errors="replace")
     if not ended:
-        words = f"; it said: {text.strip()[-300:]}" if text.strip() else ""
-        raise SiteError(f"`{' '.join(argv)}` did not end in {timeout_s:g} s and was ended{words}")
+        # Not its arguments: a URL among them may be a secret.
+        lines = text.strip().splitlines()
+        words = f"; it said last: {lines[-1][-300:]}" if lines else ""
+        raise SiteError(f"`{argv[0]}` did not end in {timeout_s:g} s and was ended{words}")
     return Completed(tuple(argv), child.returncode, text, "", time.monotonic() - started)
 
 

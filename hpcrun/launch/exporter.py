@@ -31,6 +31,7 @@ _WRITE_S = 15.0
 _PORTS = 16
 """So many, from the wanted one on, are tried."""
 _CLIENT_S = 5.0
+_POLL_S = 0.5
 _STALE_S = 86400.0
 _FINAL = ("done", "saved", "failed", "interrupted")
 
@@ -61,14 +62,11 @@ class Exporter:
         """Count what is new, and show it."""
         try:
             self._show(self._follower.read())
-            self._is_well = True
         except (OSError, UsageError) as error:
             self._errors += 1
             log(str(error))
-            if self._is_well:
-                # Once, until it has gone well again.
-                self._is_well = False
-                say(f"exporter: {error}; the run goes on")
+        if time.monotonic() - self._written > _WRITE_S:
+            self._write()
 
     def _show(self, tally: Tally, *, is_last: bool = False) -> None:
         counts = self._nodes.of(tally)
@@ -77,21 +75,36 @@ class Exporter:
         self._text = render_exposition(
             [Figures(tally=tally, nodes=counts, heard_s=ages, scrape_errors=self._errors, **about)]
         )
-        if is_last or time.monotonic() - self._written > _WRITE_S:
-            self._written = time.monotonic()
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        try:
             write_json(self._run.telemetry / f"{STATE}.json", self._follower.as_json())
             if self._textfile is not None:
                 write_whole(self._textfile, self._text, 0o644)
+        except OSError as error:
+            self._errors += 1
+            text = f"{error.filename or self._textfile}: {error.strerror}"
+            log(text)
+            if self._is_well:
+                # Once, until it has gone well again.
+                say(f"exporter: {text}; the run goes on")
+            self._is_well = False
+        else:
+            self._is_well = True
 
     def close(self) -> None:
         """The last figures; a run that goes on elsewhere leaves none here, where they would be told twice."""
         state = state_at_end(self._run, self._follower.tally)
         self._follower.tally.state = state
         self._show(self._follower.tally, is_last=True)
+        self._write()
         if self._textfile is not None and state not in _FINAL:
             self._textfile.unlink(missing_ok=True)
         if self._server is not None:
+            self._server.shutdown()
             self._server.server_close()
+            self._server = None
         for path in (self._targets, self._run.telemetry / "targets.json"):
             if path is not None:
                 path.unlink(missing_ok=True)
@@ -103,7 +116,7 @@ class Exporter:
         except OSError as error:
             say(f"exporter: {address}:{port} and the next ports: {error.strerror}; nothing is served there")
             return
-        Thread(target=self._server.serve_forever, daemon=True).start()
+        Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
         bound = self._server.server_address[1]
         is_here = address.startswith("127.")
         host = address if is_here else f"{self._about['host']}{suffix}"
