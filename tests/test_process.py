@@ -205,8 +205,8 @@ def test_parents_and_their_deaths(kind: str, said: str) -> None:
     assert out == said
 
 
-def told(words: list[str], document: str = "", timeout_s: float = 20, **more: int) -> process.Completed:
-    return process.tell(words, document, timeout_s=timeout_s, env=os.environ, **more)
+def told(words: list[str], document: str = "", timeout_s: float = 20) -> process.Completed:
+    return process.tell(words, document, timeout_s=timeout_s, env=os.environ)
 
 
 def test_a_document_is_told_and_the_answer_is_bounded() -> None:

@@ -162,26 +162,16 @@ def figures_of(run: RunDir) -> Figures:
     is_alive = not state.is_over and state.state != "queued"
     if not is_alive:
         tally.state = state_at_end(run, tally)
-    nodes: dict[str, int] = {}
+    told: dict[str, Any] = {}
+    name, nodes = "", {}
     with contextlib.suppress(UsageError):  # a damaged placement
         nodes = _Nodes(run).of(tally)
-    about = _about(run)
-    ages = heard_s(run) if is_alive else {}
-    return Figures(run.id, tally, nodes=nodes, heard_s=ages, **about)
-
-
-def _about(run: RunDir) -> dict[str, str]:
-    told: dict[str, Any] = {}
-    origin = None
     with contextlib.suppress(UsageError):
         origin = read_provenance(run.sweep_of_element or run)
-        told = supervisor_of(run)
-    job = told.get("slurm_job")
-    return {
-        "name": origin.name if origin else "",
-        "slurm_job": "" if job is None else str(job),
-        "host": str(told.get("host") or ""),
-    }
+        told, name = supervisor_of(run), origin.name if origin else ""
+    job, host = (str(told.get(key) or "") for key in ("slurm_job", "host"))
+    ages = heard_s(run) if is_alive else {}
+    return Figures(run.id, tally, name, job, host, nodes, ages)
 
 
 def _sweep(folder: Path, suffix: str) -> None:

@@ -28,19 +28,21 @@ Record = Mapping[str, Any]
 
 def scalars(record: Record, ranks: int) -> dict[str, float]:
     """The figures of a line of metrics.jsonl, by torchtitan's keys; speed is of one rank, as there."""
-    kind, found = record.get("kind", "step"), {}
+    kind = record.get("kind", "step")
+    found: dict[str, float | None] = {}
     if kind == "step":
         parts = record.get("time_s")
-        seconds, data = record.get("step_time_s"), parts.get("data") if isinstance(parts, dict) else None
+        data = parts.get("data") if isinstance(parts, dict) else None
+        seconds = _number(record.get("step_time_s"))
         found = {
             "loss_metrics/global_avg_loss": _number(record.get("loss")),
             "grad_norm": _number(record.get("grad_norm")),
             "lr": _number(record.get("lr")),
             "throughput(tps)": _times(record.get("tokens_per_s"), 1 / max(1, ranks)),
             "mfu(%)": _times(record.get("mfu"), 100),
-            "time_metrics/end_to_end(s)": _number(seconds),
+            "time_metrics/end_to_end(s)": seconds,
             "time_metrics/data_loading(s)": _number(data),
-            "time_metrics/data_loading(%)": _times(data, 100 / seconds) if _number(seconds) else None,
+            "time_metrics/data_loading(%)": _times(data, 100 / seconds) if seconds else None,
             # Of the tensors, as the device counts it; what its allocator keeps besides is not recorded.
             "memory/max_allocated(GiB)": _times(record.get("peak_memory_bytes"), 1 / _GIB),
         }

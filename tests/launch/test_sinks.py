@@ -42,7 +42,7 @@ class Run:
 def init(**given):
     return Run(**given)
 """
-ORDERS = {
+ORDERS: dict[str, Any] = {
     "project": None,
     "entity": None,
     "group": None,
