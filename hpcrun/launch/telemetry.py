@@ -94,7 +94,7 @@ def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None])
             place = Path(_expanded(wanted.tensorboard) or "") / run.id
         orders["tensorboard"] = {"directory": str(place)}
     if wanted.wandb is not None:
-        orders["wandb"] = _wandb(spec, wanted)
+        orders["wandb"] = _wandb(run, spec, wanted)
     hooks = [{**one.model_dump(), "whose": "job"} for one in spec.hooks]
     hooks += [{**one.model_dump(), "whose": "site"} for one in (cluster.hooks if cluster else ())]
     if hooks:
@@ -120,10 +120,12 @@ def _about(run: RunDir, spec: JobSpec, site: Site) -> dict[str, Any]:
     }
 
 
-def _wandb(spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
+def _wandb(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
     assert wanted.wandb is not None
+    sweep = run.sweep_of_element
     return {
         **wanted.wandb.model_dump(),
+        "group": wanted.wandb.group or (sweep.id if sweep else None),
         "env": {name: value for name, value in spec.env.items() if name.startswith("WANDB_")},
         "secrets": {name: path for name, path in spec.secrets.items() if name.startswith("WANDB_")},
         "config": spec.model_dump(mode="json", exclude={"env", "secrets", "hooks", "telemetry"}),
@@ -137,7 +139,12 @@ def _is_installed(package: str) -> bool:
 
 
 def _expanded(place: str | None) -> str | None:
-    return None if place is None else os.path.expandvars(Path(place).expanduser())
+    if place is None:
+        return None
+    # Whose home there is not is found out where it is written to.
+    with suppress(RuntimeError):
+        place = str(Path(place).expanduser())
+    return os.path.expandvars(place)
 
 
 def _address(site: Site) -> str:

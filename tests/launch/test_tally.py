@@ -182,3 +182,11 @@ def test_a_supervisor_that_went_without_a_word_is_a_fault() -> None:
     tally = folded(run)
     assert tally.faults == {"supervisor lost": 1}
     assert tally.badput_s["queued"] == pytest.approx(100, abs=1e-3)
+
+
+def test_a_record_that_comes_late_counts_no_second_twice() -> None:
+    tally = Tally()
+    tally.take([{"time": 100.0, "attempt": 1, "event": "launch"}], ())
+    for moment, step in ((110.0, 2), (105.0, 1), (112.0, 3)):
+        tally.take((), [{"time": moment, "attempt": 1, "kind": "step", "step": step, "step_time_s": 5.0}])
+    assert tally.productive_s + sum(tally.badput_s.values()) == pytest.approx(12.0)
