@@ -26,6 +26,8 @@ COMPANIONS = {
 }
 ORDERS = "orders.json"
 """What the supervisor wants of each, by its name; `about`: the run itself."""
+ALL_TOLD = "all told"
+"""What the supervisor reads when there is nothing more to tell."""
 DRAIN_S = 45.0
 """At the end, for what is still to be told."""
 _NICE = 10
@@ -58,6 +60,7 @@ def main(run_dir: str, name: str) -> int:
         os.nice(_NICE)
         process.become_subreaper()
         _Keeper(run, [one for one in COMPANIONS if one in orders]).keep()
+        sys.stdout.write(ALL_TOLD)
         return 0
     process.die_with_parent()
     _keep_stderr()

@@ -120,7 +120,8 @@ class Exporter:
         bound = self._server.server_address[1]
         is_here = address.startswith("127.")
         host = address if is_here else f"{self._about['host']}{suffix}"
-        labels = {name: str(self._about[name]) for name in ("name", "slurm_job")}
+        # Under names that no series has: Prometheus would rename those.
+        labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
         targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
         log(f"http://{host}:{bound}/metrics")
         for path in (self._targets, self._run.telemetry / "targets.json"):

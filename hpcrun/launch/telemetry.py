@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.launch.beside import DRAIN_S, ORDERS
+from hpcrun.launch.beside import ALL_TOLD, DRAIN_S, ORDERS
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.world import without_world
 from hpcrun.specs.job import JobSpec
@@ -55,7 +55,7 @@ def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         env=with_our_package(without_world(os.environ)),
         start_new_session=True,
     )
@@ -64,15 +64,21 @@ def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
 def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
     """Nothing more will happen: let it tell the rest, and go."""
     assert child.stdin is not None
+    assert child.stdout is not None
     with suppress(BrokenPipeError):
         child.stdin.close()
     try:
         child.wait(DRAIN_S + _MORE_S)
+        # Its exit code may have been reaped with that of the ranks.
+        if child.stdout.read().decode() != ALL_TOLD:
+            note("telemetry: what looks after it has died on the way; the run was not told of to its end")
     except subprocess.TimeoutExpired:
         note("telemetry: what was still to be told took too long, and was dropped")
         process.kill_tree(child.pid)
         child.kill()
         child.wait()
+    finally:
+        child.stdout.close()
 
 
 def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_metrics_are_served_and_nothing_else(run: RunDir, make: Make, tmp_path: 
     assert get(port, "/../events.jsonl")[0] == 404
     assert get(port, method="POST")[0] == 501
     (target,) = json.loads((tmp_path / f"hpcrun-{run.id}.json").read_text())
-    assert target == {"targets": [f"127.0.0.1:{port}"], "labels": {"name": "r", "slurm_job": "17"}}
+    assert target == {"targets": [f"127.0.0.1:{port}"], "labels": {"run_name": "r", "job_id": "17"}}
     with socket.create_connection(("127.0.0.1", port)) as rude:
         rude.sendall(b"\x00\xff nonsense\r\n\r\n")
     assert get(port)[0] == 200

@@ -162,6 +162,28 @@ def test_a_place_that_cannot_be_written_is_no_hindrance(site: Site, monkeypatch:
     assert observer.notes == ["telemetry: [Errno 12] Cannot allocate memory; the run goes on without it"]
 
 
+def test_who_looks_after_the_rest_may_die_too(site: Site) -> None:
+    def kill() -> None:
+        beside = process.descendants(os.getpid())
+        keeper = next(one for one in beside if _word(one.pid, -1) == str(site.only_run.path))
+        os.kill(keeper.pid, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while any(_word(one.pid, -1) == "hooks" and process.is_alive(one) for one in beside):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        send(signal.SIGTERM)()
+
+    observer = Recorder(on_ready=kill)
+    outcome = site.run("wait", "hooks=[{command: ['true']}]", observer=observer)
+    assert outcome.exit_code == 75
+    assert "telemetry: what looks after it has died on the way" in observer.notes[-1]
+
+
+def _word(pid: int, index: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")
+    return words[index]
+
+
 SUPERVISOR = """\
 import sys, pathlib
 from hpcrun.launch.site import Site
