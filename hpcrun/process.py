@@ -86,6 +86,77 @@ def run(
     return Completed(tuple(argv), child.returncode, out, err, time.monotonic() - started)
 
 
+def tell(
+    argv: Sequence[str],
+    document: str,
+    *,
+    timeout_s: float,
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    most_bytes: int = 65536,
+) -> Completed:
+    """Run a command that reads a document on its stdin and may be no friend: out of time it is ended.
+
+    Of its output, both streams in one, no more than `most_bytes` are kept. SiteError as `run` raises it, with
+    the last line that was kept.
+    """
+    import subprocess
+    import tempfile
+
+    started = time.monotonic()
+    with tempfile.TemporaryFile() as given:
+        given.write(document.encode())
+        given.seek(0)
+        try:
+            child = subprocess.Popen(
+                argv,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=scrubbed(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
+    assert child.stdout is not None
+    os.set_blocking(child.stdout.fileno(), False)
+    said = bytearray()
+    with child:
+        while not (ended := _has_ended(child.pid)) and time.monotonic() - started < timeout_s:
+            _listen(child.stdout.fileno(), said, most_bytes, 0.05)
+        _listen(child.stdout.fileno(), said, most_bytes, 0.0)
+        kill_tree(child.pid)
+        # Not reaped yet, the child still holds the number of its group.
+        os.killpg(child.pid, signal.SIGKILL)
+    text = said.decode(errors="replace")
+    if not ended:
+        # Not its arguments: a URL among them may be a secret.
+        lines = text.strip().splitlines()
+        words = f"; it said last: {lines[-1][-300:]}" if lines else ""
+        raise SiteError(f"`{argv[0]}` did not end in {timeout_s:g} s and was ended{words}")
+    return Completed(tuple(argv), child.returncode, text, "", time.monotonic() - started)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of ours waits to be reaped."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+def _listen(descriptor: int, said: bytearray, most: int, wait_s: float) -> None:
+    """Take what a pipe holds now; wait for it, or where nobody writes any more for nothing."""
+    import select
+
+    select.select([descriptor], [], [], wait_s)
+    try:
+        data = os.read(descriptor, 65536)
+    except BlockingIOError:
+        return
+    said += data[: max(0, most - len(said))]
+    if not data:
+        time.sleep(wait_s)
+
+
 class ProcessId(NamedTuple):
     """A process for good: a pid alone may be given to another process."""
 

@@ -207,3 +207,36 @@ def test_parents_and_their_deaths(kind: str, said: str) -> None:
         assert parent.stdout.readline() == "up\n"
         out, _ = parent.communicate("go\n", timeout=20)
     assert out == said
+
+
+def told(words: list[str], document: str = "", timeout_s: float = 20) -> process.Completed:
+    return process.tell(words, document, timeout_s=timeout_s, env=os.environ)
+
+
+def test_a_document_is_told_and_the_answer_is_bounded() -> None:
+    done = told([sys.executable, "-c", "import sys; sys.stdout.write(sys.stdin.read())"], "x" * 300_000)
+    assert (done.exit_code, done.stdout) == (0, "x" * 65536)
+    # One that does not listen, and one that closes its output and goes on.
+    assert told(["true"], "x" * 300_000).exit_code == 0
+    assert told(["sh", "-c", "exec >&- 2>&-; sleep 0.2; exit 3"]).exit_code == 3
+    assert told(["sh", "-c", "echo no >&2"]).stdout == "no\n"
+
+
+@pytest.mark.parametrize("script", ["echo $$; sleep 60", TREE, "yes"])
+def test_who_does_not_end_in_time_is_ended_with_all_below(script: str) -> None:
+    with pytest.raises(SiteError, match=r"^`sh` did not end in 0\.5 s and was ended; it said last: "):
+        told(["sh", "-c", script, "secret"], timeout_s=0.5)
+    assert process.descendants(os.getpid()) == []
+
+
+def test_what_is_left_in_the_background_goes_too() -> None:
+    done = told(["sh", "-c", "sleep 60 & echo $!"])
+    pid = int(done.stdout)
+    wait_until(
+        lambda: (
+            not process.start_ticks(pid)
+            or not process.is_alive(ProcessId(pid, process.start_ticks(pid) or 0))
+        )
+    )
+    with pytest.raises(SiteError, match="no-such-program: cannot be run: No such file"):
+        told(["no-such-program"])

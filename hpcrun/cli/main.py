@@ -44,6 +44,7 @@ VERBS = {
     "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it"),
     "postmortem": Verb("hpcrun.cli.events", "one tar with what an engineer asks for, without secrets"),
     "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own"),
+    "metrics": Verb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
@@ -206,11 +207,17 @@ def _strike(run_dir: str, order: str) -> int:
     return strike(RunDir(Path(run_dir)), json.loads(order))
 
 
+def _be_beside(run_dir: str, name: str = "") -> int:
+    """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
+    return int(importlib.import_module("hpcrun.launch.beside").main(run_dir, name))
+
+
 _INTERNAL: dict[str, Callable[..., int]] = {
     "_rank": _be_rank,
     "_agent": _be_agent,
     "_task": _be_task,
     "_chaos": _strike,
+    "_beside": _be_beside,
 }
 """What we start ourselves."""
 

@@ -18,6 +18,7 @@ from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, Ran
 from hpcrun.launch.lease import Lease
 from hpcrun.launch.node import NodeRanks
 from hpcrun.launch.preflight import LONGEST_S, Ask, answer
+from hpcrun.launch.pulse import Pulse
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -254,7 +255,7 @@ class AgentNodes:
     ) -> None:
         logs = run.agent_logs
         logs.mkdir(mode=0o700, exist_ok=True)
-        self._lease = Lease(run)
+        self._lease, self._pulse = Lease(run), Pulse(run)
         self._selector = selectors.EpollSelector()
         self._agents: dict[str, _Agent] = {}
         self._placement = Placement(())
@@ -397,6 +398,7 @@ class AgentNodes:
             self._beaten = time.monotonic()
             for agent in self._agents.values():
                 agent.tell(do="beat")
+            self._pulse.show({node: self._agents[node].heard for node in self.alive})
 
     def _note(self, happening: OnNode) -> None:
         match happening:

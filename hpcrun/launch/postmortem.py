@@ -209,6 +209,7 @@ def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
                 if (path.parent.name == "logs") == are_logs:
                     yield f"attempts/{attempt.number}/{path.relative_to(attempt.path)}", path
     yield from ((f"agents/{path.name}", path) for path in sorted(run.agent_logs.glob("*.log")))
+    yield from ((f"telemetry/{path.name}", path) for path in sorted(run.telemetry.glob("*.log")))
     with suppress(UsageError):
         in_sweep = run.sweep_of_element is not None
         batch = View(run, read_provenance(owner)).batch_logs() if in_sweep else owner.submitit.glob("*_log.*")

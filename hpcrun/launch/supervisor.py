@@ -28,6 +28,7 @@ from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
+from hpcrun.launch.telemetry import told_of
 from hpcrun.launch.watchdog import Watchdog
 from hpcrun.launch.world import without_world
 from hpcrun.specs.load import render_job
@@ -72,7 +73,7 @@ class Supervisor:
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
-        with hold(run):
+        with hold(run), told_of(run, prepared.spec, self._site, self._observer.note):
             try:
                 with self._site.nodes(run) as nodes:
                     outcome = self._attempts(run, launcher, nodes)

@@ -13,6 +13,7 @@ from hpcrun.specs.fields import Directory, Memory, Module, Name, Time, Word
 from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.profiles import all_profiles
+from hpcrun.specs.telemetry import Hooks, SiteTelemetrySpec
 from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
 
 
@@ -155,6 +156,9 @@ class ClusterSpec(_Section):
     setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
     teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
     env: dict[Name, str] = Field(default={}, description="environment of every job; the job's own wins")
+
+    telemetry: SiteTelemetrySpec = SiteTelemetrySpec()
+    hooks: Hooks = Field(default=[], description="called for every run, beside the job's; the admin's code")
 
     @property
     def default_partition(self) -> str | None:

@@ -12,6 +12,7 @@ from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.preflight import Preflight
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
+from hpcrun.specs.telemetry import Hooks, TelemetrySpec
 from hpcrun.specs.watch import WatchSpec
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -173,6 +174,8 @@ class JobSpec(_Section):
     )
     watch: WatchSpec = Field(default=WatchSpec(), description="when no progress is a hang; slow nodes")
     preflight: Preflight = Field(default=True, description="check nodes before an attempt; a list: but these")
+    telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
+    hooks: Hooks = Field(default=[], description="programs to call when its state changes")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,

@@ -88,15 +88,16 @@ class LineReader:
         self.path = path
         self.offset = offset
 
-    def read(self) -> list[dict[str, Any]]:
-        """The whole records that came since the last call."""
+    def read(self, most: int = -1) -> list[dict[str, Any]]:
+        """The whole records that came since the last call, of `most` bytes at most where that is given."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                data = file.read()
+                data = file.read(most)
         except FileNotFoundError:
             return []
-        end = data.rfind(b"\n") + 1
+        # What is longer than all that may be read at once is no record of ours.
+        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == most else 0)
         self.offset += end
         records = []
         for line in data[:end].splitlines():

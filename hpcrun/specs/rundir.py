@@ -173,6 +173,11 @@ class RunDir:
         """What the agents of the nodes have complained about."""
         return self.path / "agents"
 
+    @property
+    def telemetry(self) -> Path:
+        """What those beside the run (metrics, hooks) are told, remember and print; absent without them."""
+        return self.path / "telemetry"
+
     def element(self, number: int) -> RunDir:
         """The run of one element of a sweep, counted from 0."""
         return RunDir(self.path / "elements" / str(number))

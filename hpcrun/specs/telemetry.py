@@ -1,0 +1,78 @@
+"""Who else is told of a run: Prometheus, TensorBoard, W&B, and programs that are called when it changes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from hpcrun.specs.fields import Directory, Line, Text
+
+RunChange = Literal[
+    "starting", "running", "fault", "relaunched", "requeued", "done", "saved", "failed", "interrupted", "lost"
+]
+"""The states of a run that a hook is told of; lost: its supervisor is gone without a word."""
+CHANGES: tuple[str, ...] = get_args(RunChange)
+_MOST_HOOKS = 8
+
+
+def _program_first(command: list[str]) -> list[str]:
+    if not command[0]:
+        raise ValueError("its first word is the program to call, and is empty")
+    return command
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class HookSpec(_Section):
+    """A program that is called when the state of a run changes, with a JSON document on its stdin."""
+
+    command: Annotated[list[Text], Field(min_length=1), AfterValidator(_program_first)] = Field(
+        description="the program and its arguments, as words; no shell reads them"
+    )
+    on: list[RunChange] = Field(default=[], description=f"of {', '.join(CHANGES)}; empty: every change")
+
+
+Hooks = Annotated[list[HookSpec], Field(max_length=_MOST_HOOKS)]
+
+
+class SiteTelemetrySpec(_Section):
+    """Where Prometheus finds the figures of runs."""
+
+    textfile: Directory | None = Field(
+        default=None, description="the textfile directory of the node_exporter on the supervisor's host"
+    )
+    port: int | None = Field(
+        default=None, ge=1, le=65535, description="HTTP port of /metrics; where it is taken, one of the next"
+    )
+    targets: Directory | None = Field(
+        default=None, description="directory for file_sd: a JSON file a run says where its /metrics is"
+    )
+
+
+class WandbSpec(_Section):
+    """A run in Weights & Biases, which goes on through relaunches and requeues."""
+
+    project: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="its project")
+    entity: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="user or team")
+    group: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="its group")
+    mode: Literal["online", "offline"] | None = Field(
+        default=None, description="default: online where there is a key (WANDB_API_KEY, ~/.netrc)"
+    )
+
+
+class TelemetrySpec(SiteTelemetrySpec):
+    """Where the figures of a run go besides its own directory; what fails here never stops the run."""
+
+    tensorboard: bool | Directory = Field(
+        default=False, description="event files: true (RUN/tensorboard), or a directory with one a run"
+    )
+    wandb: WandbSpec | None = Field(default=None, description="Weights & Biases; {} takes its defaults")
+
+    def at(self, site: SiteTelemetrySpec | None) -> TelemetrySpec:
+        """The same, with what the site's profile says where the job says nothing."""
+        told = {} if site is None else {name: getattr(site, name) for name in SiteTelemetrySpec.model_fields}
+        own = {name: value for name, value in self if value is not None}
+        return TelemetrySpec(**(told | own))
