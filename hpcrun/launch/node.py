@@ -54,6 +54,7 @@ class NodeRanks:
         self._began = time.time()
         self._selector = selectors.EpollSelector()
         process.become_subreaper()
+        self._before = {*process.descendants(os.getpid())}
 
     def fileno(self) -> int:
         """Becomes readable when a rank ends."""
@@ -182,8 +183,15 @@ class NodeRanks:
         marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
         number = str(self._attempt.number)
         found |= {one for one in marked if process.started_with(one.pid, ATTEMPT_VARIABLE) == number}
+        # Whoever has lost his parents becomes our child, whatever session and environment he has.
+        ours = {one for one in process.descendants(os.getpid()) if one.pid != self.below}
+        found |= ours - self._before - {*self._below(self._before)}
         kept = spared | {one.pid for pid in spared for one in process.descendants(pid)}
         return sorted(one for one in found if one.pid not in kept)
+
+    def _below(self, processes: Iterable[ProcessId]) -> Iterator[ProcessId]:
+        for one in processes:
+            yield from process.descendants(one.pid)
 
     def _remove_segments(self) -> None:
         records = (read_json(self._attempt.rank_record(rank)) for rank in self._expected)

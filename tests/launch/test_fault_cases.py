@@ -69,9 +69,10 @@ def test_the_same_failure_on_another_node_and_pid_is_the_same() -> None:
     assert recover.refusal(run, spec, "crash", failed(run, 2, words), 5, in_place=True) is None
 
 
-# A worker in a session of its own, deaf to TERM, which goes on when its parent is killed.
+# Workers in sessions of their own, deaf to TERM or without our environment, which outlive their parent.
 LEAVES_CHILDREN = (
-    "setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' & setsid sleep 1000 & exec sleep 1000"
+    "setsid sh -c 'trap \"\" TERM HUP INT; while :; do sleep 1; done' &"
+    " env -i setsid sleep 1000 & exec sleep 1000"
 )
 
 
