@@ -14,7 +14,7 @@ from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data import Batches, TokenSource, eval_batches
+from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.optim import learning_rate
 from hpcrun.runtime.profile import StepProfiler
@@ -104,6 +104,7 @@ class Trainer:
             dp_size=plan.degrees.dp,
             start_sample=position,
             vocab=self._job.model.vocab,
+            rounds=plan.grad_accum if plan.is_uneven else None,
         )
 
     def _asked(self) -> int:
@@ -153,7 +154,7 @@ class Trainer:
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._report_not_a_number(step, loss, norm, share, squares)
-        lr = learning_rate(self._job.train, self._plan.gbs, step)
+        lr = self._learning_rate(step)
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
@@ -162,6 +163,13 @@ class Trainer:
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
         return loss, agreed
+
+    def _learning_rate(self, step: int) -> float:
+        train, elastic, gbs = self._job.train, self._job.elastic, self._plan.gbs
+        # lr_scaling goes by the batch that the job names; what is missing of it for now is elastic's matter.
+        whole = train.gbs or gbs
+        rate = learning_rate(train, whole, step)
+        return rate if elastic is None or gbs == whole else rate * elastic.lr_factor(gbs, whole)
 
     def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         tokens_per_s = self._plan.gbs * self._plan.seq_len / seconds
@@ -210,15 +218,7 @@ class Trainer:
         rounds = min(available, wanted or available) // plan.gbs
         if rounds == 0:
             return None
-        share_of_step = plan.mbs * plan.grad_accum
-        batches = eval_batches(
-            self._source,
-            mbs=share_of_step,
-            dp_rank=self._model.mesh.dp_rank,
-            dp_size=plan.degrees.dp,
-            sequences=rounds * plan.gbs,
-            vocab=model.vocab,
-        )
+        batches = self._eval_batches(rounds * plan.gbs, model.vocab)
         begin = time.perf_counter()
         shape = (plan.grad_accum, plan.mbs, plan.seq_len)
         total = sum(self._model.evaluate(x.view(shape), y.view(shape)) for x, y in batches)
@@ -235,3 +235,11 @@ class Trainer:
             }
         )
         return loss
+
+    def _eval_batches(self, sequences: int, vocab: int) -> Iterator[Batch]:
+        plan, rank = self._plan, self._model.mesh.dp_rank
+        at: dict[str, int] = {"dp_rank": rank, "dp_size": plan.degrees.dp, "sequences": sequences}
+        if plan.is_uneven:
+            share: dict[str, int] = {"gbs": plan.gbs, "mbs": plan.mbs, "rounds": plan.grad_accum}
+            return eval_steps(self._source, **share, **at, vocab=vocab)
+        return eval_batches(self._source, mbs=plan.mbs * plan.grad_accum, **at, vocab=vocab)

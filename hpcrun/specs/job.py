@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from hpcrun.mesh import Degrees
 from hpcrun.specs.data import DataSpec
+from hpcrun.specs.elastic import ElasticSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
@@ -169,6 +170,7 @@ class JobSpec(_Section):
         description="when to go on by itself; default for training: from a save. A command says with exit"
         " code 75 that it has saved",
     )
+    elastic: ElasticSpec | None = Field(default=None, description="go on with fewer replicas; default: never")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,
