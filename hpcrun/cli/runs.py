@@ -112,6 +112,7 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         nodes=state.nodes,
         host=f"{state.host} (pid {state.pid})" if state.host else None,
         attempt=state.attempt,
+        replicas=f"{state.replicas} of {state.whole_replicas}" if state.replicas else None,
         step=None if state.step is None else _step(state).replace("/", " of "),
         loss=None if state.loss is None else _loss(state.loss),
         eval=None if state.eval_loss is None else _loss(state.eval_loss),

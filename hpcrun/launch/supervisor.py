@@ -14,6 +14,7 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, HpcrunError, Si
 from hpcrun.launch import recover
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.elastic import Crew, change, crew_on, why_too_few
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.nodes import Nodes
@@ -50,6 +51,7 @@ class Supervisor:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
         self._site, self._limits = site or Site(), limits or Limits()
         self._began_at = 0
+        self._plan = prepared.plan
         self._excluded: set[str] = set()
         self._command = command
 
@@ -90,20 +92,28 @@ class Supervisor:
             if refused is not None:
                 return self._close(outcome, refused)
             self._record(outcome, relaunched=cause)
-            left = [node for node in nodes.alive if node not in self._excluded]
-            spare = len(left) - self._slots()
-            self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
-            self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+            self._relaunch(run, outcome, nodes)
 
-    def _slots(self) -> int:
-        """How many nodes the ranks need."""
-        return -(-self._prepared.spec.ranks // self._site.per_node(self._prepared.spec))
+    def _relaunch(self, run: RunDir, outcome: Outcome, nodes: Nodes) -> None:
+        """Settle with how many ranks the run goes on, and tell of it."""
+        crew, left = self._crew(nodes)
+        assert crew is not None, "the run goes on because there is one"
+        before, self._plan = self._plan, crew.plan
+        more = {"excluded": sorted(self._excluded), "spares_left": left - crew.nodes}
+        self._event(run, "relaunch", outcome, **more, **change(before, crew.plan))
+        who = f" with {crew.plan.replicas}" if crew.plan is not None and crew.plan.replicas else ""
+        self._observer.note(f"{outcome.message}; going on{who} from step {recover.saved_step(run)}")
+
+    def _crew(self, nodes: Nodes) -> tuple[Crew | None, int]:
+        """Who can work on the nodes that are left, and how many these are."""
+        left = sum(node not in self._excluded for node in nodes.alive)
+        return crew_on(self._prepared, self._site.per_node(self._prepared.spec), left), left
 
     def _why_not_here(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> str | None:
         """Why the run cannot go on in this allocation, or None when it can."""
-        left = [node for node in nodes.alive if node not in self._excluded]
-        if len(left) < self._slots():
-            return f"{self._slots()} nodes are needed, and {len(left)} are left"
+        crew, left = self._crew(nodes)
+        if crew is None:
+            return why_too_few(self._prepared, self._site.per_node(self._prepared.spec), left)
         progress = self._progress(outcome)
         return recover.refusal(outcome.run, self._prepared.spec, cause, outcome, progress, in_place=True)
 
@@ -113,7 +123,7 @@ class Supervisor:
 
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
-        spec, plan = self._prepared.spec, self._prepared.plan
+        spec, plan = self._prepared.spec, self._plan
         run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
@@ -137,9 +147,9 @@ class Supervisor:
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
-        spec, plan = self._prepared.spec, self._prepared.plan
+        spec, plan = self._prepared.spec, self._plan
         placement = self._site.place(spec, plan, nodes, self._excluded)
-        write_placement(attempt.placement, placement, spec.degrees)
+        write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         return self._follow(attempt, placement, launcher, nodes)
 

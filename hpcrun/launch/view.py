@@ -28,6 +28,7 @@ _SUPERVISOR: _Kinds = {
     "restarts": int,
 }
 _EXIT: _Kinds = {"status": str, "exit_code": int, "message": str, "attempt": int, "ended": _NUMBER}
+_REPLICAS: _Kinds = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
 _SUBMISSION: _Kinds = {
     "time": _NUMBER,
     "job": int,
@@ -125,6 +126,15 @@ class View:
         """Whether the newest attempt has ended, and its supervisor has had the job queued again."""
         record = read_json(self.attempts[-1].outcome) if self.attempts else None
         return isinstance(record, dict) and bool(record.get("requeued"))
+
+    @property
+    def replicas(self) -> tuple[int, int] | None:
+        """How many replicas the newest attempt has, and how many the job; None where it has them all."""
+        plan = read_json(self.attempts[-1].plan) if self.attempts else None
+        if not isinstance(plan, dict) or plan.get("whole_dp") is None:
+            return None
+        found = _sound(self.attempts[-1].plan, plan, _REPLICAS, *_REPLICAS)
+        return found["dp_replicate"] * found["dp_shard"], found["whole_dp"]
 
     def progress(self) -> Progress:
         """The last step, its loss, and the last loss of an evaluation."""
