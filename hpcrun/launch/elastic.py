@@ -11,33 +11,34 @@ from hpcrun.specs.replicas import least_ranks, shrink
 
 
 @dataclass(frozen=True)
-class Crew:
-    """The ranks of an attempt: by which plan (None for a command), and how many nodes they take."""
+class Fit:
+    """What fits on the nodes that are left: by which plan (None for a command), on how many of them."""
 
     plan: Plan | None
     nodes: int
 
+    def __str__(self) -> str:
+        return f" with {self.plan.replicas}" if self.plan is not None and self.plan.replicas else ""
 
-def crew_on(prepared: Prepared, per_node: int, left: int) -> Crew | None:
-    """What so many nodes hold: the whole job, else what it goes on with; None where they are too few."""
-    plan = None if prepared.plan is None else shrink(prepared.spec, prepared.plan, left * per_node)
-    if prepared.plan is not None and plan is None:
-        return None
-    nodes = -(-(prepared.ranks if plan is None else plan.degrees.world_size) // per_node)
-    return Crew(plan, nodes) if nodes <= left else None
+    def change(self, before: Plan | None) -> dict[str, Any]:
+        """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
+        if before is None or self.plan is None or (before.whole_dp or self.plan.whole_dp) is None:
+            return {}
+        replicas = {"replicas": self.plan.degrees.dp, "replicas_before": before.degrees.dp}
+        return replicas | {"replicas_whole": self.plan.whole_dp or self.plan.degrees.dp}
 
 
-def why_too_few(prepared: Prepared, per_node: int, left: int) -> str:
-    """Why the nodes that are left hold no crew."""
-    plan, elastic = prepared.plan, prepared.spec.elastic
+def fit_on(prepared: Prepared, per_node: int, left: int) -> Fit:
+    """The whole job, else what it goes on with; also the whole where the nodes are too few for anything."""
+    plan = prepared.plan
+    if plan is not None:
+        plan = shrink(prepared.spec, plan, left * per_node) or plan
+    ranks = prepared.ranks if plan is None else plan.degrees.world_size
+    return Fit(plan, -(-ranks // per_node))
+
+
+def least_nodes(prepared: Prepared, per_node: int) -> int:
+    """With how many nodes the job still goes on."""
+    plan = prepared.plan
     ranks = prepared.ranks if plan is None else least_ranks(prepared.spec, plan)
-    least = "" if elastic is None else f" for {elastic.min_replicas} replicas"
-    return f"{-(-ranks // per_node)} nodes are needed{least}, and {left} are left"
-
-
-def change(before: Plan | None, now: Plan | None) -> dict[str, Any]:
-    """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are there."""
-    if before is None or now is None or (before.whole_dp or now.whole_dp) is None:
-        return {}
-    whole = now.whole_dp or now.degrees.dp
-    return {"replicas": now.degrees.dp, "replicas_before": before.degrees.dp, "replicas_whole": whole}
+    return -(-ranks // per_node)

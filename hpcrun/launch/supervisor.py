@@ -14,7 +14,7 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, HpcrunError, Si
 from hpcrun.launch import recover
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
-from hpcrun.launch.elastic import Crew, change, crew_on, why_too_few
+from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.nodes import Nodes
@@ -53,6 +53,7 @@ class Supervisor:
         self._began_at = 0
         self._plan = prepared.plan
         self._excluded: set[str] = set()
+        self._lost: set[str] = set()
         self._command = command
 
     def run(self) -> Outcome:
@@ -87,33 +88,27 @@ class Supervisor:
             if cause not in recover.FAULTS:
                 return self._close(outcome)
             self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
-            self._excluded |= set(outcome.lost)
+            self._lost |= set(outcome.lost)
             refused = self._why_not_here(outcome, cause, nodes)
             if refused is not None:
                 return self._close(outcome, refused)
             self._record(outcome, relaunched=cause)
-            self._relaunch(run, outcome, nodes)
+            left = [node for node in nodes.alive if node not in self._excluded]
+            fit = fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(left))
+            without = sorted(self._excluded | self._lost.difference(nodes.alive))
+            more = {"excluded": without, "spares_left": len(left) - fit.nodes, **fit.change(self._plan)}
+            self._event(run, "relaunch", outcome, **more)
+            self._observer.note(f"{outcome.message}; going on{fit} from step {recover.saved_step(run)}")
 
-    def _relaunch(self, run: RunDir, outcome: Outcome, nodes: Nodes) -> None:
-        """Settle with how many ranks the run goes on, and tell of it."""
-        crew, left = self._crew(nodes)
-        assert crew is not None, "the run goes on because there is one"
-        before, self._plan = self._plan, crew.plan
-        more = {"excluded": sorted(self._excluded), "spares_left": left - crew.nodes}
-        self._event(run, "relaunch", outcome, **more, **change(before, crew.plan))
-        who = f" with {crew.plan.replicas}" if crew.plan is not None and crew.plan.replicas else ""
-        self._observer.note(f"{outcome.message}; going on{who} from step {recover.saved_step(run)}")
-
-    def _crew(self, nodes: Nodes) -> tuple[Crew | None, int]:
-        """Who can work on the nodes that are left, and how many these are."""
-        left = sum(node not in self._excluded for node in nodes.alive)
-        return crew_on(self._prepared, self._site.per_node(self._prepared.spec), left), left
+    def _slots(self) -> int:
+        """How many nodes the ranks need at least."""
+        return least_nodes(self._prepared, self._site.per_node(self._prepared.spec))
 
     def _why_not_here(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> str | None:
         """Why the run cannot go on in this allocation, or None when it can."""
-        crew, left = self._crew(nodes)
-        if crew is None:
-            return why_too_few(self._prepared, self._site.per_node(self._prepared.spec), left)
+        left = [node for node in nodes.alive if node not in self._excluded]
+        if len(left) < self._slots():
+            return f"{self._slots()} nodes are needed, and {len(left)} are left"
         progress = self._progress(outcome)
         return recover.refusal(outcome.run, self._prepared.spec, cause, outcome, progress, in_place=True)
 
@@ -123,15 +118,13 @@ class Supervisor:
 
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
-        spec, plan = self._prepared.spec, self._plan
+        spec = self._prepared.spec
         run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
         attempt = run.next_attempt()
         self._began_at = recover.saved_step(run)
         write_whole(run.spec, render_job(spec))
-        if plan is not None:
-            write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         write_json(attempt.supervisor, self._identity())
         return attempt
 
@@ -147,7 +140,10 @@ class Supervisor:
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
-        spec, plan = self._prepared.spec, self._plan
+        spec, left = self._prepared.spec, [node for node in nodes.alive if node not in self._excluded]
+        plan = self._plan = fit_on(self._prepared, self._site.per_node(spec), len(left)).plan
+        if plan is not None:
+            write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         placement = self._site.place(spec, plan, nodes, self._excluded)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))

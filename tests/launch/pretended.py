@@ -37,23 +37,31 @@ class PretendedNodes(ThisNode):
         self.where: tuple[str, ...] = ()
         """The pretended node of each rank."""
         self._lost: list[NodeLost] = []
+        self._gone: set[str] = set()
         self._told = 0
 
     @property
     def alive(self) -> tuple[str, ...]:
-        gone = {one.node for one in self._lost}
-        return tuple(name for name in self.names if name not in gone)
+        return tuple(name for name in self.names if name not in self._gone)
 
     @property
     def lost(self) -> list[NodeLost]:
         return self._lost
 
     def lose(self, node: str) -> None:
-        """Take a node away, and its ranks with it."""
+        """Take a node away, and its ranks with it; without a name rank 0 alone falls."""
+        if not node:
+            self.signal(signal.SIGKILL, 0)
+            return
         self._lost.append(NodeLost(node, "its plug was pulled", time.time()))
+        self._gone.add(node)
         for rank, where in enumerate(self.where):
             if where == node:
                 self.signal(signal.SIGKILL, rank)
+
+    def come_back(self, nodes: str) -> None:
+        """Nodes of one letter each answer again."""
+        self._gone -= set(nodes)
 
     def news(self, *, look: bool) -> Iterator[Happening]:
         yield from self._lost[self._told :]

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrun.launch import runs
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.elastic import crew_on, why_too_few
+from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launch.story import story
 from hpcrun.specs.records import read_json, read_lines
@@ -24,11 +24,16 @@ def prepared(site: Site, *overrides: str, resume: RunDir | None = None) -> Prepa
 def run(
     site: Site, nodes: str, losses: Sequence[str], *overrides: str, resume: RunDir | None = None
 ) -> Outcome:
-    """Run on these nodes; with each attempt one of `losses` goes, the one after them is done."""
+    """Run on these nodes; with each attempt one of `losses` goes, the one after them is done.
+
+    Of `a>b` node a is lost while b is back.
+    """
     there, left = pretend(nodes.split()), list(losses)
 
     def lose() -> None:
-        there.pretended.lose(left.pop(0))
+        lost, _, back = left.pop(0).partition(">")
+        there.pretended.come_back(back)
+        there.pretended.lose(lost)
 
     observer = Recorder(on_ready=lambda: lose() if left else None)
     job = prepared(site, f"resources.nodes={len(there.pretended.names)}", *overrides, resume=resume)
@@ -73,10 +78,30 @@ def test_the_nodes_of_a_broken_replica_become_spares(site: Site) -> None:
     assert [one["spares_left"] for one in told] == [1, 0]
 
 
+def test_a_node_that_is_back_is_used_at_the_next_relaunch(site: Site) -> None:
+    layout = "parallel={dp_shard: 2, dp_replicate: 2}"
+    outcome = run(site, "a b c d", ["b", "c", "a>b", "d>c"], layout, "elastic={}")
+    assert outcome.status == "done", outcome.message
+    assert [plan[:2] for plan in plans(outcome)] == [(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]
+    told = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"]
+    assert [one["excluded"] for one in told] == [["b"], ["b", "c"], ["a", "c"], ["a", "d"]]
+    assert [one["spares_left"] for one in told] == [1, 0, 0, 0]
+
+
+def test_it_grows_with_the_nodes_that_are_there(site: Site) -> None:
+    outcome = run(site, "a b c d", ["b", "c", ">bc"], "parallel.dp_shard=4", "elastic={}")
+    assert outcome.status == "done", outcome.message
+    assert [plan[:2] for plan in plans(outcome)] == [(4, 4), (3, 3), (2, 2), (4, 4)]
+    (told, *_) = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"][::-1]
+    assert (told["replicas"], told["replicas_before"], told["replicas_whole"]) == (4, 2, 4)
+    lines = [entry.text for entry in story(outcome.run) if entry.what == "relaunch"]
+    assert lines[-1] == "relaunch in the same allocation with 4 of 4 replicas, it had 2; 0 spares left"
+
+
 def test_below_the_least_it_does_not_go_on_here(site: Site) -> None:
     outcome = run(site, "a b c", ["b", "c", "a"], "parallel.dp_shard=3", "elastic={min_replicas: 2}")
     assert outcome.status == "failed"
-    assert "2 nodes are needed for 2 replicas, and 1 are left" in outcome.message
+    assert "2 nodes are needed, and 1 are left" in outcome.message
     assert [plan[1] for plan in plans(outcome)] == [3, 2]
 
 
@@ -97,7 +122,7 @@ def test_the_next_supervisor_starts_with_all_replicas_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "per_node", "crews"),
+    ("layout", "per_node", "fits"),
     [
         # (nodes left, replicas, nodes taken)
         ("{dp_replicate: 4}", 1, [(5, 4, 4), (4, 4, 4), (3, 3, 3), (1, 1, 1), (0, None, None)]),
@@ -109,17 +134,21 @@ def test_the_next_supervisor_starts_with_all_replicas_again(site: Site) -> None:
     ],
 )
 def test_so_many_nodes_hold_so_many_replicas(
-    site: Site, layout: str, per_node: int, crews: list[tuple[int, int | None, int | None]]
+    site: Site, layout: str, per_node: int, fits: list[tuple[int, int | None, int | None]]
 ) -> None:
     job = prepared(site, f"parallel={layout}", "elastic={}")
-    for left, replicas, nodes in crews:
-        crew = crew_on(job, per_node, left)
-        found = None if crew is None or crew.plan is None else crew.plan.degrees.dp
-        assert (found, None if crew is None else crew.nodes) == (replicas, nodes)
+    for left, replicas, nodes in fits:
+        if replicas is None:
+            assert left < least_nodes(job, per_node)
+            continue
+        found = fit_on(job, per_node, left)
+        assert found.plan is not None
+        assert (found.plan.degrees.dp, found.nodes) == (replicas, nodes)
+        assert left >= least_nodes(job, per_node)
 
 
-def test_what_is_too_few_is_said_in_nodes(site: Site) -> None:
-    job = prepared(site, "parallel={dp_replicate: 4, pp: 2}", "elastic={min_replicas: 3}")
-    assert why_too_few(job, 2, 2) == "3 nodes are needed for 3 replicas, and 2 are left"
-    plain = prepared(site, "parallel={dp_replicate: 4, pp: 2}")
-    assert why_too_few(plain, 2, 3) == "4 nodes are needed, and 3 are left"
+def test_so_many_nodes_are_needed_at_least(site: Site) -> None:
+    assert (
+        least_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}", "elastic={min_replicas: 3}"), 2) == 3
+    )
+    assert least_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}"), 2) == 4
