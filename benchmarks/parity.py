@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hpcrun.runtime.sharded import ShardedModel
     from hpcrun.specs.load import ResolvedJob
 
+FEWER = (18, 2)
+"""Sequences of a step and of a microbatch: nine of these, which three replicas share evenly, two do not."""
 SEQ_LEN, GBS, MODEL = 32, 16, {"vocab": 256, "hidden": 64, "ffn": 96, "layers": 4, "heads": 4, "kv_heads": 2}
 
 
@@ -44,10 +46,17 @@ class Layout:
     ranks: int
     degrees: tuple[str, ...] = ()
     model: str = "plain"
+    batch: tuple[int, int] | None = None
+    """Its gbs and mbs, where not as usual."""
     replicas: int | None = None
     """With how few replicas it goes on; `ranks` is then what these take."""
     masked: bool = False
     """Whether some targets count for nothing."""
+
+    @property
+    def reference(self) -> tuple[str, int, bool]:
+        """What the one process has to compute: which model, on how many sequences, masked or not."""
+        return self.model, self.batch[0] if self.batch else GBS, self.masked
 
 
 LAYOUTS = (
@@ -96,37 +105,42 @@ LAYOUTS = (
         ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2"),
         "tied",
     ),
-    Layout("dp_replicate 4, 3 left", 3, ("parallel.dp_replicate=4",), replicas=3),
-    Layout("dp_shard 4, 3 left, ZeRO 1", 3, ("parallel.dp_shard=4", "parallel.zero=1"), replicas=3),
-    Layout("dp_shard 4, 3 left, ZeRO 2, tied", 3, ("parallel.dp_shard=4", "parallel.zero=2"), "tied", 3),
-    Layout("dp_shard 4, 3 left, ZeRO 3", 3, ("parallel.dp_shard=4",), replicas=3),
-    Layout("dp_shard 4, 3 left, masked targets", 3, ("parallel.dp_shard=4",), replicas=3, masked=True),
-    Layout("HSDP 4 × 2, 3 × 2 left", 6, ("parallel.dp_replicate=4", "parallel.dp_shard=2"), replicas=6),
+    Layout("dp_replicate 3, 2 left", 2, ("parallel.dp_replicate=3",), batch=FEWER, replicas=2),
+    Layout("dp_shard 3, 2 left, ZeRO 1", 2, ("parallel.dp_shard=3", "parallel.zero=1"), "plain", FEWER, 2),
     Layout(
-        "dp_shard 4 · pp 2, 3 left, ZeRO 2",
-        6,
-        ("parallel.dp_shard=4", "parallel.pp=2", "parallel.zero=2"),
-        replicas=3,
+        "dp_shard 3, 2 left, ZeRO 2, tied", 2, ("parallel.dp_shard=3", "parallel.zero=2"), "tied", FEWER, 2
+    ),
+    Layout("dp_shard 3, 2 left, ZeRO 3", 2, ("parallel.dp_shard=3",), "plain", FEWER, 2),
+    Layout("dp_shard 3, 2 left, masked targets", 2, ("parallel.dp_shard=3",), "plain", FEWER, 2, masked=True),
+    Layout(
+        "HSDP 3 × 2, 2 × 2 left", 4, ("parallel.dp_replicate=3", "parallel.dp_shard=2"), "plain", (18, 1), 4
     ),
     Layout(
-        "dp_replicate 4 · pp 2, 3 left, interleaved, masked targets",
-        6,
-        ("parallel.dp_replicate=4", "parallel.pp=2", "parallel.schedule=interleaved"),
-        replicas=3,
+        "dp_shard 3 · pp 2, 2 left, ZeRO 2",
+        4,
+        ("parallel.dp_shard=3", "parallel.pp=2", "parallel.zero=2"),
+        batch=FEWER,
+        replicas=2,
+    ),
+    # Nine microbatches are five rounds for two replicas, which interleaved makes six.
+    Layout(
+        "dp_replicate 3 · pp 2, 2 left, interleaved, masked targets",
+        4,
+        ("parallel.dp_replicate=3", "parallel.pp=2", "parallel.schedule=interleaved"),
+        batch=FEWER,
+        replicas=2,
         masked=True,
     ),
-    Layout("dp_shard 4 · tp 2, 3 left", 6, ("parallel.dp_shard=4", "parallel.tp=2"), replicas=3),
     Layout(
-        "dp_replicate 4 · pp 2, 3 left, zero_bubble, tied",
-        6,
-        ("parallel.dp_replicate=4", "parallel.pp=2", "parallel.schedule=zero_bubble"),
+        "dp_replicate 3 · pp 2, 2 left, zero_bubble, tied",
+        4,
+        ("parallel.dp_replicate=3", "parallel.pp=2", "parallel.schedule=zero_bubble"),
         "tied",
-        replicas=3,
+        FEWER,
+        2,
     ),
+    Layout("dp_shard 3 · tp 2, 2 left", 4, ("parallel.dp_shard=3", "parallel.tp=2"), "plain", FEWER, 2),
 )
-
-
-SIZES = tuple(sorted({layout.ranks for layout in LAYOUTS}))
 
 
 def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
@@ -134,14 +148,15 @@ def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
     from hpcrun.specs.load import parse_job
     from hpcrun.specs.yaml import render_document
 
+    gbs, mbs = layout.batch or (GBS, 2 if layout.ranks < 4 else 1)
     values = {
         "name": "parity",
         "model": MODEL,
         "data": {"text": str(Path(__file__).resolve()), "seq_len": SEQ_LEN, "holdout": 0.0},
         "train": {
             "steps": steps,
-            "mbs": 2 if layout.ranks < 4 else 1,
-            "gbs": GBS,
+            "mbs": mbs,
+            "gbs": gbs,
             "lr": 0.003,
             "warmup": 2,
             # Low enough to bite at every step: a wrong clip must change every later loss.
@@ -177,9 +192,9 @@ def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     """The batch, of a masked layout without every target that follows one of some tokens."""
     from hpcrun.runtime.data import MASKED
 
-    return inputs, targets.masked_fill(
-        (inputs % 7 == 4) | (inputs == 32), MASKED
-    ) if layout.masked else targets
+    if not layout.masked:
+        return inputs, targets
+    return inputs, targets.masked_fill((inputs % 7 == 4) | (inputs == 32), MASKED)
 
 
 def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dict[str, Any]:
@@ -296,17 +311,15 @@ def launch(ranks: int, precision: str, steps: int, out: Path, only: str) -> None
 
 
 def compare(
-    precision: str, steps: int, only: str = "", sizes: tuple[int, ...] = SIZES
+    precision: str, steps: int, only: str = "", sizes: tuple[int, ...] = (1, 2, 4, 8)
 ) -> list[dict[str, Any]]:
     """Run every layout and measure its distance from the reference."""
     import torch
 
-    plain = (Layout(name, 1, model=name, masked=masked) for name in MODELS for masked in (False, True))
-    references = {
-        (one.model, one.masked): train_plainly(one, job(one, precision, steps))
-        for one in plain
-        if any((one.model, one.masked) == (layout.model, layout.masked) for layout in LAYOUTS)
-    }
+    references = {}
+    for model, gbs, masked in {layout.reference for layout in LAYOUTS if only in layout.name}:
+        one = Layout(model, 1, model=model, batch=(gbs, gbs), masked=masked)
+        references[one.reference] = train_plainly(one, job(one, precision, steps))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sizes:
@@ -316,7 +329,7 @@ def compare(
             if layout.ranks not in sizes or only not in layout.name:
                 continue
             parts = [torch.load(Path(folder) / f"{index}.{rank}.pt") for rank in range(layout.ranks)]
-            rows.append({"layout": layout.name, **distance(parts, references[layout.model, layout.masked])})
+            rows.append({"layout": layout.name, **distance(parts, references[layout.reference])})
     return rows
 
 
@@ -355,7 +368,7 @@ def main() -> int:
         return 0
     report = harness.Report("parity")
     report.header()
-    sizes = (1, 2) if arguments.quick else SIZES
+    sizes = (1, 2) if arguments.quick else (1, 2, 4, 8)
     try:
         double = measure(report, "fp64", 3, arguments.only, sizes)
         single = [] if arguments.quick else measure(report, "fp32", 20, arguments.only, sizes)

@@ -20,7 +20,7 @@ from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
 from tests.runtime.test_data import S, counting_source, ids
 
-JOB = "model: {preset: demo}\ndata: {text: x, seq_len: 4}\nelastic: {}\ntrain: {gbs: 24, mbs: 2}\n"
+JOB = "model: {preset: demo}\ndata: {text: x, seq_len: 4}\nelastic: {}\ntrain: {gbs: 32, mbs: 2}\n"
 
 
 def samples(source: TokenSource, plan: Plan, start: int, steps: int) -> tuple[list[int], int]:
