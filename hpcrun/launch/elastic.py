@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.view import replicas_of
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.replicas import least_ranks, shrink
+from hpcrun.specs.rundir import Attempt
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,15 @@ class Fit:
     def __str__(self) -> str:
         return f" with {self.plan.replicas}" if self.plan is not None and self.plan.replicas else ""
 
-    def change(self, before: Plan | None) -> dict[str, Any]:
+    def change(self, last: Attempt) -> dict[str, Any]:
         """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
-        if before is None or self.plan is None or (before.whole_dp or self.plan.whole_dp) is None:
+        if self.plan is None:
             return {}
-        replicas = {"replicas": self.plan.degrees.dp, "replicas_before": before.degrees.dp}
-        return replicas | {"replicas_whole": self.plan.whole_dp or self.plan.degrees.dp}
+        now, missing = self.plan, replicas_of(last)
+        if now.whole_dp is None and missing is None:
+            return {}
+        before, whole = missing or (now.whole_dp, now.whole_dp)
+        return {"replicas": now.degrees.dp, "replicas_before": before, "replicas_whole": whole}
 
 
 def fit_on(prepared: Prepared, per_node: int, left: int) -> Fit:

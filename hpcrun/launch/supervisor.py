@@ -51,7 +51,6 @@ class Supervisor:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
         self._site, self._limits = site or Site(), limits or Limits()
         self._began_at = 0
-        self._plan = prepared.plan
         self._excluded: set[str] = set()
         self._lost: set[str] = set()
         self._command = command
@@ -96,7 +95,11 @@ class Supervisor:
             left = [node for node in nodes.alive if node not in self._excluded]
             fit = fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(left))
             without = sorted(self._excluded | self._lost.difference(nodes.alive))
-            more = {"excluded": without, "spares_left": len(left) - fit.nodes, **fit.change(self._plan)}
+            more = {
+                "excluded": without,
+                "spares_left": len(left) - fit.nodes,
+                **fit.change(outcome.run.attempt(outcome.attempt)),
+            }
             self._event(run, "relaunch", outcome, **more)
             self._observer.note(f"{outcome.message}; going on{fit} from step {recover.saved_step(run)}")
 
@@ -141,7 +144,7 @@ class Supervisor:
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
         spec, left = self._prepared.spec, [node for node in nodes.alive if node not in self._excluded]
-        plan = self._plan = fit_on(self._prepared, self._site.per_node(spec), len(left)).plan
+        plan = fit_on(self._prepared, self._site.per_node(spec), len(left)).plan
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         placement = self._site.place(spec, plan, nodes, self._excluded)

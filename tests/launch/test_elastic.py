@@ -8,25 +8,23 @@ import pytest
 
 from hpcrun.launch import runs
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.describe import describe
 from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launch.story import story
 from hpcrun.specs.records import read_json, read_lines
-from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
 
 
-def prepared(site: Site, *overrides: str, resume: RunDir | None = None) -> Prepared:
-    return prepare(site.job, ["retry={node: 5}", *overrides], resume=resume)
+def prepared(site: Site, *overrides: str) -> Prepared:
+    return prepare(site.job, ["retry={node: 5, crash: 1}", *overrides])
 
 
-def run(
-    site: Site, nodes: str, losses: Sequence[str], *overrides: str, resume: RunDir | None = None
-) -> Outcome:
+def run(site: Site, nodes: str, losses: Sequence[str], *overrides: str) -> Outcome:
     """Run on these nodes; with each attempt one of `losses` goes, the one after them is done.
 
-    Of `a>b` node a is lost while b is back.
+    Of `a>b` node a is lost while b is back; where no node is lost, a rank is.
     """
     there, left = pretend(nodes.split()), list(losses)
 
@@ -36,8 +34,8 @@ def run(
         there.pretended.lose(lost)
 
     observer = Recorder(on_ready=lambda: lose() if left else None)
-    job = prepared(site, f"resources.nodes={len(there.pretended.names)}", *overrides, resume=resume)
-    last = len(resume.attempts() if resume else ()) + len(losses) + 1
+    job = prepared(site, f"resources.nodes={len(there.pretended.names)}", *overrides)
+    last = len(losses) + 1
     return supervise(there, job, observer, [str(PROGRAM), f"wait-until-{last}"])
 
 
@@ -67,6 +65,8 @@ def test_a_lost_node_costs_its_replica_and_the_batch_stays(site: Site) -> None:
     )
     state = runs.look_at(outcome.run)
     assert (state.replicas, state.whole_replicas) == (1, 3)
+    attempts = describe(outcome.run)[0]["attempts"]
+    assert [one["replicas"] for one in attempts] == [None, {"there": 2, "whole": 3}, {"there": 1, "whole": 3}]
 
 
 def test_the_nodes_of_a_broken_replica_become_spares(site: Site) -> None:
@@ -76,16 +76,6 @@ def test_the_nodes_of_a_broken_replica_become_spares(site: Site) -> None:
     assert [plan[:2] for plan in plans(outcome)] == [(4, 2), (2, 1), (2, 1)]
     told = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"]
     assert [one["spares_left"] for one in told] == [1, 0]
-
-
-def test_a_node_that_is_back_is_used_at_the_next_relaunch(site: Site) -> None:
-    layout = "parallel={dp_shard: 2, dp_replicate: 2}"
-    outcome = run(site, "a b c d", ["b", "c", "a>b", "d>c"], layout, "elastic={}")
-    assert outcome.status == "done", outcome.message
-    assert [plan[:2] for plan in plans(outcome)] == [(4, 4), (2, 2), (2, 2), (2, 2), (2, 2)]
-    told = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"]
-    assert [one["excluded"] for one in told] == [["b"], ["b", "c"], ["a", "c"], ["a", "d"]]
-    assert [one["spares_left"] for one in told] == [1, 0, 0, 0]
 
 
 def test_it_grows_with_the_nodes_that_are_there(site: Site) -> None:
@@ -110,15 +100,6 @@ def test_without_the_section_a_run_is_whole_or_not_there(site: Site) -> None:
     assert outcome.status == "failed"
     assert "2 nodes are needed, and 1 are left" in outcome.message
     assert [plan[1:] for plan in plans(outcome)] == [(2, 2, None)] * 2
-
-
-def test_the_next_supervisor_starts_with_all_replicas_again(site: Site) -> None:
-    first = run(site, "a b c", ["b", "a", "c"], "parallel.dp_shard=3", "elastic={min_replicas: 2}")
-    assert [plan[1] for plan in plans(first)] == [3, 2]
-    second = run(site, "a b c", [], resume=first.run)
-    assert second.status == "done"
-    assert [plan[1] for plan in plans(second)] == [3, 2, 3]
-    assert runs.look_at(second.run).replicas is None
 
 
 @pytest.mark.parametrize(
