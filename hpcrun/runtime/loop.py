@@ -16,7 +16,7 @@ from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
-from hpcrun.runtime.optim import learning_rate
+from hpcrun.runtime.optim import rate_of_step
 from hpcrun.runtime.profile import StepProfiler
 from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
 from hpcrun.specs.job import JobSpec
@@ -154,7 +154,7 @@ class Trainer:
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._report_not_a_number(step, loss, norm, share, squares)
-        lr = self._learning_rate(step)
+        lr = rate_of_step(self._job, self._plan, step)
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
@@ -163,13 +163,6 @@ class Trainer:
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
         return loss, agreed
-
-    def _learning_rate(self, step: int) -> float:
-        train, elastic, gbs = self._job.train, self._job.elastic, self._plan.gbs
-        # lr_scaling goes by the batch that the job names; what is missing of it for now is elastic's matter.
-        whole = train.gbs or gbs
-        rate = learning_rate(train, whole, step)
-        return rate if elastic is None or gbs == whole else rate * elastic.lr_factor(gbs, whole)
 
     def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         tokens_per_s = self._plan.gbs * self._plan.seq_len / seconds

@@ -12,6 +12,7 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.launch.prepare import prepare
 from hpcrun.runtime.data import MASKED, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.optim import rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines
@@ -87,6 +88,17 @@ def test_held_out_sequences_are_the_same_for_any_number_of_replicas(tmp_path: Pa
             (x.reshape(-1, S), (y != MASKED).all(-1).flatten()) for x, y in (part[step] for part in parts)
         ]
         assert Counter(one for x, keep in real for one in ids(x[keep])) == Counter(expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rule", "factor"),
+    [("keep", "keep", 1.0), ("shrink", "keep", 1.0), ("shrink", "linear", 0.25), ("shrink", "sqrt", 0.5)],
+)
+def test_the_learning_rate_follows_a_smaller_batch_only_by_rule(batch: str, rule: str, factor: float) -> None:
+    words = ("parallel.dp_shard=4", f"elastic={{batch: {batch}, lr: {rule}}}", "train.schedule=constant")
+    job = parse_job(JOB, "job", (*words, "train.lr=0.5", "train.lr_scaling={rule: linear, base_gbs: 16}"))
+    plans = (job.training_plan, with_replicas(job.spec, job.training_plan, 1))
+    assert [rate_of_step(job.spec, plan, 1) for plan in plans] == [1.0, factor]
 
 
 def test_too_few_rounds_are_refused(tmp_path: Path) -> None:
