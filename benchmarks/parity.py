@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from hpcrun.runtime.sharded import ShardedModel
     from hpcrun.specs.load import ResolvedJob
 
+FEWER = (18, 2)
+"""Sequences of a step and of a microbatch: nine of these, which three replicas share evenly, two do not."""
 SEQ_LEN, GBS, MODEL = 32, 16, {"vocab": 256, "hidden": 64, "ffn": 96, "layers": 4, "heads": 4, "kv_heads": 2}
 
 
@@ -44,6 +46,17 @@ class Layout:
     ranks: int
     degrees: tuple[str, ...] = ()
     model: str = "plain"
+    batch: tuple[int, int] | None = None
+    """Its gbs and mbs, where not as usual."""
+    replicas: int | None = None
+    """With how few replicas it goes on; `ranks` is then what these take."""
+    masked: bool = False
+    """Whether some targets count for nothing."""
+
+    @property
+    def reference(self) -> tuple[str, int, bool]:
+        """What the one process has to compute: which model, on how many sequences, masked or not."""
+        return self.model, self.batch[0] if self.batch else GBS, self.masked
 
 
 LAYOUTS = (
@@ -92,6 +105,41 @@ LAYOUTS = (
         ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.pp=2"),
         "tied",
     ),
+    Layout("dp_replicate 3, 2 left", 2, ("parallel.dp_replicate=3",), batch=FEWER, replicas=2),
+    Layout("dp_shard 3, 2 left, ZeRO 1", 2, ("parallel.dp_shard=3", "parallel.zero=1"), "plain", FEWER, 2),
+    Layout(
+        "dp_shard 3, 2 left, ZeRO 2, tied", 2, ("parallel.dp_shard=3", "parallel.zero=2"), "tied", FEWER, 2
+    ),
+    Layout("dp_shard 3, 2 left, ZeRO 3", 2, ("parallel.dp_shard=3",), "plain", FEWER, 2),
+    Layout("dp_shard 3, 2 left, masked targets", 2, ("parallel.dp_shard=3",), "plain", FEWER, 2, masked=True),
+    Layout(
+        "HSDP 3 × 2, 2 × 2 left", 4, ("parallel.dp_replicate=3", "parallel.dp_shard=2"), "plain", (18, 1), 4
+    ),
+    Layout(
+        "dp_shard 3 · pp 2, 2 left, ZeRO 2",
+        4,
+        ("parallel.dp_shard=3", "parallel.pp=2", "parallel.zero=2"),
+        batch=FEWER,
+        replicas=2,
+    ),
+    # Nine microbatches are five rounds for two replicas, which interleaved makes six.
+    Layout(
+        "dp_replicate 3 · pp 2, 2 left, interleaved, masked targets",
+        4,
+        ("parallel.dp_replicate=3", "parallel.pp=2", "parallel.schedule=interleaved"),
+        batch=FEWER,
+        replicas=2,
+        masked=True,
+    ),
+    Layout(
+        "dp_replicate 3 · pp 2, 2 left, zero_bubble, tied",
+        4,
+        ("parallel.dp_replicate=3", "parallel.pp=2", "parallel.schedule=zero_bubble"),
+        "tied",
+        FEWER,
+        2,
+    ),
+    Layout("dp_shard 3 · tp 2, 2 left", 4, ("parallel.dp_shard=3", "parallel.tp=2"), "plain", FEWER, 2),
 )
 
 
@@ -100,14 +148,15 @@ def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
     from hpcrun.specs.load import parse_job
     from hpcrun.specs.yaml import render_document
 
+    gbs, mbs = layout.batch or (GBS, 2 if layout.ranks < 4 else 1)
     values = {
         "name": "parity",
         "model": MODEL,
         "data": {"text": str(Path(__file__).resolve()), "seq_len": SEQ_LEN, "holdout": 0.0},
         "train": {
             "steps": steps,
-            "mbs": 2 if layout.ranks < 4 else 1,
-            "gbs": GBS,
+            "mbs": mbs,
+            "gbs": gbs,
             "lr": 0.003,
             "warmup": 2,
             # Low enough to bite at every step: a wrong clip must change every later loss.
@@ -134,20 +183,32 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
     entry.open_groups(control, device)
     for index, layout in enumerate(LAYOUTS):
         if layout.ranks == ranks and only in layout.name:
-            result = train_layout(job(layout, precision, steps), control)
+            result = train_layout(layout, job(layout, precision, steps), control)
             torch.save(result, out / f"{index}.{control.rank}.pt")
     control.barrier()
 
 
-def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
+def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The batch, of a masked layout without every target that follows one of some tokens."""
+    from hpcrun.runtime.data import MASKED
+
+    if not layout.masked:
+        return inputs, targets
+    return inputs, targets.masked_fill((inputs % 7 == 4) | (inputs == 32), MASKED)
+
+
+def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dict[str, Any]:
     """Losses and norms of all steps; whole gradients of the first and last, as far as this rank has them."""
     from hpcrun.runtime.data import Batches, TokenSource
     from hpcrun.runtime.device import choose_device
     from hpcrun.runtime.optim import learning_rate
     from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
     from hpcrun.specs.corpus import inspect_corpus
+    from hpcrun.specs.replicas import with_replicas
 
     spec, plan = resolved.spec, resolved.training_plan
+    if layout.replicas is not None:
+        plan = with_replicas(spec, plan, layout.replicas)
     assert spec.model is not None
     assert spec.data is not None
     model = ShardedModel(spec.model, plan, spec.train, choose_device("cpu", control), control.rank)
@@ -161,16 +222,18 @@ def train_layout(resolved: ResolvedJob, control: Control) -> dict[str, Any]:
         mbs=plan.mbs,
         dp_rank=model.mesh.dp_rank,
         dp_size=plan.degrees.dp,
+        rounds=plan.grad_accum if plan.is_uneven else None,
     ) as batches:
         for step in range(1, spec.train.steps + 1):
-            share = model.forward_backward(*next(batches))
+            share = model.forward_backward(*mask(layout, *next(batches)))
             loss, norm, _ = model.totals(share)
             losses.append(loss)
             norms.append(norm)
             if step in (1, spec.train.steps):
                 gradients.append(whole_gradients(model))
             model.optimizer.step(learning_rate(spec.train, plan.gbs, step), norm)
-        evaluated, _ = sum_over_ranks([model.evaluate(*next(batches))] * 2, model.device.torch_device)
+        share = model.evaluate(*mask(layout, *next(batches)))
+        evaluated, _ = sum_over_ranks([share] * 2, model.device.torch_device)
     return {"losses": losses, "norms": norms, "gradients": gradients, "eval": evaluated}
 
 
@@ -186,7 +249,7 @@ def whole_gradients(model: ShardedModel) -> dict[str, Tensor]:
     return gradients
 
 
-def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
+def train_plainly(layout: Layout, resolved: ResolvedJob) -> dict[str, Any]:
     """The reference: whole model and batch in one process, torch's own clip, no parallel code of ours."""
     import torch
 
@@ -218,7 +281,7 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
         dp_size=1,
     ) as batches:
         for step in range(1, spec.train.steps + 1):
-            inputs, targets = next(batches)
+            inputs, targets = mask(layout, *next(batches))
             optimizer.zero_grad()
             loss = loss_function(model(inputs[0]), targets[0])
             loss.backward()  # type: ignore[no-untyped-call]
@@ -232,7 +295,7 @@ def train_plainly(resolved: ResolvedJob) -> dict[str, Any]:
             optimizer.step()
             losses.append(float(loss.detach()))
             norms.append(norm)
-        inputs, targets = next(batches)
+        inputs, targets = mask(layout, *next(batches))
         with torch.no_grad():
             evaluated = float(loss_function(model(inputs[0]), targets[0]))
     return {"losses": losses, "norms": norms, "gradients": gradients, "eval": evaluated}
@@ -253,7 +316,10 @@ def compare(
     """Run every layout and measure its distance from the reference."""
     import torch
 
-    references = {name: train_plainly(job(Layout(name, 1, model=name), precision, steps)) for name in MODELS}
+    references = {}
+    for model, gbs, masked in {layout.reference for layout in LAYOUTS if only in layout.name}:
+        one = Layout(model, 1, model=model, batch=(gbs, gbs), masked=masked)
+        references[one.reference] = train_plainly(one, job(one, precision, steps))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in sizes:
@@ -263,7 +329,7 @@ def compare(
             if layout.ranks not in sizes or only not in layout.name:
                 continue
             parts = [torch.load(Path(folder) / f"{index}.{rank}.pt") for rank in range(layout.ranks)]
-            rows.append({"layout": layout.name, **distance(parts, references[layout.model])})
+            rows.append({"layout": layout.name, **distance(parts, references[layout.reference])})
     return rows
 
 

@@ -112,6 +112,7 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         nodes=state.nodes,
         host=f"{state.host} (pid {state.pid})" if state.host else None,
         attempt=state.attempt,
+        replicas=f"{state.replicas} of {state.whole_replicas}" if state.replicas else None,
         step=None if state.step is None else _step(state).replace("/", " of "),
         loss=None if state.loss is None else _loss(state.loss),
         eval=None if state.eval_loss is None else _loss(state.eval_loss),
@@ -192,10 +193,11 @@ def describe(name: _Run, as_json: _Json = False) -> None:
 def _attempt(one: dict[str, Any]) -> str:
     where = f" on {one['host']}" if one["host"] else ""
     job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
+    few = f", {one['replicas']['there']} of {one['replicas']['whole']} replicas" if one["replicas"] else ""
     again = f", queued again ({one['requeued']})" if one["requeued"] else ""
     again = f", relaunched ({one['relaunched']})" if one["relaunched"] else again
     why = f": {one['message']}" if one["message"] else ""
-    return f"attempt {one['attempt']}{where}{job}: {one['status']}{why}{again}; {one['logs']}"
+    return f"attempt {one['attempt']}{where}{job}{few}: {one['status']}{why}{again}; {one['logs']}"
 
 
 def _described(told: dict[str, Any]) -> dict[str, Any]:

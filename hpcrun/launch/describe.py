@@ -9,6 +9,7 @@ from typing import Any
 from hpcrun.launch.follow import batch_logs
 from hpcrun.launch.ledger import Ledger, add, read_ledger
 from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.view import replicas_of
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -71,6 +72,8 @@ def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
         is_newest = one.number == state.attempt
         words = None if is_newest and state.state == "running" else "it left no word"
         outcome |= {"status": state.state if is_newest else "unknown", "message": words}
+    replicas = replicas_of(one)
+    known["replicas"] = None if replicas is None else {"there": replicas[0], "whole": replicas[1]}
     return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}
 
 

@@ -64,6 +64,10 @@ class RunState:
     """When the job started, or is estimated to (local time as Slurm shows it)."""
     elements: dict[str, int] | None = None
     """Of a sweep: how many elements are in which state."""
+    replicas: int | None = None
+    """How many data-parallel replicas work, where some of the job's are missing."""
+    whole_replicas: int | None = None
+    """How many the job has then."""
     submitted: float = 0.0
     """When its newest job was handed over (wall clock); 0 where there is none."""
     changed: float = 0.0
@@ -268,6 +272,7 @@ def _state(
 ) -> RunState:
     ended, told, job = view.ended, view.process, view.job
     progress = view.progress() if view.attempts else Progress()
+    replicas = view.replicas or (None, None)
     step = progress.step if ended is None or ended.get("step") is None else ended["step"]
     return RunState(
         view.run,
@@ -285,6 +290,8 @@ def _state(
         cluster=job[2] if job else "",
         nodes=record.nodes if record else "",
         start=record.start if record else "",
+        replicas=replicas[0],
+        whole_replicas=replicas[1],
         submitted=view.submission.time if view.submission else 0.0,
         changed=_changed(view.run),
     )

@@ -67,14 +67,15 @@ class Site:
     ) -> Placement:
         """A node for every rank, in the order that costs the step's traffic least."""
         per_node = self.per_node(spec)
+        degrees, ranks = (plan.degrees, plan.degrees.world_size) if plan else (spec.degrees, spec.ranks)
         if self.allocation is None:
-            return Placement((os.uname().nodename,) * spec.ranks)
+            return Placement((os.uname().nodename,) * ranks)
         placed = order(
             self._fabric(nodes),
             [node for node in self.allocation.nodes if node in nodes.alive],
-            spec.ranks,
+            ranks,
             per_node,
-            spec.degrees,
+            degrees,
             traffic_of(spec.model, plan, spec),
             policy=spec.resources.placement,
             avoid=excluded,

@@ -266,7 +266,15 @@ def _relaunch(event: Record) -> str:
     names = list(map(str, excluded)) if isinstance(excluded, list) else []
     without = f" without {_hosts(names)}" if names else ""
     spares = f"; {_count(left, 'spare')} left" if is_count(left) else ""
-    return f"relaunch in the same allocation{without}{spares}"
+    return f"relaunch in the same allocation{without}{_replicas(event)}{spares}"
+
+
+def _replicas(event: Record) -> str:
+    now, before, whole = (event.get(f"replicas{end}") for end in ("", "_before", "_whole"))
+    if not (is_count(now) and is_count(before) and is_count(whole)):
+        return ""
+    was = "" if now == before else f", it had {before}"
+    return f" with {now} of {whole} replicas{was}"
 
 
 def _rehearsal(record: Record) -> Entry | None:

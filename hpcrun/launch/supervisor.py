@@ -16,6 +16,7 @@ from hpcrun.launch import admission, recover
 from hpcrun.launch.blame import blamed
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
@@ -60,6 +61,7 @@ class Supervisor:
         self._site, self._limits = site or Site(), limits or Limits()
         self._began_at = 0
         self._excluded: set[str] = set()
+        self._lost: set[str] = set()
         self._command = command
         self._watchdog = Watchdog(prepared.spec)
         self._fruitless = 0
@@ -99,7 +101,7 @@ class Supervisor:
             if cause not in recover.FAULTS:
                 return self._close(outcome)
             self._tell_fault(outcome, cause)
-            self._excluded |= set(outcome.lost)
+            self._lost |= set(outcome.lost)
             self._avoid(outcome.suspects, nodes)
             if self._site.allocation is not None:
                 self._remember(blamed(outcome, cause, self._site.allocation.job))
@@ -108,9 +110,15 @@ class Supervisor:
                 return self._close(outcome, refused)
             self._record(outcome, relaunched=cause)
             left = [node for node in nodes.alive if node not in self._excluded]
-            spare = len(left) - self._slots()
-            self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
-            self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+            fit = fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(left))
+            without = sorted(self._excluded | self._lost.difference(nodes.alive))
+            more = {
+                "excluded": without,
+                "spares_left": len(left) - fit.nodes,
+                **fit.change(outcome.run.attempt(outcome.attempt)),
+            }
+            self._event(run, "relaunch", outcome, **more)
+            self._observer.note(f"{outcome.message}; going on{fit} from step {recover.saved_step(run)}")
             if not self._rest(recover.back_off_s(self._fruitless), nodes):
                 return self._close(outcome, "it was asked to stop")
 
@@ -140,8 +148,9 @@ class Supervisor:
     def _avoid(self, suspects: Collection[str], nodes: Nodes) -> None:
         """Put spares in the place of nodes that are under suspicion, as far as there are any."""
         left = [node for node in nodes.alive if node not in self._excluded]
+        whole = fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(left)).nodes
         for node in suspects:
-            if node in left and len(left) > self._slots():
+            if node in left and len(left) > whole:
                 left.remove(node)
                 self._excluded.add(node)
 
@@ -159,7 +168,7 @@ class Supervisor:
         if allocation is not None:
             self._remember(found.sightings(attempt, allocation.job, time.time()))
         left = [node for node in nodes.alive if node not in self._excluded]
-        gone = [one for one in nodes.lost if one.node not in self._excluded]
+        gone = [one for one in nodes.lost if one.node not in self._excluded | self._lost]
         if len(left) >= self._slots() or not (found.refused or gone):
             return None
         return admission.stopped(attempt, found, left, self._slots(), gone)
@@ -171,8 +180,8 @@ class Supervisor:
             self._observer.note(told)
 
     def _slots(self) -> int:
-        """How many nodes the ranks need."""
-        return -(-self._prepared.spec.ranks // self._site.per_node(self._prepared.spec))
+        """How many nodes the ranks need at least."""
+        return least_nodes(self._prepared, self._site.per_node(self._prepared.spec))
 
     def _why_not_here(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> str | None:
         """Why the run cannot go on in this allocation, or None when it can."""
@@ -188,15 +197,13 @@ class Supervisor:
 
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
-        spec, plan = self._prepared.spec, self._prepared.plan
+        spec = self._prepared.spec
         run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
         attempt = run.next_attempt()
         self._began_at = recover.saved_step(run)
         write_whole(run.spec, render_job(spec))
-        if plan is not None:
-            write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         write_json(attempt.supervisor, self._identity())
         return attempt
 
@@ -212,9 +219,12 @@ class Supervisor:
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
-        spec, plan = self._prepared.spec, self._prepared.plan
+        spec, left = self._prepared.spec, [node for node in nodes.alive if node not in self._excluded]
+        plan = fit_on(self._prepared, self._site.per_node(spec), len(left)).plan
+        if plan is not None:
+            write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         placement = self._site.place(spec, plan, nodes, self._excluded)
-        write_placement(attempt.placement, placement, spec.degrees)
+        write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         return self._follow(attempt, placement, launcher, nodes)
 

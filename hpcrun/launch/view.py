@@ -12,7 +12,7 @@ from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.specs.provenance import Provenance, Submission
 from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 
 _TAIL_BYTES = 65536
 _WORDS = 300
@@ -28,6 +28,7 @@ _SUPERVISOR: _Kinds = {
     "restarts": int,
 }
 _EXIT: _Kinds = {"status": str, "exit_code": int, "message": str, "attempt": int, "ended": _NUMBER}
+_REPLICAS: _Kinds = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
 _SUBMISSION: _Kinds = {
     "time": _NUMBER,
     "job": int,
@@ -126,6 +127,11 @@ class View:
         record = read_json(self.attempts[-1].outcome) if self.attempts else None
         return isinstance(record, dict) and bool(record.get("requeued"))
 
+    @property
+    def replicas(self) -> tuple[int, int] | None:
+        """How many replicas the newest attempt has, and how many the job; None where it has them all."""
+        return replicas_of(self.attempts[-1]) if self.attempts else None
+
     def progress(self) -> Progress:
         """The last step, its loss, and the last loss of an evaluation."""
         step: dict[str, Any] | None = None
@@ -168,6 +174,15 @@ class View:
             if said := [line for line in lines if line]:
                 return said[-1][:_WORDS]
         return ""
+
+
+def replicas_of(attempt: Attempt) -> tuple[int, int] | None:
+    """How many replicas an attempt has, and how many its job; None where it has them all, or none of ours."""
+    plan = read_json(attempt.plan)
+    if not isinstance(plan, dict) or plan.get("whole_dp") is None:
+        return None
+    found = _sound(attempt.plan, plan, _REPLICAS, *_REPLICAS)
+    return found["dp_replicate"] * found["dp_shard"], found["whole_dp"]
 
 
 def _sound(path: Path, record: Any, kinds: _Kinds, *needed: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from hpcrun.specs.data import DataSpec
 
 _PREFETCHED = 2
 _ROUNDS = 8
+MASKED = -100
+"""A target that counts for nothing: what torch's cross entropy ignores."""
 
 Indices = npt.NDArray[np.uint64]
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -136,8 +138,9 @@ class Batches:
     Every item is one optimizer step: inputs and targets, int64 of shape (grad_accum, mbs, seq_len).
     The step that begins at sample p takes the samples p to p + gbs of the global order; micro-batch m of
     rank r takes mbs of them from (m * dp_size + r) * mbs on, so that all ranks together see the same for
-    every dp_size. A thread reads two steps ahead. `position` is the only state: give it as `start_sample` to
-    go on from there.
+    every dp_size. With `rounds` every rank gets as many micro-batches, though there may be fewer for it: the
+    last ones are then masked, their targets MASKED. A thread reads two steps ahead. `position` is the only
+    state: give it as `start_sample` to go on from there.
     """
 
     def __init__(
@@ -152,18 +155,22 @@ class Batches:
         dp_size: int,
         start_sample: int = 0,
         vocab: int | None = None,
+        rounds: int | None = None,
     ) -> None:
         if seq_len != source.seq_len:
             raise ValueError(f"seq_len {seq_len} is not {source.seq_len}, with which the corpus was split")
         if not 0 <= dp_rank < dp_size or start_sample < 0:
             raise ValueError(f"no dp_rank {dp_rank} of {dp_size}, or no sample {start_sample}")
-        if gbs < 1 or mbs < 1 or gbs % (mbs * dp_size):
+        if rounds is not None:
+            _check_rounds(gbs, mbs, dp_size, rounds)
+        elif gbs < 1 or mbs < 1 or gbs % (mbs * dp_size):
             raise UsageError(
                 f"gbs {gbs} is not a multiple of mbs {mbs} × dp {dp_size} = {mbs * dp_size}; "
                 "change gbs, mbs or the parallel degrees"
             )
         self._source, self._seed, self._vocab = source, seed, vocab
         self._gbs, self._mbs, self._rank, self._dp_size = gbs, mbs, dp_rank, dp_size
+        self._rounds = rounds or gbs // (mbs * dp_size)
         self._position = start_sample
         self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-data")
@@ -194,9 +201,8 @@ class Batches:
 
     def _step(self, begin: int) -> Batch:
         samples = self._source.order(begin, begin + self._gbs, self._seed)
-        micro_batches = self._gbs // (self._mbs * self._dp_size)
-        mine = np.asarray(samples).reshape(micro_batches, self._dp_size, self._mbs)[:, self._rank]
-        return self._source.batch(mine.ravel().tolist(), (micro_batches, self._mbs), self._vocab)
+        mine = _dealt(samples, self._mbs, self._rank, self._dp_size)
+        return _filled_up(self._source, mine, self._rounds, self._mbs, self._vocab)
 
     def close(self) -> None:
         """End the reading thread; a second call does nothing."""
@@ -243,3 +249,47 @@ def eval_batches(
             yield source.batch(chosen, (mbs,), vocab)
 
     return batches()
+
+
+def eval_steps(
+    source: TokenSource,
+    *,
+    gbs: int,
+    mbs: int,
+    rounds: int,
+    dp_rank: int,
+    dp_size: int,
+    sequences: int,
+    vocab: int | None = None,
+) -> Iterator[Batch]:
+    """The held-out batches of one rank, dealt as `Batches` does: gbs sequences each time, masks where short.
+
+    `sequences` is a multiple of gbs; all ranks together see the ones that `eval_batches` would choose.
+    """
+    _check_rounds(gbs, mbs, dp_size, rounds)
+    held_out = source.corpus.eval_sequences
+    for begin in range(0, sequences, gbs):
+        chosen = [source.corpus.split.held_out(i * held_out // sequences) for i in range(begin, begin + gbs)]
+        yield _filled_up(source, _dealt(chosen, mbs, dp_rank, dp_size), rounds, mbs, vocab)
+
+
+def _check_rounds(gbs: int, mbs: int, dp_size: int, rounds: int) -> None:
+    if mbs < 1 or gbs % mbs or not 1 <= -(-gbs // (mbs * dp_size)) <= rounds:
+        raise UsageError(
+            f"gbs {gbs} does not go into {rounds} rounds of mbs {mbs} × dp {dp_size}; change gbs or mbs"
+        )
+
+
+def _dealt(samples: Sequence[int], mbs: int, dp_rank: int, dp_size: int) -> list[int]:
+    """What a rank gets of a step's samples, which are dealt mbs at a time."""
+    mine: list[int] = np.asarray(samples).reshape(-1, mbs)[dp_rank::dp_size].ravel().tolist()
+    return mine
+
+
+def _filled_up(source: TokenSource, mine: list[int], rounds: int, mbs: int, vocab: int | None) -> Batch:
+    """The micro-batches of a step; those that are there only to keep the others company are masked."""
+    missing = rounds * mbs - len(mine)
+    inputs, targets = source.batch(mine + mine[:1] * missing, (rounds, mbs), vocab)
+    if missing:
+        targets[rounds - missing // mbs :] = MASKED
+    return inputs, targets

@@ -15,9 +15,9 @@ from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.progress import progress
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data import Batches, TokenSource, eval_batches
+from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
-from hpcrun.runtime.optim import learning_rate
+from hpcrun.runtime.optim import rate_of_step
 from hpcrun.runtime.profile import StepProfiler
 from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
 from hpcrun.runtime.speed import SpeedProbe
@@ -110,6 +110,7 @@ class Trainer:
             dp_size=plan.degrees.dp,
             start_sample=position,
             vocab=self._job.model.vocab,
+            rounds=plan.grad_accum if plan.is_uneven else None,
         )
 
     def _asked(self) -> int:
@@ -163,7 +164,7 @@ class Trainer:
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._report_not_a_number(step, loss, norm, share, squares)
-        lr = learning_rate(self._job.train, self._plan.gbs, step)
+        lr = rate_of_step(self._job, self._plan, step)
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
@@ -220,15 +221,7 @@ class Trainer:
         rounds = min(available, wanted or available) // plan.gbs
         if rounds == 0:
             return None
-        share_of_step = plan.mbs * plan.grad_accum
-        batches = eval_batches(
-            self._source,
-            mbs=share_of_step,
-            dp_rank=self._model.mesh.dp_rank,
-            dp_size=plan.degrees.dp,
-            sequences=rounds * plan.gbs,
-            vocab=model.vocab,
-        )
+        batches = self._eval_batches(rounds * plan.gbs, model.vocab)
         progress(step, "eval")
         begin = time.perf_counter()
         shape = (plan.grad_accum, plan.mbs, plan.seq_len)
@@ -246,3 +239,11 @@ class Trainer:
             }
         )
         return loss
+
+    def _eval_batches(self, sequences: int, vocab: int) -> Iterator[Batch]:
+        plan, rank = self._plan, self._model.mesh.dp_rank
+        at: dict[str, int] = {"dp_rank": rank, "dp_size": plan.degrees.dp, "sequences": sequences}
+        if plan.is_uneven:
+            share: dict[str, int] = {"gbs": plan.gbs, "mbs": plan.mbs, "rounds": plan.grad_accum}
+            return eval_steps(self._source, **share, **at, vocab=vocab)
+        return eval_batches(self._source, mbs=plan.mbs * plan.grad_accum, **at, vocab=vocab)

@@ -274,11 +274,11 @@ def initialise(module: Decoder, spec: ModelSpec, seed: int) -> None:
             parameter.copy_(initial_value(spec, name, tuple(parameter.shape), seed))
 
 
-def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats over all tokens of logits (B, S, V), at least in float32.
+def loss_function(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
+    """Cross entropy in nats of logits (B, S, V), at least in float32: mean or sum over tokens not masked.
 
     Logits may be a DTensor cut along the vocabulary, inside torch's loss_parallel.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcrun.runtime.parallel import LocalParameter, Mesh
-from hpcrun.specs.job import TrainSpec
+from hpcrun.specs.job import JobSpec, TrainSpec
 from hpcrun.specs.plan import Plan
 
 
@@ -33,6 +33,14 @@ def learning_rate(train: TrainSpec, gbs: int, step: int) -> float:
     else:
         share = min(1.0, max(0.0, 1.0 - done) / train.decay)
     return peak * (train.min_lr + (1.0 - train.min_lr) * share)
+
+
+def rate_of_step(job: JobSpec, plan: Plan, step: int) -> float:
+    """Learning rate of a step of a job by a plan of it, which may have fewer replicas and a smaller batch."""
+    # lr_scaling goes by the batch that the job names; what is missing of it for now is elastic's matter.
+    whole = job.train.gbs or plan.gbs
+    rate = learning_rate(job.train, whole, step)
+    return rate if job.elastic is None or plan.gbs == whole else rate * job.elastic.lr_factor(plan.gbs, whole)
 
 
 class Optimizer:

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.tensor import DTensor
 
+from hpcrun.runtime.data import MASKED
 from hpcrun.runtime.model import Decoder, loss_function
 from hpcrun.runtime.parallel import Mesh, loss_context
 from hpcrun.runtime.replicas import ReplicaReducer
@@ -49,6 +50,7 @@ class Engine:
             self._replicas = ReplicaReducer(parameters, replicas)
         # FSDP averages gradients, the reducer sums them.
         self._summed_over = replicas.size() if self._replicas is not None and replicas is not None else 1
+        self._per_token: float | None = None
         self._schedule: Any = None
         if plan.pp > 1:
             group = mesh.group("pp")
@@ -66,10 +68,28 @@ class Engine:
 
     def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Divided here and not in the gradients afterwards: one pass over the weights less.
+        if self._per_token is not None:
+            return loss_function(logits, targets, reduction="sum") * self._per_token
         return loss_function(logits, targets) / (self._plan.grad_accum * self._summed_over)
+
+    def _weigh(self, targets: Tensor) -> None:
+        """Settle what a token counts: where replicas have different numbers of them, its share of all.
+
+        Where all have as many, the mean over microbatches and replicas is the mean over tokens.
+        """
+        degrees = self._plan.degrees
+        if not self._plan.is_uneven:
+            return
+        count = (targets != MASKED).sum().to(self._device)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        # The ranks of a replica have counted the same tokens.
+        tokens = int(count) * degrees.dp // degrees.world_size
+        self._per_token = degrees.dp / (max(1, tokens) * self._summed_over)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of this rank's batch, (grad_accum, mbs, S) tokens; zero on a rank without the last stage."""
+        self._weigh(targets)
         with loss_context(self._plan):
             if self._schedule is not None:
                 loss = self._pipeline(self._schedule.step, inputs, targets)
@@ -95,6 +115,7 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same without backward."""
+        self._weigh(targets)
         with loss_context(self._plan):
             if self._schedule is not None:
                 return self._pipeline(self._schedule.eval, inputs, targets) * self._summed_over

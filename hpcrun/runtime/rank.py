@@ -30,6 +30,7 @@ from hpcrun.runtime.place import check_places
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
 from hpcrun.specs.records import write_json, write_whole
+from hpcrun.specs.replicas import read_plan
 from hpcrun.specs.rundir import Attempt, RunDir, create_run, find_run
 
 
@@ -37,7 +38,14 @@ def main(run_dir: str, number: int, requests: shim.Requests) -> int:
     """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
     attempt = RunDir(Path(run_dir)).attempt(number)
     control = connect(detect_world(os.environ))
-    return _guarded(control, attempt, lambda: _train(control, attempt, requests, load_job(attempt.run.spec)))
+    return _guarded(control, attempt, lambda: _train(control, attempt, requests, _planned(attempt)))
+
+
+def _planned(attempt: Attempt) -> ResolvedJob:
+    """The job with the plan of this attempt, which may have fewer replicas than the job's own."""
+    resolved = load_job(attempt.run.spec)
+    plan = read_plan(attempt.plan, resolved.spec, resolved.training_plan)
+    return ResolvedJob(resolved.spec, plan)
 
 
 def join(

@@ -66,8 +66,8 @@ def directives_of(
         "constraint": asked.constraint,
         "reservation": asked.reservation,
         "exclude": asked.exclude,
-        # With a spare the job outlives a node; without one Slurm's own requeue is the better end.
-        "no-kill": True if asked.spares else None,
+        # With a spare, or with fewer replicas, it outlives a node; else Slurm's own requeue is better.
+        "no-kill": True if asked.spares or job.elastic else None,
         "exclusive": True if (profile.exclusive if asked.exclusive is None else asked.exclusive) else None,
     }
     steering, reasons = _steering(asked, version, leaves)

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from hpcrun.mesh import Degrees
 from hpcrun.specs.data import DataSpec
+from hpcrun.specs.elastic import ElasticSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.preflight import Preflight
@@ -176,6 +177,7 @@ class JobSpec(_Section):
     preflight: Preflight = Field(default=True, description="check nodes before an attempt; a list: but these")
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
     hooks: Hooks = Field(default=[], description="programs to call when its state changes")
+    elastic: ElasticSpec | None = Field(default=None, description="go on with fewer replicas; default: never")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: Word | None = Field(
         default=None,

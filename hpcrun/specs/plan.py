@@ -13,6 +13,7 @@ from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
 from hpcrun.hostlist import expand, fold
 from hpcrun.mesh import Degrees, partition
 from hpcrun.specs.data import DataSpec
+from hpcrun.specs.elastic import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import ResourcesSpec
@@ -42,7 +43,10 @@ class Plan(BaseModel):
     mbs: int
     gbs: int
     grad_accum: int
+    """Microbatches that every rank runs in a step, empty ones included where they do not come out even."""
     seq_len: int
+    whole_dp: int | None = None
+    """How many replicas the job has, where this is a plan with fewer."""
 
     @property
     def degrees(self) -> Degrees:
@@ -55,6 +59,16 @@ class Plan(BaseModel):
     def stages(self) -> int:
         """Pipeline stages, all ranks together."""
         return self.pp * self.virtual_stages
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the replicas take different numbers of microbatches, or all run empty ones."""
+        return self.gbs != self.mbs * self.grad_accum * self.degrees.dp
+
+    @property
+    def replicas(self) -> str:
+        """In words how many replicas there are where some are missing, else nothing."""
+        return "" if self.whole_dp is None else f"{self.degrees.dp} of {self.whole_dp} replicas"
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Which stages a pipeline rank holds: strided, or folded like a V for the zero-bubble schedule."""
@@ -69,7 +83,14 @@ class Plan(BaseModel):
         if self.pp > 1:
             cut = "+".join(str(end - begin) for begin, end in self.stage_layers)
             parts.append(f"{self.schedule} over {cut} layers")
-        parts.append(f"{self.gbs} sequences a step = {self.mbs} × {self.grad_accum} × dp {self.degrees.dp}")
+        parts += [self.replicas] if self.replicas else []
+        if self.is_uneven:
+            most = -(-self.gbs // self.mbs // self.degrees.dp)
+            parts.append(f"{self.gbs} sequences a step = up to {self.mbs} × {most} on dp {self.degrees.dp}")
+        else:
+            parts.append(
+                f"{self.gbs} sequences a step = {self.mbs} × {self.grad_accum} × dp {self.degrees.dp}"
+            )
         return ", ".join(parts)
 
 
@@ -315,11 +336,18 @@ def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
         return []
     if count < p.pp:
         text = f"{schedule} needs at least pp {p.pp} microbatches a step, there are {count}"
-    elif schedule == "interleaved" and count % (count // p.pp):
+    elif count != next_even_rounds(schedule, p.pp, count):
         text = f"interleaved cannot cut {count} microbatches into equal rounds; use a multiple of pp {p.pp}"
     else:
         return []
     return [Problem("parallel.schedule", f"{text}; change train.gbs, train.mbs or parallel.microbatches")]
+
+
+def next_even_rounds(schedule: Schedule, pp: int, count: int) -> int:
+    """The next number of microbatches, from `count` >= pp on, that the schedule can cut into equal rounds."""
+    while schedule == "interleaved" and count % (count // pp):
+        count += 1
+    return count
 
 
 def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
@@ -379,4 +407,5 @@ _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
     (_check_microbatches, ("parallel", "train")),
     (_check_zero_bubble, ("parallel", "train")),
     (_check_steps, ("parallel", "train")),
+    (check_elastic, ("elastic", "parallel", "command")),
 )

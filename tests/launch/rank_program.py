@@ -43,7 +43,7 @@ def main(mode: str, run_dir: str, number: str) -> None:
             write_json(attempt.result, {"attempt": attempt.number, "status": status, "step": step})
         comm.Barrier()
 
-    if mode == "done":
+    if mode == "done" or mode == f"wait-until-{number}":
         if rank == 0:
             metrics = LineWriter(attempt.run.metrics)
             for step in (1, 2, 3):

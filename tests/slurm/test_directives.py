@@ -291,3 +291,13 @@ def test_ranks_see_the_gpus_of_their_neighbours() -> None:
     assert srun_options_of(job(), None) == []
     assert srun_options_of(job(), site(gpus={"bind": None})) == []
     assert (gpus_of(job(), site()), gpus_of(job(partition="cpu"), site()), gpus_of(job(), None)) == (4, 0, 0)
+
+
+def test_a_job_that_goes_on_without_a_node_outlives_it() -> None:
+    def keeps(**sections: Any) -> bool:
+        asked = JobSpec.model_validate({"parallel": {"dp_shard": 2}, "resources": {"nodes": 2}} | sections)
+        return directives_of(asked, None, None).options.get("no-kill") is True
+
+    assert not keeps()
+    assert keeps(elastic={})
+    assert keeps(resources={"nodes": 2, "spares": 1})

@@ -1,0 +1,49 @@
+"""How many replicas of a job an attempt gets: as many as the nodes that are left can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.view import replicas_of
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.replicas import least_ranks, shrink
+from hpcrun.specs.rundir import Attempt
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What fits on the nodes that are left: by which plan (None for a command), on how many of them."""
+
+    plan: Plan | None
+    nodes: int
+
+    def __str__(self) -> str:
+        return f" with {self.plan.replicas}" if self.plan is not None and self.plan.replicas else ""
+
+    def change(self, last: Attempt) -> dict[str, Any]:
+        """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
+        if self.plan is None:
+            return {}
+        now, missing = self.plan, replicas_of(last)
+        if now.whole_dp is None and missing is None:
+            return {}
+        before, whole = missing or (now.whole_dp, now.whole_dp)
+        return {"replicas": now.degrees.dp, "replicas_before": before, "replicas_whole": whole}
+
+
+def fit_on(prepared: Prepared, per_node: int, left: int) -> Fit:
+    """The whole job, else what it goes on with; also the whole where the nodes are too few for anything."""
+    plan = prepared.plan
+    if plan is not None:
+        plan = shrink(prepared.spec, plan, left * per_node) or plan
+    ranks = prepared.ranks if plan is None else plan.degrees.world_size
+    return Fit(plan, -(-ranks // per_node))
+
+
+def least_nodes(prepared: Prepared, per_node: int) -> int:
+    """With how many nodes the job still goes on."""
+    plan = prepared.plan
+    ranks = prepared.ranks if plan is None else least_ranks(prepared.spec, plan)
+    return -(-ranks // per_node)

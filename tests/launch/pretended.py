@@ -1,0 +1,112 @@
+"""Several nodes that are all this host: their ranks are real, and a node is lost when a test says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.course import Limits, Outcome
+from hpcrun.launch.happenings import Happening, NodeLost
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.launchers import Hydra, Launcher
+from hpcrun.launch.nodes import Nodes, ThisNode
+from hpcrun.launch.preflight import Ask
+from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.site import Site
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.rundir import Attempt, RunDir
+
+LIMITS = Limits(start_s=120, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=20)
+
+
+class PretendedNodes(ThisNode):
+    """Nodes by their names alone."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(RunDir(Path()))
+        self.names = list(names)
+        self.where: tuple[str, ...] = ()
+        """The pretended node of each rank."""
+        self._lost: list[NodeLost] = []
+        self._gone: set[str] = set()
+        self._told = 0
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name not in self._gone)
+
+    @property
+    def lost(self) -> list[NodeLost]:
+        return self._lost
+
+    def lose(self, node: str) -> None:
+        """Take a node away, and its ranks with it; without a name rank 0 alone falls."""
+        if not node:
+            self.signal(signal.SIGKILL, 0)
+            return
+        self._lost.append(NodeLost(node, "its plug was pulled", time.time()))
+        self._gone.add(node)
+        for rank, where in enumerate(self.where):
+            if where == node:
+                self.signal(signal.SIGKILL, rank)
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        return {name: {"time": time.time(), "seconds": 0.0, "checks": []} for name in self.alive}
+
+    def come_back(self, nodes: str) -> None:
+        """Nodes of one letter each answer again."""
+        self._gone -= set(nodes)
+
+    def news(self, *, look: bool) -> Iterator[Happening]:
+        yield from self._lost[self._told :]
+        self._told = len(self._lost)
+        yield from super().news(look=look)
+
+
+@dataclass(frozen=True)
+class PretendedSite(Site):
+    """A place with such nodes."""
+
+    pretended: PretendedNodes = field(default_factory=lambda: PretendedNodes(()))
+
+    def launcher(self, spec: JobSpec) -> Launcher:
+        return Hydra(agents=False, interface=None)
+
+    @contextmanager
+    def nodes(self, run: RunDir) -> Iterator[Nodes]:
+        yield self.pretended
+
+    def place(
+        self, spec: JobSpec, plan: Plan | None, nodes: Nodes, excluded: Collection[str] = ()
+    ) -> Placement:
+        ranks = plan.degrees.world_size if plan else spec.ranks
+        usable = [node for node in nodes.alive if node not in excluded]
+        self.pretended.where = in_blocks(usable, ranks, self.per_node(spec)).ranks
+        return Placement((os.uname().nodename,) * ranks)
+
+
+def pretend(names: Sequence[str]) -> PretendedSite:
+    """An allocation of these nodes."""
+    return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), None, PretendedNodes(names))
+
+
+def supervise(site: PretendedSite, prepared: Prepared, observer: Any, program: Sequence[str] = ()) -> Outcome:
+    """Run a job there: its own ranks, or `program` RUN_DIR ATTEMPT as each of them."""
+
+    def command(attempt: Attempt) -> list[str]:
+        return [sys.executable, *program, str(attempt.run.path), str(attempt.number)]
+
+    with Inbox() as inbox:
+        given = command if program else None
+        return Supervisor(prepared, inbox, observer, site=site, command=given, limits=LIMITS).run()

@@ -1,0 +1,157 @@
+"""Fewer replicas than a job has: its samples stay exact, and a run goes on as if nothing had been lost."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.errors import UsageError
+from hpcrun.launch.prepare import prepare
+from hpcrun.runtime.data import MASKED, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.optim import rate_of_step
+from hpcrun.specs.load import parse_job
+from hpcrun.specs.plan import Plan
+from hpcrun.specs.records import last_of_each_step, read_json, read_lines
+from hpcrun.specs.replicas import with_replicas
+from tests.launch.conftest import Recorder, send
+from tests.launch.pretended import pretend, supervise
+from tests.runtime.test_data import S, counting_source, ids
+
+JOB = "model: {preset: demo}\ndata: {text: x, seq_len: 4}\nelastic: {}\ntrain: {gbs: 32, mbs: 2}\n"
+
+
+def samples(source: TokenSource, plan: Plan, start: int, steps: int) -> tuple[list[int], int]:
+    """The sequences that count of some steps, all ranks together, and where the next step begins."""
+    seen: list[int] = []
+    for rank in range(plan.degrees.dp):
+        with Batches(
+            source,
+            seq_len=S,
+            seed=3,
+            gbs=plan.gbs,
+            mbs=plan.mbs,
+            dp_rank=rank,
+            dp_size=plan.degrees.dp,
+            start_sample=start,
+            rounds=plan.grad_accum if plan.is_uneven else None,
+        ) as batches:
+            for _ in range(steps):
+                inputs, targets = next(batches)
+                assert inputs.shape == targets.shape == (plan.grad_accum, plan.mbs, S)
+                counts = (targets != MASKED).all(-1)
+                assert ((targets == MASKED).all(-1) | counts).all(), "a sequence counts whole or not at all"
+                seen += [one for one, is_real in zip(ids(inputs), counts.flatten(), strict=True) if is_real]
+            position = batches.position
+    return seen, position
+
+
+@pytest.mark.parametrize("batch", ["keep", "shrink"])
+@pytest.mark.parametrize(
+    "layout", ["{dp_replicate: 4}", "{dp_replicate: 4, pp: 2, schedule: interleaved}", "{dp_shard: 4}"]
+)
+def test_no_sample_is_lost_or_repeated_when_replicas_go_and_come(
+    tmp_path: Path, layout: str, batch: str
+) -> None:
+    source = counting_source(tmp_path, 130)  # epochs end inside of steps
+    job = parse_job(JOB, "job", (f"parallel={layout}", f"elastic.batch={batch}"))
+    whole = job.training_plan
+    position, seen = 0, list[int]()
+    for dp, steps in ((4, 2), (3, 3), (1, 1), (2, 2), (4, 3)):
+        new, position = samples(source, with_replicas(job.spec, whole, dp), position, steps)
+        seen += new
+    assert position == len(seen)
+    assert batch == "shrink" or position == 11 * whole.gbs
+    assert Counter(seen) == Counter(source.order(0, position, 3))
+
+
+def test_microbatches_differ_by_one_at_most(tmp_path: Path) -> None:
+    source = counting_source(tmp_path, 100)
+    options: dict[str, int] = {"seq_len": S, "seed": 3, "gbs": 16, "mbs": 2, "dp_size": 3, "rounds": 3}
+    counts = []
+    for rank in range(3):
+        with Batches(source, dp_rank=rank, **options) as batches:
+            counts.append(int((next(batches)[1] != MASKED).all(-1).all(-1).sum()))
+    assert counts == [3, 3, 2]
+
+
+def test_held_out_sequences_are_the_same_for_any_number_of_replicas(tmp_path: Path) -> None:
+    source = counting_source(tmp_path, 200, holdout=0.3)
+    whole = [ids(x) for x, _ in eval_batches(source, mbs=16, dp_rank=0, dp_size=1, sequences=32)]
+    options = {"gbs": 16, "mbs": 2, "rounds": 3, "dp_size": 3, "sequences": 32}
+    parts = [list(eval_steps(source, dp_rank=rank, **options)) for rank in range(3)]
+    for step, expected in enumerate(whole):
+        real = [
+            (x.reshape(-1, S), (y != MASKED).all(-1).flatten()) for x, y in (part[step] for part in parts)
+        ]
+        assert Counter(one for x, keep in real for one in ids(x[keep])) == Counter(expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rule", "factor"),
+    [("keep", "keep", 1.0), ("shrink", "keep", 1.0), ("shrink", "linear", 0.25), ("shrink", "sqrt", 0.5)],
+)
+def test_the_learning_rate_follows_a_smaller_batch_only_by_rule(batch: str, rule: str, factor: float) -> None:
+    words = ("parallel.dp_shard=4", f"elastic={{batch: {batch}, lr: {rule}}}", "train.schedule=constant")
+    job = parse_job(JOB, "job", (*words, "train.lr=0.5", "train.lr_scaling={rule: linear, base_gbs: 16}"))
+    plans = (job.training_plan, with_replicas(job.spec, job.training_plan, 1))
+    assert [rate_of_step(job.spec, plan, 1) for plan in plans] == [1.0, factor]
+
+
+def test_too_few_rounds_are_refused(tmp_path: Path) -> None:
+    source = counting_source(tmp_path, 100)
+    with pytest.raises(UsageError, match="gbs 16 does not go into 2 rounds"):
+        Batches(source, seq_len=S, seed=3, gbs=16, mbs=2, dp_rank=0, dp_size=3, rounds=2)
+
+
+RUN = """
+name: elastic
+model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
+data: {text: TEXT, seq_len: 32, holdout: 0.2}
+parallel: {dp_shard: 3}
+train: {steps: 12, mbs: 1, gbs: 12, lr: 3e-3, warmup: 2, eval: {sequences: 24}}
+checkpoint: {every: 2}
+resources: {nodes: 3}
+device: cpu
+elastic: {min_replicas: 2}
+"""
+
+
+def losses(records: list[dict[str, Any]]) -> dict[int, float]:
+    steps = [record for record in records if record["kind"] == "step"]
+    return {record["step"]: record["loss"] for record in last_of_each_step(steps)}
+
+
+def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = tmp_path / "job.yaml"
+    path.write_text(RUN.replace("TEXT", str(Path(__file__))))
+    alone = ["parallel.dp_shard=1", "resources.nodes=1", "elastic=null"]
+    plain = supervise(pretend("a"), prepare(path, alone), Recorder())
+    assert plain.status == "done", plain.message
+
+    there, observer = pretend("abc"), Recorder()
+
+    def act(record: dict[str, Any]) -> None:
+        match record["kind"], record["attempt"], record["step"]:
+            case "step", 1, 5:
+                there.pretended.lose("b")
+            case "step", 2, 8:
+                send(signal.SIGTERM)()
+
+    monkeypatch.setattr(observer, "step", act)
+    shrunk = supervise(there, prepare(path), observer)
+    assert shrunk.status == "saved", shrunk.message
+    assert any("going on with 2 of 3 replicas from step" in note for note in observer.notes)
+    grown = supervise(pretend("abc"), prepare(None, resume=shrunk.run), Recorder())
+    assert grown.status == "done", grown.message
+    assert [read_json(attempt.plan)["dp_shard"] for attempt in grown.run.attempts()] == [3, 2, 3]
+    records, expected = list(read_lines(grown.run.metrics)), list(read_lines(plain.run.metrics))
+    assert losses(records) == pytest.approx(losses(expected), rel=1e-5)
+    ends = [[one["eval_loss"] for one in found if one["kind"] == "eval"][-1] for found in (records, expected)]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
