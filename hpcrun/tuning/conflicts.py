@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpcrun.tuning.environment import Setting
 from hpcrun.tuning.grammar import FROM_EMPTY, parse_devices, parse_selection, stranded
-from hpcrun.tuning.problem import Fault, error, note, warning
+from hpcrun.tuning.problem import Fault, error, note, show, warning
 from hpcrun.tuning.registry import Version, at, registry, show_version
 from hpcrun.tuning.values import number
 
@@ -115,7 +115,7 @@ def _no_infiniband(view: View) -> Iterator[Told]:
     if off and net == "ib":
         yield "NCCL_NET", error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
     elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
-        yield "NCCL_NET", error(f"{net} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
+        yield "NCCL_NET", error(f"{show(net)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
     if off or net == "socket":
         why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
         for name in view.settings:
@@ -126,7 +126,7 @@ def _no_infiniband(view: View) -> Iterator[Told]:
         yield (
             "NCCL_IB_DISABLE",
             warning(
-                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {plugin};"
+                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {show(plugin)};"
                 " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out"
             ),
         )
@@ -188,8 +188,8 @@ def _algorithms(view: View) -> Iterator[Told]:
             yield (
                 "NCCL_ALGO",
                 error(
-                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={proto} covers: from 2.31 on"
-                    f" they have no algorithm; write ring,tree;{algo}"
+                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={show(proto)} covers: from 2.31"
+                    f" on they have no algorithm; write {show(f'ring,tree;{algo}')}"
                 ),
             )
 
@@ -207,7 +207,9 @@ def _protocols(view: View) -> Iterator[Told]:
         if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
             yield (
                 "NCCL_PROTO",
-                error(f"{proto} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"),
+                error(
+                    f"{show(proto)} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"
+                ),
             )
 
 
@@ -251,7 +253,9 @@ def _traffic_class(view: View) -> Iterator[Told]:
     if ours is not None and ours >= 0 and theirs and theirs != "auto" and number(theirs) != ours:
         yield (
             "UCX_IB_TRAFFIC_CLASS",
-            warning(f"is {theirs} and NCCL_IB_TC {ours}: MPI and NCCL use different queues of the network"),
+            warning(
+                f"is {show(theirs)} and NCCL_IB_TC {ours}: MPI and NCCL use different queues of the network"
+            ),
         )
 
 
@@ -261,7 +265,10 @@ def _interfaces(view: View) -> Iterator[Told]:
         if gloo[0] in "^=":
             yield "GLOO_SOCKET_IFNAME", error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names")
         elif ours and not any(parse_devices(ours).takes(one) for one in gloo.split(",")):
-            yield "GLOO_SOCKET_IFNAME", warning(f"is {gloo}, which NCCL_SOCKET_IFNAME={ours} leaves out")
+            yield (
+                "GLOO_SOCKET_IFNAME",
+                warning(f"is {show(gloo)}, which NCCL_SOCKET_IFNAME {show(ours)} leaves out"),
+            )
     for entry in (view.text("UCX_NET_DEVICES") or "").split(","):
         if re.fullmatch(r"mlx5_\d+|bnxt_re\d+", entry):
             yield "UCX_NET_DEVICES", error(f"{entry} has no port and matches nothing; write {entry}:1")
@@ -275,7 +282,7 @@ def _debugging(view: View) -> Iterator[Told]:
     if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
         yield (
             "NCCL_DEBUG_FILE",
-            warning(f"ranks write over each other's file; write {path}.%h.%p"),
+            warning(f"ranks write over each other's file; write {show(f'{path}.%h.%p')}"),
         )
 
 

@@ -18,6 +18,8 @@ from hpcrun.tuning.problem import Fault, error, warning
 
 _ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 _NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
+_VALUELESS = re.compile(r"(?:export|declare -x) [A-Za-z_][A-Za-z0-9_]*")
+_ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "v": "\v", "f": "\f", "E": "\x1b"}
 _LONGEST = 1023
 """What NCCL keeps of a name or a value in a file."""
 _MOST_BYTES = 2**24
@@ -157,6 +159,8 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             if start:
                 yield start, held
             start, held = number, content
+        elif _VALUELESS.fullmatch(content):
+            continue
         elif start and content and not content.startswith("#"):
             held += f"\n{content}"
         elif content.strip() and not content.startswith("#"):
@@ -167,6 +171,8 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _unquoted(text: str) -> str:
     """What `export -p` wrote in quotes."""
+    if len(text) >= 3 and text.startswith("$'") and text.endswith("'"):
+        return re.sub(r"\\(.)", lambda match: _ANSI.get(match[1], match[1]), text[2:-1], flags=re.S)
     if len(text) >= 2 and text[0] == text[-1] == '"':
         return re.sub(r'\\([\\"$`])', r"\1", text[1:-1])
     if len(text) >= 2 and text[0] == text[-1] == "'":

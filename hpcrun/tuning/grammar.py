@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.tuning.problem import Fault, error, note, warning
+from hpcrun.tuning.problem import Fault, error, note, show, warning
 from hpcrun.tuning.registry import Version, show_version
 
 FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
@@ -46,6 +46,8 @@ FROM_EMPTY: Version = (2, 31)
 _RAILS: Version = (2, 30)
 _MOST_DEVICES = 32
 _LONGEST_INTERFACE = 15
+_DRIVERS = frozenset({"mlx4", "mlx5", "hfi1"})
+"""How all adapters of a driver begin: meant as a prefix."""
 _NOWHERE = re.compile(r"lo|(docker|virbr|br-|veth|cni|flannel|cali)\w*")
 
 
@@ -108,7 +110,7 @@ class _Reader:
             hint = f"{f'; did you mean {close[0]}?' if close else ';'} allowed: {', '.join(self.choices)}"
         until_old = "ends the job" if self.is_strict else "is passed over in silence"
         on = "" if self.version else " from 2.24 on"
-        self.faults.append(error(f"{word!r} is not known and {until_old}{on}{hint}"))
+        self.faults.append(error(f"{show(word)} is not known and {until_old}{on}{hint}"))
 
 
 def known_choices(name: str, version: Version | None) -> tuple[str, ...]:
@@ -137,7 +139,7 @@ def parse_selection(name: str, text: str, version: Version | None) -> Selection:
         if len(pieces) < 2:
             if at:
                 reader.faults.append(
-                    error(f"{part!r} names no function; only the first list may, ends the job")
+                    error(f"{show(part)} names no function; only the first list may, ends the job")
                 )
                 continue
             has_default = True
@@ -148,11 +150,15 @@ def parse_selection(name: str, text: str, version: Version | None) -> Selection:
             close = difflib.get_close_matches(function, FUNCTIONS, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]}?" if close else ";"
             reader.faults.append(
-                error(f"{pieces[0]!r} is no function and ends the job{hint} allowed: {', '.join(FUNCTIONS)}")
+                error(
+                    f"{show(pieces[0])} is no function and ends the job{hint} allowed: {', '.join(FUNCTIONS)}"
+                )
             )
             continue
         if len(pieces) > 2:
-            reader.faults.append(error(f"{part!r} has more than one colon; what follows the second is lost"))
+            reader.faults.append(
+                error(f"{show(part)} has more than one colon; what follows the second is lost")
+            )
         if function in named:
             reader.faults.append(warning(f"{function} stands twice; the last one holds"))
         named.add(function)
@@ -194,7 +200,7 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
     if (version is None or version >= FROM_EMPTY) and not selection.has_default:
         yield warning(
             "has no list for the functions that it does not name, and 2.31 and later begin with nothing"
-            f" chosen; write ring,tree;{text}"
+            f" chosen; write {show(f'ring,tree;{text}')}"
         )
 
 
@@ -234,21 +240,21 @@ def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterato
     """What is wrong with a device list; `ports`: adapters, not interfaces."""
     devices = parse_devices(text)
     if text.startswith("=^"):
-        yield error(f"begins with =^, which matches nothing; write ^{text.replace('^', '', 1)}")
+        yield error(f"begins with =^, which matches nothing; write {show('^' + text.replace('^', '', 1))}")
         return
     if not devices.entries:
         yield error("names no device, and so takes all")
     names = [entry[0] for entry in devices.entries]
     for name in names:
         if name[0] in "=^":
-            yield error(f"{name!r} matches nothing: the sign stands once, before the whole list")
+            yield error(f"{show(name)} matches nothing: the sign stands once, before the whole list")
         elif name != name.strip():
-            yield error(f"{name!r} matches nothing: blanks are part of a name")
+            yield error(f"{show(name)} matches nothing: blanks are part of a name")
     twice = sorted(
         {name for entry in devices.entries if devices.entries.count(entry) > 1 for name in entry[:1]}
     )
     if twice:
-        yield warning(f"{', '.join(twice)}: stands twice; was another one meant?")
+        yield warning(f"{show(', '.join(twice))}: stands twice; was another one meant?")
     if len(names) > _MOST_DEVICES:
         yield error(f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
     if not devices.exact:
@@ -257,34 +263,36 @@ def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterato
 
 
 def _traps(names: Sequence[str], excludes: bool, ports: bool) -> Iterator[Fault]:
-    trapped = [name for name in names if re.search(r"\d$", name)]
+    names = [name for name in names if name.isprintable()]
+    trapped = [name for name in names if re.search(r"\d$", name) and name not in _DRIVERS]
     if not trapped:
         return
     first = trapped[0]
-    other = f"{first}0 to {first}9" if ports else f"{first}0 and {first}.100"
+    more = first[-_LONGEST_INTERFACE:]
+    other = f"{more}0 to {more}9" if ports else f"{more}0 and {more}.100"
     does = "leaves out" if excludes else "takes"
-    exact = f"{'^' if excludes else ''}={','.join(names)}"
-    yield warning(f"{first} also {does} {other}: names match by how they begin; write {exact}")
+    exact = show(f"{'^' if excludes else ''}={','.join(names)}")
+    yield warning(f"{show(first)} also {does} {other}: names match by how they begin; write {exact}")
 
 
 def _fields(devices: Devices, version: Version | None) -> Iterator[Fault]:
     for entry in devices.entries:
         whole = ":".join(entry)
         if len(entry) > 4:
-            yield error(f"{whole!r} has too many fields; the form is name:port:rail:plane")
+            yield error(f"{show(whole)} has too many fields; the form is name:port:rail:plane")
         elif len(entry) > 2 and version is not None and version < _RAILS:
-            yield error(f"{whole!r}: rail and plane are read from 2.30 on")
+            yield error(f"{show(whole)}: rail and plane are read from 2.30 on")
         for what, value in zip(("port", "rail", "plane"), entry[1:], strict=False):
             if not re.fullmatch(r"\d{1,3}" if what == "port" else r"-?\d{1,5}", value, re.A) and value:
-                yield error(f"{whole!r}: {value!r} is no {what}")
+                yield error(f"{show(whole)}: {show(value)} is no {what}")
 
 
 def _interfaces(devices: Devices) -> Iterator[Fault]:
     for entry in devices.entries:
         name = entry[0]
         if len(entry) > 1:
-            yield error(f"{':'.join(entry)!r}: an interface has no port; a colon ends the name here")
+            yield error(f"{show(':'.join(entry))}: an interface has no port; a colon ends the name here")
         if len(name) > _LONGEST_INTERFACE:
-            yield error(f"{name!r} is longer than {_LONGEST_INTERFACE}, as no interface can be")
+            yield error(f"{show(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be")
         if not devices.excludes and _NOWHERE.fullmatch(name):
-            yield error(f"{name} leads to no other host; name the network of the cluster")
+            yield error(f"{show(name)} leads to no other host; name the network of the cluster")

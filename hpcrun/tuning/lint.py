@@ -9,9 +9,9 @@ from typing import Any
 
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
-from hpcrun.tuning.problem import Fault, Finding, error, note, warning
+from hpcrun.tuning.problem import Fault, Finding, error, note, show, warning
 from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
-from hpcrun.tuning.values import check_value, number, show
+from hpcrun.tuning.values import check_value, number
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 _OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_", re.I)
@@ -173,4 +173,4 @@ def _left_over(known: Variable, value: str) -> Iterator[Fault]:
     figure = number(value)
     if dangerous == ["any"] or found & {one.upper() for one in dangerous} or str(figure) in dangerous:
         why = known.danger or known.effect
-        yield warning(f"={value[:60] if value.isprintable() else ascii(value)[:60]} is left over? {why}")
+        yield warning(f"{show(value)}: left over from an experiment? {why}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
+_MOST_SHOWN = 60
 
 
 class Fault(NamedTuple):
@@ -28,6 +29,12 @@ def warning(text: str) -> Fault:
 def note(text: str) -> Fault:
     """Worth knowing."""
     return Fault("note", text)
+
+
+def show(value: str) -> str:
+    """A value as a message quotes it: on one line, and short."""
+    text = value if value.isprintable() else ascii(value)[1:-1]
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
 
 
 @dataclass(frozen=True)

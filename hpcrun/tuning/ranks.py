@@ -10,9 +10,8 @@ from hpcrun.tuning.conflicts import plugin_on_path
 from hpcrun.tuning.environment import SECRET, Layer
 from hpcrun.tuning.grammar import parse_devices
 from hpcrun.tuning.lint import is_ours, worst_first
-from hpcrun.tuning.problem import Finding
+from hpcrun.tuning.problem import Finding, show
 from hpcrun.tuning.registry import registry
-from hpcrun.tuning.values import show
 
 _NODE_NAMES = ("SLURMD_NODENAME", "HOSTNAME", "HOST", "SLURM_NODEID")
 _RANK_NAMES = ("RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -76,6 +75,11 @@ def _differences(name: str, dumps: Sequence[RankDump]) -> Iterator[Finding]:
             yield Finding("error", name, f"differs between ranks of one node ({node}): {_told(on_node)}")
     if name == "NCCL_IB_HCA":
         yield from _adapters(groups)
+    elif name == "NCCL_IB_GID_INDEX":
+        text = (
+            f"differs between nodes: {_told(groups)}; leave it to NCCL, or say NCCL_IB_ADDR_RANGE (2.21 on)"
+        )
+        yield Finding("warning", name, text)
     elif name.endswith("_IFNAME"):
         text = f"differs between nodes: {_told(groups)}; all of them need a common, routed network"
         yield Finding("warning", name, text)

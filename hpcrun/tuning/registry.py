@@ -16,7 +16,7 @@ Version = tuple[int, ...]
 """A release of NCCL: (2, 29, 7)."""
 
 FIRST: Version = (0,)
-_VERSION = re.compile(r"v?(\d{1,3}(?:\.\d{1,3}){1,3})(?:[-+.].*)?", re.A)
+_VERSION = re.compile(r"v?(\d{1,3}(?:\.\d{1,3}){1,3})(?:[-+].*|\.post\d+)?", re.A)
 UNDOCUMENTED = "Documented nowhere we know; internal or undocumented."
 _CLOSE = 0.84
 """From this likeness on a name is taken for a slip of the pen."""

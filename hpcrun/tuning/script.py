@@ -35,13 +35,12 @@ class _Script:
 
     def put(self, name: str, value: str | None, where: str, *, exported: bool = True) -> None:
         setting = Setting(name, value, "script", where, exported or self.exports_all)
-        # The last place counts, whether it sets the variable or takes it away.
-        self.removed.pop(name, None)
         if setting.is_exported:
+            self.removed.pop(name, None)
             self.local.pop(name, None)
             self.settings.append(setting)
-        elif any(one.name == name for one in self.settings):
-            self.settings.append(Setting(name, value, "script", where))
+        elif name not in self.removed and any(one.name == name for one in self.settings):
+            self.settings.append(Setting(name, value, "script", where))  # it stays exported
         else:
             self.local[name] = setting
 

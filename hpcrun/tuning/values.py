@@ -13,14 +13,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcrun.tuning.grammar import Version, check_devices, check_selection
-from hpcrun.tuning.problem import Fault, error, note, warning
+from hpcrun.tuning.problem import Fault, error, note, show, warning
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)", re.A)
 _LEADING = re.compile(r"\s*[-+]?(?:0[xX][0-9a-fA-F]+|\d+)", re.A)
 _UNIT = re.compile(r"[-+]?(\d+(?:\.\d+)?)\s*([KMG])i?B?", re.I | re.A)
 _LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30}
-_MOST_SHOWN = 60
+_TOO_LARGE = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F]{16,}|[1-9]\d{18,})\s*", re.A)
+_MOST_DIGITS = 24
 
 
 def check_value(name: str, value: str, rule: str, version: Version | None) -> Iterator[Fault]:
@@ -43,17 +44,14 @@ def number(value: str) -> int | None:
         return None
     digits = text.lstrip("+-").lower()
     base = 16 if digits.startswith("0x") else 8 if digits.startswith("0") and digits != "0" else 10
+    if len(digits) > _MOST_DIGITS:
+        return None
     try:
         found = int(digits, base)
     except ValueError:  # 08: C stops before the 8
         return None
-    return -found if text.startswith("-") else found
-
-
-def show(value: str) -> str:
-    """A value as a message quotes it: on one line, and short."""
-    text = value if value.isprintable() else ascii(value)[1:-1]
-    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+    found = -found if text.startswith("-") else found
+    return found if -(2**63) <= found < 2**63 else None
 
 
 def _bool(value: str, rest: str) -> Iterator[Fault]:
@@ -93,8 +91,11 @@ def _bytes(value: str, rest: str) -> Iterator[Fault]:
 
 
 def _no_number(value: str, allowed: str) -> Iterator[Fault]:
+    if _TOO_LARGE.fullmatch(value):
+        yield error(f"{show(value)} is too large and counts as unset; allowed: {allowed}")
+        return
     read = _LEADING.match(value)
-    found = read[0].strip() if read else 0
+    found = read[0].strip()[:_MOST_DIGITS] if read else 0
     yield error(f"{show(value)} is no number and reads as {found}; allowed: {allowed}")
 
 
