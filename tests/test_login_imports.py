@@ -74,6 +74,8 @@ def call(arguments: list[str], cwd: Path) -> tuple[set[str], subprocess.Complete
         "events RUN -f",
         "save RUN",
         "stop RUN",
+        "tune lint",
+        "tune explain NCCL_IB_TC NCCL_WIBBLE",
     ],
 )
 def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) -> None:
@@ -95,6 +97,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "ckpt ls RUN",
         "postmortem RUN",
         "cluster --help",
+        "tune lint JOB",
         "template list",
         "nonsense",
     ],

@@ -110,12 +110,13 @@ def _gid(view: View) -> Iterator[Told]:
 
 
 def _no_infiniband(view: View) -> Iterator[Told]:
-    net = (view.text("NCCL_NET") or "").lower()
+    named = view.text("NCCL_NET") or ""
+    net = named.lower()
     off = view.number("NCCL_IB_DISABLE") == 1
     if off and net == "ib":
         yield "NCCL_NET", error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
     elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
-        yield "NCCL_NET", error(f"{show(net)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
+        yield "NCCL_NET", error(f"{show(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
     if off or net == "socket":
         why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
         for name in view.settings:
