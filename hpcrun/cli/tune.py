@@ -57,6 +57,7 @@ def lint(
     env: _Env = None,
     container_env: _Container = None,
     nccl_version: _Nccl = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Also list all that is set, and where.")] = False,
     as_json: _Json = False,
 ) -> None:
     """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
@@ -67,7 +68,7 @@ def lint(
         _print_json({"nccl": _library(gathered), **report.as_json()})
     else:
         _tell(gathered, report)
-        for one in report.findings:
+        for one in (*report.findings, *(report.origins() if show_all else ())):
             print(one)
         print(_summary(report))
     if report.has_errors:

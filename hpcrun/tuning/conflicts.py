@@ -288,8 +288,9 @@ def _debugging(view: View) -> Iterator[Told]:
 
 
 def _ras(view: View) -> Iterator[Told]:
-    if view.version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
-        release = show_version(view.version or ())
+    version = view.version
+    if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
+        release = show_version(version)
         yield "NCCL_RAS_ENABLE", note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off")
 
 

@@ -33,6 +33,12 @@ class Report:
         """Whether anything does not do what it says."""
         return any(one.level == "error" for one in self.findings)
 
+    def origins(self) -> Iterator[str]:
+        """Every variable that is set, its value, and where that stands."""
+        for name, chain in sorted(self.chains.items()):
+            if chain.winner is not None:
+                yield f"{'set':7}  {chain.winner.where} {name}: {_shown(chain.winner)}"
+
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
         return {

@@ -162,21 +162,24 @@ def _registry(raw: dict[str, Any]) -> Registry:
 
 
 def _variable(name: str, entry: dict[str, Any]) -> Variable:
-    releases = {key: _release(entry.get(key)) for key in ("since", "removed", "deprecated", "after")}
-    words = {key: entry.get(key, "") for key in ("left", "instead", "effect", "danger")}
     owner = entry.get("owner", "nccl")
+    rules = (Since(one.version, re.sub(r",\s+", ",", one.value)) for one in _history(entry.get("values")))
     return Variable(
         name,
         owner,
         entry.get("class", "leave"),
         entry.get("ranks", "same"),
-        values=tuple(
-            Since(one.version, re.sub(r",\s+", ",", one.value)) for one in _history(entry.get("values"))
-        ),
+        since=_release(entry.get("since")),
+        removed=_release(entry.get("removed")),
+        deprecated=_release(entry.get("deprecated")),
+        after=_release(entry.get("after")),
+        values=tuple(rules),
         default=_history(entry.get("default")),
+        left=entry.get("left", ""),
+        instead=entry.get("instead", ""),
+        effect=entry.get("effect", ""),
+        danger=entry.get("danger", ""),
         source=entry.get("source", f"documentation of {owner}"),
-        **releases,
-        **words,
     )
 
 

@@ -12,8 +12,9 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcrun.tuning.grammar import Version, check_devices, check_selection
+from hpcrun.tuning.grammar import check_devices, check_selection
 from hpcrun.tuning.problem import Fault, error, note, show, warning
+from hpcrun.tuning.registry import Version
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)", re.A)
 _LEADING = re.compile(r"\s*[-+]?(?:0[xX][0-9a-fA-F]+|\d+)", re.A)

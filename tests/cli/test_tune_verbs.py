@@ -65,6 +65,13 @@ def test_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last == "1 error, 1 warning, 0 notes; 2 variables looked at"
 
 
+def test_all_that_is_set() -> None:
+    result = call("lint", "--all", "--env", DATA / "spectrum-x.env", "--nccl-version", "2.27.5")
+    told = [line for line in result.stdout.splitlines() if line.startswith("set ")]
+    assert len(told) == 9
+    assert told[0] == f"set      {DATA}/spectrum-x.env:1 NCCL_IB_ADAPTIVE_ROUTING: '1'"
+
+
 def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_BUFFSIZE", "4M")
     result = call("lint", "--json", "--nccl-version", "2.27.5")

@@ -126,6 +126,10 @@ def test_a_script_as_people_write_them() -> None:
         ("#SBATCH --export=ALL,NCCL_A=7", {"NCCL_A": "7"}),
         ("export NCCL_A=$(hostname)", {"NCCL_A": None}),
         ("export NCCL_A+=x", {"NCCL_A": None}),
+        ("export NCCL_A=1\nunset NCCL_A\nNCCL_A=2", {}),
+        ("export NCCL_A=1\nunset NCCL_A\nNCCL_A=2\nexport NCCL_A", {"NCCL_A": "2"}),
+        ("export NCCL_A=1\nexport -n NCCL_A", {}),
+        ("/usr/bin/srun --export ALL,NCCL_A=8 ./a", {"NCCL_A": "8"}),
     ],
 )
 def test_further_ways_to_set_a_variable(line: str, expected: dict[str, str | None]) -> None:

@@ -37,6 +37,8 @@ def test_the_wheel_that_torch_asks_for_counts(python: Path) -> None:
     package(site(python), "nvidia-nccl-cu13", "2.28.9")
     package(site(python), "nvidia-nccl-cu12", "2.27.5")
     assert str(find_library(python=python).library) == f"NCCL 2.27.5 (nvidia-nccl-cu12 of {python})"
+    package(site(python), "nvidia-nccl-cu11", "2.21.5")
+    assert find_library(python=python).version == (2, 27, 5)
 
 
 def test_what_was_given_beats_what_is_there(python: Path) -> None:

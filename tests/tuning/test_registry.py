@@ -12,7 +12,7 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.tuning.environment import Setting
 from hpcrun.tuning.lint import check_setting
-from hpcrun.tuning.registry import Variable, at, parse_version, registry, show_version
+from hpcrun.tuning.registry import Variable, Version, at, parse_version, registry, show_version
 from hpcrun.tuning.values import KINDS, check_value
 
 NAMES = Path(__file__).parents[1] / "data" / "nccl-2.32.3-strings.txt"
@@ -52,9 +52,9 @@ def test_each_entry_is_sound(known: Variable) -> None:
             assert re.fullmatch(r"(-?\d+\.\.(-?\d+)?)?", rest)
     # A default that is a plain value passes its own rule in the release that it holds in.
     for version, default in known.default:
-        rule = at(known.values, version if version != (0,) else None)
-        if re.fullmatch(r"-?\d+|[A-Z_]+", default) and rule:
-            assert [one for one in check_value(known.name, default, rule, None) if one.level == "error"] == []
+        held = at(known.values, version if version != (0,) else None)
+        if re.fullmatch(r"-?\d+|[A-Z_]+", default) and held:
+            assert [one for one in check_value(known.name, default, held, None) if one.level == "error"] == []
 
 
 def test_look_alikes_are_no_variables_and_lead_to_one() -> None:
@@ -70,8 +70,25 @@ def test_defaults_by_release() -> None:
     found = [at(timeout, parse_version(release)) for release in ("2.10.3", "2.14.3", "2.22.3", "2.23.4")]
     assert found == ["14", "18", "18", "20"]
     assert at(timeout, None) == "20"
+    assert at(timeout, (2, 14)) == "18"
     split = registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default
     assert [at(split, release) for release in ((2, 19, 3), (2, 20, 3))] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "release", "words"),
+    [
+        ("NCCL_TREE_THRESHOLD", (2, 4, 8), ""),
+        ("NCCL_TREE_THRESHOLD", (2, 5), "is not read from 2.5 on"),
+        ("NCCL_IB_PKEY_VALUE", (2, 30, 7), "is read from 2.31 on"),
+        ("NCCL_IB_PKEY_VALUE", (2, 31), ""),
+        ("NCCL_PSK", (2, 32, 3), "is not yet read in 2.32.3"),
+        ("NCCL_PSK", (2, 33), ""),
+        ("NCCL_PSK", None, ""),
+    ],
+)
+def test_which_release_reads_what(name: str, release: Version | None, words: str) -> None:
+    assert registry().variables[name].absence(release) == words
 
 
 @pytest.mark.parametrize("text", ["2.27.5", "v2.27.5-1", "2.27", "2.27.5+cuda12.9"])
