@@ -16,7 +16,7 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.tuning.problem import Fault, error, warning
 
-_ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
+_ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
 _NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
 _VALUELESS = re.compile(r"(?:export|declare -x) [A-Za-z_][A-Za-z0-9_]*")
 _ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "v": "\v", "f": "\f", "E": "\x1b"}

@@ -154,7 +154,10 @@ def _unknown(name: str) -> Iterator[Fault]:
         yield error(f"is no variable but {registry().symbols[name]}; it does nothing")
         return
     close = registry().nearest(name)
-    if close:
+    if name.startswith(("TORCH_NCCL_", "RCCL_")):
+        hint = f"; did you mean {close}?" if close else ""
+        yield warning(f"is not known; {name.partition('_')[0]} reads more than is known here{hint}")
+    elif close:
         yield error(f"is not known, and NCCL never complains about that; did you mean {close}?")
     else:
         library = show_version(registry().library)

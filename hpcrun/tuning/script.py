@@ -15,7 +15,7 @@ from hpcrun.tuning.environment import Layer, Setting
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.S)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
-_ENDS = frozenset({";", "&", "&&", "|", "||", "(", ")", ";;", "|&", "{", "}"})
+_ENDS = re.compile(r"[();&|]+|[{}]")
 _OPENERS = frozenset({"if", "then", "else", "elif", "do", "while", "until", "time", "!", "exec", "command"})
 _STARTERS = frozenset({"srun", "mpirun", "mpiexec", "mpiexec.hydra", "apptainer", "singularity", "docker"})
 _MOST_JOINED = 60
@@ -90,9 +90,8 @@ def _commands(text: str) -> Iterator[tuple[int, list[str]]]:
             continue
         here = _HERE.search(line)
         if here:
-            while at < len(lines) and lines[at].strip() != here[2]:
-                at += 1
-            at += 1
+            ends = (number for number in range(at, len(lines)) if lines[number].strip() == here[2])
+            at = next(ends, at - 1) + 1
         yield from ((start + 1, command) for command in _simple(words))
 
 
@@ -112,7 +111,7 @@ def _simple(words: Sequence[str]) -> Iterator[list[str]]:
     for word in words:
         if word.startswith("#"):
             break
-        if word in _ENDS:
+        if _ENDS.fullmatch(word):
             if command:
                 yield command
             command = []

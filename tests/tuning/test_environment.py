@@ -129,6 +129,10 @@ def test_a_script_as_people_write_them() -> None:
         ("export NCCL_A=1\nunset NCCL_A\nNCCL_A=2", {}),
         ("export NCCL_A=1\nunset NCCL_A\nNCCL_A=2\nexport NCCL_A", {"NCCL_A": "2"}),
         ("export NCCL_A=1\nexport -n NCCL_A", {}),
+        ("echo 'cat <<EOF'\nexport NCCL_A=1", {"NCCL_A": "1"}),
+        ("x=$((1 << n))\nexport NCCL_A=1", {"NCCL_A": "1"}),
+        ("run() { export NCCL_A=1; }", {"NCCL_A": "1"}),
+        ("[[ -n $x ]] && export NCCL_A=1", {"NCCL_A": "1"}),
         ("/usr/bin/srun --export ALL,NCCL_A=8 ./a", {"NCCL_A": "8"}),
     ],
 )
@@ -162,6 +166,19 @@ def test_dumps_of_an_environment(command: str) -> None:
     )
     values = {one.name: one.value for one in parse_dump(done.stdout, "dump", "env").settings}
     assert {name: values[name] for name in NAMES} == ODD
+
+
+def test_exported_functions_are_no_trouble() -> None:
+    script = "export NCCL_A=1; ml() { echo hello; }; export -f ml; "
+    for command in ("env", "env -0"):
+        done = subprocess.run(
+            ["bash", "--norc", "-c", script + command],
+            env={"PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            check=True,
+        )
+        values = {one.name: one.value for one in parse_dump(done.stdout.decode(), "dump", "env").settings}
+        assert values["NCCL_A"] == "1"
 
 
 def test_the_environment_of_an_image() -> None:
