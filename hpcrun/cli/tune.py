@@ -62,6 +62,7 @@ def lint(
 ) -> None:
     """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
     from hpcrun.tuning.gather import Sources
+    from hpcrun.tuning.problem import plain
 
     gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
     if as_json:
@@ -69,7 +70,7 @@ def lint(
     else:
         _tell(gathered, report)
         for one in (*report.findings, *(report.origins() if show_all else ())):
-            print(one)
+            print(plain(str(one)))
         print(_summary(report))
     if report.has_errors:
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -89,6 +90,7 @@ def explain(
     """What a variable does, whether this NCCL reads it, its default, effect and risk, and who set it."""
     from hpcrun.tuning.explain import explain as explain_one
     from hpcrun.tuning.gather import Sources
+    from hpcrun.tuning.problem import plain
 
     gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
     found = [explain_one(name, report, gathered.library.version) for name in names]
@@ -96,7 +98,7 @@ def explain(
         _print_json({"nccl": _library(gathered), "variables": [one.as_json() for one in found]})
         return
     _tell(gathered, report)
-    print("\n\n".join("\n".join(one.lines()) for one in found))
+    print("\n\n".join("\n".join(map(plain, one.lines())) for one in found))
 
 
 def _look(sources: Sources) -> tuple[Gathered, Report]:

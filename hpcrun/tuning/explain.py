@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrun.errors import UsageError
 from hpcrun.tuning.environment import Chain, printable
 from hpcrun.tuning.lint import Report, chain_json
-from hpcrun.tuning.problem import Finding
+from hpcrun.tuning.problem import Finding, show
 from hpcrun.tuning.registry import FIRST, History, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import number
 
@@ -32,6 +34,7 @@ _SOURCES = {
 }
 _TRAFFIC = ("NCCL_IB_TC", "NCCL_IB_FIFO_TC", "NCCL_GIN_IB_TC", "UCX_IB_TRAFFIC_CLASS")
 _WIDTH = 9
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,10 @@ class Explanation:
 
 
 def explain(name: str, report: Report, version: Version | None) -> Explanation:
-    """What is known of a name, also without its NCCL_ and in small letters."""
+    """What is known of a name, also without its NCCL_ and in small letters; UsageError where it is none."""
     known = registry().variables
-    name = name.strip()
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{show(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC")
     for guess in (name, name.upper(), f"NCCL_{name.upper()}"):
         if guess in known or guess in registry().lookalikes or guess in registry().symbols:
             name = guess

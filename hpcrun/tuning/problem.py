@@ -31,9 +31,14 @@ def note(text: str) -> Fault:
     return Fault("note", text)
 
 
+def plain(text: str) -> str:
+    """Text that any terminal takes, on one line; what cannot be printed is escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def show(value: str) -> str:
     """A value as a message quotes it: on one line, and short."""
-    text = value if value.isprintable() else ascii(value)[1:-1]
+    text = plain(value)
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -242,6 +244,24 @@ def test_explanations_of_all_kinds(name: str, release: str, words: str) -> None:
 )
 def test_what_cannot_be_read_is_one_line(words: tuple[str | Path, ...], told: str) -> None:
     assert told in refused("lint", *words)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x\ny", "é", "NCCL-IB", "NCCL_IB_TC=106"])
+def test_what_is_no_name_is_one_line(name: str) -> None:
+    assert "is no name of a variable; write letters, digits and _" in refused("explain", name)
+
+
+def test_odd_bytes_in_the_environment_are_escaped(tmp_path: Path) -> None:
+    environ = {b"NCCL_\xff": b"1", b"NCCL_IB_HCA": b"=mlx5_0,\xfe", b"PATH": os.environb[b"PATH"]}
+    environ[b"PYTHONPATH"] = os.fsencode(Path(__file__).parents[2])
+    for words in (["lint", "--all"], ["lint", "--json"], ["explain", "NCCL_IB_HCA"]):
+        command = [sys.executable, "-m", "hpcrun", "tune", *words]
+        done = subprocess.run(
+            command, env=environ, capture_output=True, check=False, cwd=tmp_path, timeout=60
+        )
+        assert b"Traceback" not in done.stderr
+        assert done.returncode == 0
+        assert b"mlx5_0,\\udcfe" in done.stdout
 
 
 def test_binary_files_are_one_line(tmp_path: Path) -> None:
