@@ -39,7 +39,7 @@ def plain(text: str) -> str:
 def show(value: str) -> str:
     """A value as a message quotes it: on one line, and short."""
     text = plain(value)
-    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
+    return f"'{text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}…'}'"
 
 
 @dataclass(frozen=True)
