@@ -195,6 +195,18 @@ def _algorithms(view: View) -> Iterator[Told]:
             )
 
 
+def _symmetric(view: View) -> Iterator[Told]:
+    kernels = view.text("NCCL_SYM_KERNEL")
+    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY)):
+        yield (
+            "NCCL_SYM_KERNEL",
+            warning(
+                "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
+                " not registered fail; name some in NCCL_ALGO too"
+            ),
+        )
+
+
 def _protocols(view: View) -> Iterator[Told]:
     algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
     if not algo or not proto:
@@ -324,6 +336,7 @@ _RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
     _chunks,
     _algorithms,
     _protocols,
+    _symmetric,
     _memory,
     _partition,
     _traffic_class,

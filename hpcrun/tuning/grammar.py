@@ -42,7 +42,7 @@ SIMPLE_ONLY = frozenset({"collnet", "collnetchain", "collnetdirect", "nvls", "nv
 PER_FUNCTION: Version = (2, 24)
 """From here on functions can be named, and a word that is not known is fatal."""
 FROM_EMPTY: Version = (2, 31)
-"""From here on a setting begins with nothing chosen, for the functions that it does not name too."""
+"""From here on NCCL_ALGO begins with nothing chosen, which counts for the functions that NCCL_PROTO names."""
 _RAILS: Version = (2, 30)
 _MOST_DEVICES = 32
 _LONGEST_INTERFACE = 15
@@ -197,11 +197,6 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
     elif lost:
         since = "" if version else " from 2.24 on"
         yield error(f"leaves {lost} without an algorithm{since}, which ends a job that uses them; add ring")
-    if (version is None or version >= FROM_EMPTY) and not selection.has_default:
-        yield warning(
-            "has no list for the functions that it does not name, and 2.31 and later begin with nothing"
-            f" chosen; write {show(f'ring,tree;{text}')}"
-        )
 
 
 def stranded(selection: Selection) -> list[str]:

@@ -8,14 +8,33 @@ import string
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.yaml import parse_document
+from hpcrun.tuning import registry as registry_module
 from hpcrun.tuning.environment import Setting
 from hpcrun.tuning.lint import check_setting
 from hpcrun.tuning.registry import Variable, Version, at, parse_version, registry, show_version
 from hpcrun.tuning.values import KINDS, check_value
 
 NAMES = Path(__file__).parents[1] / "data" / "nccl-2.32.3-strings.txt"
+
+
+def test_the_file_has_no_key_twice_and_means_the_same_to_every_reader() -> None:
+    path = Path(registry_module.__file__).with_name("registry.yaml")
+    strict = parse_document(path.read_text(encoding="utf-8"), path.name).values
+    assert set(strict) == {
+        "library",
+        "variables",
+        "undocumented",
+        "symbols",
+        "lookalikes",
+        "families",
+        "others",
+    }
+    slow = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    assert registry_module._registry(slow) == registry()
 
 
 def test_every_name_in_the_newest_library_is_known_and_classified() -> None:
