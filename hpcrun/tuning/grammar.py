@@ -186,8 +186,12 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
     selection = parse_selection(name, text, version)
     yield from selection.faults
     if name.endswith("PROTO"):
-        if "ll128" in selection.words:
-            yield warning("forces LL128 also where NCCL has turned it off, which corrupts data in silence")
+        if any("ll128" in left for left in selection.chosen.values()):
+            how = "" if "ll128" in selection.words else ", since ^ turns on all that it does not list"
+            yield warning(
+                f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence: write"
+                " ^LL128, or LL,Simple"
+            )
         return
     if not selection.is_valid:
         return

@@ -162,7 +162,10 @@ def test_one_value_by_release() -> None:
 def test_ll128_is_never_forced_without_a_word() -> None:
     assert "corrupts data" in told("NCCL_PROTO", "LL128", NEW)
     assert "corrupts data" in told("NCCL_PROTO", "simple;allreduce:LL,LL128", NEW)
+    for release in (OLD, NEW, NEWEST):
+        assert "since ^ turns on all that it does not list" in told("NCCL_PROTO", "^LL", release)
     assert levels("NCCL_PROTO", "^LL128", NEW) == []
+    assert levels("NCCL_PROTO", "^LL128,LL", NEW) == []
     assert levels("NCCL_PROTO", "Simple,LL", NEW) == []
 
 
