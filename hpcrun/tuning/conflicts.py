@@ -257,11 +257,8 @@ def _traffic_class(view: View) -> Iterator[Told]:
         value = view.number(name)
         if value is not None and 0 < value <= 255:
             ecn = value & 3
-            level = note if ecn else warning
-            hint = (
-                "" if ecn else "; ECN bits 0 say that the sender knows no ECN: some NICs mark by themselves"
-            )
-            yield name, level(f"{value} is DSCP {value >> 2} with ECN {ecn}; the switches must map it{hint}")
+            hint = "" if ecn else "; its ECN bits are 0, so that marking hangs on the NIC setting them itself"
+            yield name, note(f"{value} is DSCP {value >> 2} with ECN {ecn}; the switches must map it{hint}")
     ours, theirs = view.number("NCCL_IB_TC"), view.text("UCX_IB_TRAFFIC_CLASS")
     if ours is not None and ours >= 0 and theirs and theirs != "auto" and number(theirs) != ours:
         yield (

@@ -111,8 +111,11 @@ def report_on(gathered: Gathered) -> Report:
     """All that is wrong in it: in each environment, and between them."""
     reports = [lint(gathered.layers(base), gathered.library.version) for base in gathered.bases]
     findings: dict[tuple[str, str, str], Finding] = {}
+    files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
+    apart = bool(files) and len(set(files)) == len(files)
     for one in (*gathered.findings, *(found for report in reports for found in report.findings)):
-        findings.setdefault((one.level, one.name, one.text), one)
+        if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
+            findings.setdefault((one.level, one.name, one.text), one)
     whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
     return Report(whole, reports[0].chains, (*gathered.notes, *reports[0].notes))
 

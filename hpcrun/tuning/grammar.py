@@ -271,7 +271,9 @@ def _traps(names: Sequence[str], excludes: bool, ports: bool) -> Iterator[Fault]
     other = f"{more}0 to {more}9" if ports else f"{more}0 and {more}.100"
     does = "leaves out" if excludes else "takes"
     exact = show(f"{'^' if excludes else ''}={','.join(names)}")
-    yield warning(f"{show(first)} also {does} {other}: names match by how they begin; write {exact}")
+    # A second adapter of that name is often there, a second interface seldom.
+    say = warning if ports else note
+    yield say(f"{show(first)} also {does} {other}: names match by how they begin; write {exact}")
 
 
 def _fields(devices: Devices, version: Version | None) -> Iterator[Fault]:

@@ -168,6 +168,8 @@ def _impostor(found: Lookalike) -> Fault:
     text = f"; {found.text}" if found.text else ""
     if found.reader == "torch":
         return warning(f"is torch's old name, which NCCL never reads; use {found.instead}{text}")
+    if found.reader == "nobody":
+        return note(f"is read by nobody{text}")
     if found.reader:
         return note(f"is not read by NCCL but by {found.reader}{text}")
     instead = f"; {found.instead} is what comes nearest" if found.instead else ""
