@@ -77,6 +77,8 @@ def call(arguments: list[str], cwd: Path) -> tuple[set[str], subprocess.Complete
         "metrics --dashboard",
         "save RUN",
         "stop RUN",
+        "tune lint",
+        "tune explain NCCL_IB_TC NCCL_WIBBLE",
     ],
 )
 def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) -> None:
@@ -99,6 +101,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "postmortem RUN",
         "chaos --help",
         "cluster --help",
+        "tune lint JOB",
         "template list",
         "nonsense",
     ],

@@ -1,0 +1,345 @@
+"""What is wrong between variables although each by itself is in order; one function a rule, all pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hpcrun.tuning.environment import Setting
+from hpcrun.tuning.grammar import FROM_EMPTY, parse_devices, parse_selection, stranded
+from hpcrun.tuning.problem import Fault, error, note, show, warning
+from hpcrun.tuning.registry import Version, at, registry, show_version
+from hpcrun.tuning.values import number
+
+Told = tuple[str, Fault]
+"""The variable at which it is told, and what."""
+
+_MIB = 2**20
+_PLUGINS = re.compile(r"hpcx|nccl_rdma_sharp|aws-ofi-nccl|nccl-rdma-sharp|fastrak|gpudirect", re.I)
+_RAS_CRASHES = {(2, 26, 2), (2, 27, 7), (2, 29, 7)}
+"""Releases in which a question to the RAS thread has ended jobs."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What counts, as rules look at it; a value that is not known is never there."""
+
+    settings: Mapping[str, Setting]
+    version: Version | None
+
+    def text(self, name: str) -> str | None:
+        """A value that is set and known."""
+        setting = self.settings.get(name)
+        return setting.value if setting is not None and setting.value else None
+
+    def number(self, name: str) -> int | None:
+        """The same as a number."""
+        text = self.text(name)
+        return None if text is None else number(text)
+
+    def default(self, name: str) -> int | None:
+        """A number that holds when nothing is set."""
+        return number(at(registry().variables[name].default, self.version) or "")
+
+    def since(self, *release: int) -> bool:
+        """Whether the release is known to be at least this one."""
+        return self.version is not None and self.version >= release
+
+
+def conflicts(settings: Mapping[str, Setting], version: Version | None) -> Iterator[Told]:
+    """Everything that does not go together."""
+    view = View(settings, version)
+    for rule in _RULES:
+        yield from rule(view)
+
+
+def plugin_on_path(path: str) -> str | None:
+    """The first folder of a library path that a network plugin of NCCL is known to lie in."""
+    return next((one for one in path.split(":") if _PLUGINS.search(one)), None)
+
+
+def _sockets(view: View) -> Iterator[Told]:
+    threads, sockets = view.number("NCCL_SOCKET_NTHREADS"), view.number("NCCL_NSOCKS_PERTHREAD")
+    if threads and sockets and threads * sockets > 64:
+        yield (
+            "NCCL_NSOCKS_PERTHREAD",
+            error(f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"),
+        )
+
+
+def _queue_pairs(view: View) -> Iterator[Told]:
+    split, pairs = view.number("NCCL_IB_SPLIT_DATA_ON_QPS"), view.number("NCCL_IB_QPS_PER_CONNECTION")
+    if split is not None and (pairs or 1) == 1:
+        yield (
+            "NCCL_IB_SPLIT_DATA_ON_QPS",
+            warning("does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"),
+        )
+    elif split is None and pairs is not None and pairs > 1:
+        default = at(registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version)
+        release = show_version(view.version) if view.version else "2.20 and later"
+        yield (
+            "NCCL_IB_QPS_PER_CONNECTION",
+            note(
+                f"NCCL_IB_SPLIT_DATA_ON_QPS is not set; {release} has {default}"
+                f" ({'split each message' if default == '1' else 'take the pairs in turn'})"
+            ),
+        )
+
+
+def _gid(view: View) -> Iterator[Told]:
+    index = view.number("NCCL_IB_GID_INDEX")
+    if index is None or index < 0:
+        return
+    others = [
+        name
+        for name in ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
+        if view.text(name)
+    ]
+    for name in others:
+        yield name, warning(f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
+    if view.version is None or view.since(2, 21):
+        newer = "" if view.version else "from 2.21 on "
+        yield (
+            "NCCL_IB_GID_INDEX",
+            warning(
+                f"{newer}NCCL finds it; a fixed index differs between nodes, reboots and containers:"
+                " leave it out, or say NCCL_IB_ADDR_FAMILY and NCCL_IB_ADDR_RANGE"
+            ),
+        )
+
+
+def _no_infiniband(view: View) -> Iterator[Told]:
+    named = view.text("NCCL_NET") or ""
+    net = named.lower()
+    off = view.number("NCCL_IB_DISABLE") == 1
+    if off and net == "ib":
+        yield "NCCL_NET", error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
+    elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
+        yield "NCCL_NET", error(f"{show(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
+    if off or net == "socket":
+        why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
+        for name in view.settings:
+            if name.startswith("NCCL_IB_") and name != "NCCL_IB_DISABLE" and name in registry().variables:
+                yield name, warning(f"does nothing: {why} turns InfiniBand and RoCE off")
+    plugin = plugin_on_path(view.text("LD_LIBRARY_PATH") or "")
+    if off and plugin and (view.text("NCCL_NET_PLUGIN") or "").lower() != "none":
+        yield (
+            "NCCL_IB_DISABLE",
+            warning(
+                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {show(plugin)};"
+                " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out"
+            ),
+        )
+
+
+def _bounds(view: View) -> Iterator[Told]:
+    for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS", "NRINGS"):
+        low, high = view.number(f"NCCL_MIN_{what}"), view.number(f"NCCL_MAX_{what}")
+        if low is not None and high is not None and low > high:
+            yield f"NCCL_MIN_{what}", error(f"{low} is above NCCL_MAX_{what}={high}")
+    for end in ("MIN", "MAX"):
+        if view.text(f"NCCL_{end}_CTAS") and view.text(f"NCCL_{end}_NCHANNELS"):
+            yield (
+                f"NCCL_{end}_NCHANNELS",
+                warning(f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"),
+            )
+        if view.text(f"NCCL_{end}_NRINGS") and view.text(f"NCCL_{end}_NCHANNELS"):
+            yield f"NCCL_{end}_NRINGS", warning(f"is ignored beside NCCL_{end}_NCHANNELS")
+
+
+def _chunks(view: View) -> Iterator[Told]:
+    for name in ("NCCL_CHUNK_SIZE", "NCCL_P2P_NET_CHUNKSIZE"):
+        size = view.number(name)
+        if size is not None and size >= _MIB:
+            yield name, error(f"{size}: from 1 MiB on results have been wrong, with Xid 31; stay below")
+    threshold = view.number("NCCL_IB_AR_THRESHOLD")
+    buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
+    if threshold is not None and threshold > buffer:
+        yield (
+            "NCCL_IB_AR_THRESHOLD",
+            warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
+        )
+
+
+def _algorithms(view: View) -> Iterator[Told]:
+    algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
+    chosen = parse_selection("NCCL_ALGO", algo, view.version) if algo else None
+    if chosen is not None and chosen.is_valid:
+        left = frozenset().union(*chosen.chosen.values()) if chosen.chosen else frozenset()
+        needs = (
+            ("NCCL_NVLS_ENABLE", {"nvls", "nvlstree"}, view.number("NCCL_NVLS_ENABLE") == 0),
+            ("NCCL_PAT_ENABLE", {"pat"}, view.number("NCCL_PAT_ENABLE") == 0),
+            (
+                "NCCL_COLLNET_ENABLE",
+                {"collnet", "collnetchain", "collnetdirect"},
+                view.number("NCCL_COLLNET_ENABLE") != 1,
+            ),
+        )
+        for switch, names, is_off in needs:
+            wanted = sorted(chosen.words & names)
+            if is_off and wanted:
+                alone = left <= names
+                say = error if alone else warning
+                yield "NCCL_ALGO", say(f"asks for {', '.join(wanted)}, which {switch} has turned off")
+    if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY)):
+        other = parse_selection("NCCL_PROTO", proto, view.version)
+        lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
+        if lost:
+            yield (
+                "NCCL_ALGO",
+                error(
+                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={show(proto)} covers: from 2.31"
+                    f" on they have no algorithm; write {show(f'ring,tree;{algo}')}"
+                ),
+            )
+
+
+def _symmetric(view: View) -> Iterator[Told]:
+    kernels = view.text("NCCL_SYM_KERNEL")
+    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY)):
+        yield (
+            "NCCL_SYM_KERNEL",
+            warning(
+                "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
+                " not registered fail; name some in NCCL_ALGO too"
+            ),
+        )
+
+
+def _protocols(view: View) -> Iterator[Told]:
+    algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
+    if not algo or not proto:
+        return
+    algorithms = parse_selection("NCCL_ALGO", algo, view.version)
+    protocols = parse_selection("NCCL_PROTO", proto, view.version)
+    if not algorithms.is_valid or not protocols.is_valid:
+        return
+    for function, left in algorithms.chosen.items():
+        simple = left and left.isdisjoint({"ring", "tree"}) and function not in stranded(algorithms)
+        if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
+            yield (
+                "NCCL_PROTO",
+                error(
+                    f"{show(proto)} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"
+                ),
+            )
+
+
+def _memory(view: View) -> Iterator[Told]:
+    if view.number("NCCL_MNNVL_ENABLE") == 1 and view.number("NCCL_CUMEM_ENABLE") == 0:
+        yield "NCCL_CUMEM_ENABLE", error("is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
+    if view.number("NCCL_P2P_DISABLE") == 1 and view.text("NCCL_P2P_LEVEL"):
+        yield "NCCL_P2P_LEVEL", warning("is not looked at: NCCL_P2P_DISABLE=1")
+    if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
+        yield "NCCL_SHM_DISABLE", warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC")
+    if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
+        yield "NCCL_NVLS_ENABLE", error("is 1, which fails at start with several ranks on a GPU; use 2 or 0")
+    mixing, ordering = (
+        view.number("NCCL_GRAPH_MIXING_SUPPORT"),
+        view.number("NCCL_GRAPH_STREAM_ORDERING"),
+    )
+    if mixing == 1 and ordering == 0:
+        yield (
+            "NCCL_GRAPH_STREAM_ORDERING",
+            error("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
+        )
+
+
+def _partition(view: View) -> Iterator[Told]:
+    value = view.number("NCCL_IB_PKEY_VALUE")
+    if view.text("NCCL_IB_PKEY") and value is not None and value >= 0:
+        yield "NCCL_IB_PKEY", warning("is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
+
+
+def _traffic_class(view: View) -> Iterator[Told]:
+    for name in ("NCCL_IB_TC", "NCCL_IB_FIFO_TC", "NCCL_GIN_IB_TC", "UCX_IB_TRAFFIC_CLASS"):
+        value = view.number(name)
+        if value is not None and 0 < value <= 255:
+            ecn = value & 3
+            hint = "" if ecn else "; its ECN bits are 0, so that marking hangs on the NIC setting them itself"
+            yield name, note(f"{value} is DSCP {value >> 2} with ECN {ecn}; the switches must map it{hint}")
+    ours, theirs = view.number("NCCL_IB_TC"), view.text("UCX_IB_TRAFFIC_CLASS")
+    if ours is not None and ours >= 0 and theirs and theirs != "auto" and number(theirs) != ours:
+        yield (
+            "UCX_IB_TRAFFIC_CLASS",
+            warning(
+                f"is {show(theirs)} and NCCL_IB_TC {ours}: MPI and NCCL use different queues of the network"
+            ),
+        )
+
+
+def _interfaces(view: View) -> Iterator[Told]:
+    ours, gloo = view.text("NCCL_SOCKET_IFNAME"), view.text("GLOO_SOCKET_IFNAME")
+    if gloo:
+        if gloo[0] in "^=":
+            yield "GLOO_SOCKET_IFNAME", error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names")
+        elif ours and not any(parse_devices(ours).takes(one) for one in gloo.split(",")):
+            yield (
+                "GLOO_SOCKET_IFNAME",
+                warning(f"is {show(gloo)}, which NCCL_SOCKET_IFNAME {show(ours)} leaves out"),
+            )
+    for entry in (view.text("UCX_NET_DEVICES") or "").split(","):
+        if re.fullmatch(r"mlx5_\d+|bnxt_re\d+", entry):
+            yield "UCX_NET_DEVICES", error(f"{entry} has no port and matches nothing; write {entry}:1")
+
+
+def _debugging(view: View) -> Iterator[Told]:
+    level, path = (view.text("NCCL_DEBUG") or "").upper(), view.text("NCCL_DEBUG_FILE")
+    levels = (view.text("NCCL_DEBUG_LEVELS") or "").upper()
+    if view.text("NCCL_DEBUG_SUBSYS") and level not in ("INFO", "TRACE") and "INFO" not in levels:
+        yield "NCCL_DEBUG_SUBSYS", note("does nothing until NCCL_DEBUG is INFO or TRACE")
+    if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
+        yield (
+            "NCCL_DEBUG_FILE",
+            warning(f"ranks write over each other's file; write {show(f'{path}.%h.%p')}"),
+        )
+
+
+def _ras(view: View) -> Iterator[Told]:
+    version = view.version
+    if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
+        release = show_version(version)
+        yield "NCCL_RAS_ENABLE", note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off")
+
+
+def _torch(view: View) -> Iterator[Told]:
+    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "AVOID_RECORD_STREAMS"):
+        if view.text(f"NCCL_{name}") and view.text(f"TORCH_NCCL_{name}"):
+            yield f"NCCL_{name}", warning(f"stands beside TORCH_NCCL_{name}, its new name; take it out")
+    waits = view.number("TORCH_NCCL_BLOCKING_WAIT") == 1 or view.number("NCCL_BLOCKING_WAIT") == 1
+    if waits and (view.number("TORCH_NCCL_ASYNC_ERROR_HANDLING") or 0) > 0:
+        yield "TORCH_NCCL_ASYNC_ERROR_HANDLING", warning("does nothing beside TORCH_NCCL_BLOCKING_WAIT=1")
+
+
+def _open_mpi(view: View) -> Iterator[Told]:
+    rules, use = (
+        view.text("OMPI_MCA_coll_tuned_dynamic_rules_filename"),
+        view.number("OMPI_MCA_coll_tuned_use_dynamic_rules"),
+    )
+    if rules and use != 1:
+        yield (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
+            error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
+        )
+
+
+_RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
+    _sockets,
+    _queue_pairs,
+    _gid,
+    _no_infiniband,
+    _bounds,
+    _chunks,
+    _algorithms,
+    _protocols,
+    _symmetric,
+    _memory,
+    _partition,
+    _traffic_class,
+    _interfaces,
+    _debugging,
+    _ras,
+    _torch,
+    _open_mpi,
+)

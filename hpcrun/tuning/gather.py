@@ -1,0 +1,192 @@
+"""What the verbs look at: environment, files and job that a person named, in the order of their power."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrun.tuning.environment import (
+    Layer,
+    Setting,
+    effective,
+    parse_dump,
+    parse_nccl_conf,
+    read_text,
+    resolve,
+    shell_layer,
+)
+from hpcrun.tuning.library import Found, find_library
+from hpcrun.tuning.lint import Report, lint, worst_first
+from hpcrun.tuning.problem import Finding
+from hpcrun.tuning.ranks import RankDump, compare_ranks, rank_dump
+from hpcrun.tuning.registry import Version
+from hpcrun.tuning.script import drops_shell, parse_script
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.specs.load import ResolvedJob
+
+SITE_CONF = Path("/etc/nccl.conf")
+_CONF_FILE_SINCE: Version = (2, 23)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What was named on the command line."""
+
+    job: Path | None = None
+    script: Path | None = None
+    nccl_conf: Sequence[Path] = ()
+    """In place of the files that NCCL looks for."""
+    env: Sequence[Path] = ()
+    """Environments that ranks wrote down, in place of this shell's."""
+    container_env: Path | None = None
+    nccl_version: str | None = None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Layers of settings, from the weakest on, the ranks' dumps, and the NCCL in use."""
+
+    bases: tuple[Layer, ...]
+    """The shell's environment, or one for each dump."""
+    above: tuple[Layer, ...]
+    """What stands over each of them."""
+    library: Found
+    dumps: tuple[RankDump, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    notes: tuple[str, ...] = ()
+    confs: tuple[Path, ...] | None = None
+    """The files that were named; None: those that NCCL finds."""
+
+    def layers(self, base: Layer) -> list[Layer]:
+        """All layers over one environment, the configuration files included."""
+        over = [base, *self.above]
+        found = effective(resolve(over)).get("NCCL_CONF_FILE")
+        value = found.value if found else None
+        return [*over, *_conf_layers(self.confs, value, self.library.version)]
+
+
+def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
+    """Read everything; UsageError in one line where a file that was named cannot be read."""
+    bases, notes = _bases(sources, environ)
+    image = _image(sources.container_env)
+    above: list[Layer] = []
+    python = None
+    if sources.script is not None:
+        above.append(parse_script(read_text(sources.script), str(sources.script)))
+    if sources.job is not None:
+        resolved, cluster = _load(sources.job)
+        above += _setup(cluster)
+        # What job and profile name is handed into the container; the rest keeps the image's values.
+        above += [*image, *_job_layers(resolved, cluster)]
+        python = resolved.spec.python or (cluster.python.path if cluster else None)
+        if resolved.spec.modules or (cluster and cluster.modules.load):
+            notes.append("what the job's modules set is not known here")
+    else:
+        above += image
+    if image:
+        notes.append(f"{sources.container_env}: taken to win over what comes from outside the container")
+    counts = effective(resolve([bases[0], *above]))
+    values = {name: one.value for name, one in counts.items() if one.value is not None}
+    known = Path(os.path.expandvars(python)).expanduser() if python else None
+    library = find_library(sources.nccl_version, python=known, environ=values)
+    confs = tuple(sources.nccl_conf) or None
+    return Gathered(
+        tuple(bases),
+        tuple(above),
+        library,
+        tuple(map(rank_dump, bases)) if len(bases) > 1 else (),
+        tuple(_missing_conf(counts, confs, library.version)),
+        tuple(notes),
+        confs,
+    )
+
+
+def report_on(gathered: Gathered) -> Report:
+    """All that is wrong in it: in each environment, and between them."""
+    reports = [lint(gathered.layers(base), gathered.library.version) for base in gathered.bases]
+    findings: dict[tuple[str, str, str], Finding] = {}
+    files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
+    apart = bool(files) and len(set(files)) == len(files)
+    for one in (*gathered.findings, *(found for report in reports for found in report.findings)):
+        if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
+            findings.setdefault((one.level, one.name, one.text), one)
+    whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
+    return Report(whole, reports[0].chains, (*gathered.notes, *reports[0].notes))
+
+
+def _bases(sources: Sources, environ: Mapping[str, str]) -> tuple[list[Layer], list[str]]:
+    if sources.env:
+        return [parse_dump(read_text(path), str(path), "env") for path in sources.env], []
+    if sources.script is not None and drops_shell(read_text(sources.script)):
+        note = f"{sources.script}: its --export keeps this shell's environment out, so that was not looked at"
+        return [Layer("shell")], [note]
+    return [shell_layer(environ)], []
+
+
+def _image(path: Path | None) -> list[Layer]:
+    return [] if path is None else [parse_dump(read_text(path), str(path), "container")]
+
+
+def _load(path: Path) -> tuple[ResolvedJob, ClusterSpec | None]:
+    from hpcrun.specs.cluster import find_cluster
+    from hpcrun.specs.load import load_job
+
+    resolved = load_job(path)
+    name = resolved.spec.cluster
+    return resolved, None if name == "local" else find_cluster(None if name in (None, "default") else name)
+
+
+def _setup(cluster: ClusterSpec | None) -> Iterator[Layer]:
+    if cluster is not None and cluster.setup:
+        yield parse_script("\n".join(cluster.setup), f"profile {cluster.name} setup")
+
+
+def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[Layer]:
+    if cluster is not None:
+        title = f"profile {cluster.name}"
+        settings = (Setting(name, value, "profile", f"{title} env") for name, value in cluster.env.items())
+        yield Layer(title, tuple(settings))
+    where = resolved.document.where
+    env = resolved.spec.env.items()
+    yield Layer("job", tuple(Setting(name, value, "job", where(f"env.{name}")) for name, value in env))
+
+
+def _conf_paths(value: str | None, version: Version | None) -> list[Path]:
+    """The files that NCCL reads, those that win first."""
+    if value and (version is None or version >= _CONF_FILE_SINCE):
+        return [Path(value), SITE_CONF]
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return [SITE_CONF]
+    return [Path(home) / ".nccl.conf", SITE_CONF]
+
+
+def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Version | None) -> Iterator[Layer]:
+    if named is not None:
+        yield from (parse_nccl_conf(read_text(path), str(path)) for path in named)
+        return
+    for path in _conf_paths(value, version):
+        try:
+            found = path.is_file()
+        except OSError:
+            found = False
+        if found:
+            yield parse_nccl_conf(read_text(path), str(path))
+
+
+def _missing_conf(
+    counts: Mapping[str, Setting], named: Sequence[Path] | None, version: Version | None
+) -> Iterator[Finding]:
+    setting = counts.get("NCCL_CONF_FILE")
+    if setting is None or not setting.value or named is not None:
+        return
+    if (version is None or version >= _CONF_FILE_SINCE) and not os.path.isfile(setting.value):  # noqa: PTH113
+        text = f"{setting.value!r} is no file here, and NCCL passes over that in silence"
+        yield Finding("warning", "NCCL_CONF_FILE", text, setting.where)

@@ -1,0 +1,187 @@
+"""What is wrong in the environment of a job: each variable by itself, all together, and rank against rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.tuning.conflicts import conflicts
+from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
+from hpcrun.tuning.problem import Fault, Finding, error, note, show, warning
+from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
+from hpcrun.tuning.values import check_value, number
+
+_ORDER = {"error": 0, "warning": 1, "note": 2}
+_OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_", re.I)
+"""How the names begin that nobody but NCCL and its company uses."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was found, and what counts."""
+
+    findings: tuple[Finding, ...]
+    chains: Mapping[str, Chain]
+    """Of the variables that are known or look as if."""
+    notes: tuple[str, ...] = ()
+    """What could not be looked into."""
+
+    @property
+    def has_errors(self) -> bool:
+        """Whether anything does not do what it says."""
+        return any(one.level == "error" for one in self.findings)
+
+    def origins(self) -> Iterator[str]:
+        """Every variable that is set, its value, and where that stands."""
+        for name, chain in sorted(self.chains.items()):
+            if chain.winner is not None:
+                yield f"{'set':7}  {chain.winner.where} {name}: {_shown(chain.winner)}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "findings": [one.as_json() for one in self.findings],
+            "settings": {name: chain_json(chain) for name, chain in sorted(self.chains.items())},
+            "notes": list(self.notes),
+        }
+
+
+def chain_json(chain: Chain) -> dict[str, Any]:
+    """Who sets a variable and who wins, as plain values."""
+    winner = chain.winner
+    return {
+        "value": printable(winner) if winner else None,
+        "is_set": winner is not None,
+        "where": winner.where if winner else None,
+        "steps": [
+            {"value": printable(one), "origin": one.origin, "where": one.where, "fate": fate}
+            for one, fate in chain.steps
+        ],
+    }
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name is one of those that this is about."""
+    return name in registry().variables or bool(_OURS.match(name))
+
+
+def lint(layers: Sequence[Layer], version: Version | None) -> Report:
+    """Everything that is wrong, worst first; layers from the weakest on, files that only fill at the end."""
+    chains = resolve(layers)
+    counts = effective(chains)
+    ours = {name: chain for name, chain in chains.items() if is_ours(name)}
+    findings = [*_of_places(ours)]
+    for name, chain in ours.items():
+        if chain.winner is not None:
+            findings += (
+                Finding(fault.level, name, fault.text, chain.winner.where)
+                for fault in check_setting(chain.winner, version)
+            )
+    for name, fault in conflicts(counts, version):
+        findings.append(Finding(fault.level, name, fault.text, counts[name].where if name in counts else ""))
+    return Report(worst_first(findings), ours, tuple(line for layer in layers for line in layer.notes))
+
+
+def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Each of them once, errors first, then by name."""
+    once = dict.fromkeys(findings)
+    return tuple(sorted(once, key=lambda one: (_ORDER[one.level], one.name, one.where, one.text)))
+
+
+def _of_places(chains: Mapping[str, Chain]) -> Iterator[Finding]:
+    """What is wrong with how a variable is written down, and what is set to no end."""
+    for name, chain in chains.items():
+        for setting, fate in chain.steps:
+            for fault in setting.faults:
+                yield Finding(fault.level, name, fault.text, setting.where)
+            if not setting.faults and fate.startswith("not exported"):
+                text = "is set without `export`, so that no rank sees it"
+                yield Finding("error", name, text, setting.where)
+        values = {setting.value for setting, fate in chain.steps if not fate.startswith("not exported")}
+        if chain.winner is not None and len(values) > 1:
+            lost = ", ".join(
+                f"{_shown(setting)} ({setting.where})"
+                for setting, _ in chain.steps
+                if setting is not chain.winner and setting.value != chain.winner.value
+            )
+            yield Finding("note", name, f"{_shown(chain.winner)} wins over {lost}", chain.winner.where)
+
+
+def _shown(setting: Setting) -> str:
+    value = printable(setting)
+    return "a computed value" if value is None else show(value)
+
+
+def check_setting(setting: Setting, version: Version | None) -> Iterator[Fault]:
+    """What is wrong with one variable taken by itself."""
+    known = registry().variables.get(setting.name)
+    if known is None:
+        yield from _unknown(setting.name)
+        return
+    absence = known.absence(version) if known.owner == "nccl" else ""
+    if absence:
+        release = show_version(version or ())
+        instead = f"; use {known.instead}" if known.instead else ""
+        say = error if known.removed and version and version >= known.removed else warning
+        yield say(f"does nothing: it {absence}, and this is {release}{instead}")
+        return
+    if known.removed and version is None:
+        instead = f"; use {known.instead}" if known.instead else ""
+        yield warning(f"is not read from {show_version(known.removed)} on{instead}")
+    if known.deprecated and (version is None or version >= known.deprecated):
+        instead = f"; use {known.instead}" if known.instead else ""
+        yield note(f"is deprecated since {show_version(known.deprecated)}{instead}")
+    if known.kind == "undocumented":
+        yield note("is read by the library and documented nowhere we know; leave it unless you know why")
+    if setting.value is None:
+        yield note("is computed by the shell, so that its value is not checked")
+        return
+    rule = at(known.values, version)
+    faults = list(check_value(known.name, setting.value, rule, version)) if rule else []
+    yield from faults
+    if not any(one.level == "error" for one in faults):
+        yield from _left_over(known, setting.value)
+
+
+def _unknown(name: str) -> Iterator[Fault]:
+    impostor = registry().lookalike(name)
+    if impostor is not None:
+        yield _impostor(impostor)
+        return
+    if name in registry().symbols:
+        yield error(f"is no variable but {registry().symbols[name]}; it does nothing")
+        return
+    close = registry().nearest(name)
+    if name.startswith(("TORCH_NCCL_", "RCCL_")):
+        hint = f"; did you mean {close}?" if close else ""
+        yield warning(f"is not known; {name.partition('_')[0]} reads more than is known here{hint}")
+    elif close:
+        yield error(f"is not known, and NCCL never complains about that; did you mean {close}?")
+    else:
+        library = show_version(registry().library)
+        yield warning(f"is not known: no NCCL up to {library} reads it, and nobody else that we know")
+
+
+def _impostor(found: Lookalike) -> Fault:
+    text = f"; {found.text}" if found.text else ""
+    if found.reader == "torch":
+        return warning(f"is torch's old name, which NCCL never reads; use {found.instead}{text}")
+    if found.reader == "nobody":
+        return note(f"is read by nobody{text}")
+    if found.reader:
+        return note(f"is not read by NCCL but by {found.reader}{text}")
+    instead = f"; {found.instead} is what comes nearest" if found.instead else ""
+    return error(f"looks like one of NCCL's variables and is read by nobody{instead}{text}")
+
+
+def _left_over(known: Variable, value: str) -> Iterator[Fault]:
+    if not known.left:
+        return
+    dangerous = known.left.split(",")
+    found = {word.strip().upper() for word in re.split("[,;]", value)} | {value.strip().upper()}
+    figure = number(value)
+    if dangerous == ["any"] or found & {one.upper() for one in dangerous} or str(figure) in dangerous:
+        why = known.danger or known.effect
+        yield warning(f"{show(value)}: left over from an experiment? {why}")

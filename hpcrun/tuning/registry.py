@@ -1,0 +1,195 @@
+"""What each communication variable means, read from registry.yaml on first use."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcrun.errors import UsageError
+
+Version = tuple[int, ...]
+"""A release of NCCL: (2, 29, 7)."""
+
+FIRST: Version = (0,)
+_VERSION = re.compile(r"v?(\d{1,3}(?:\.\d{1,3}){1,3})(?:[-+].*|\.post\d+)?", re.A)
+UNDOCUMENTED = "Documented nowhere we know; internal or undocumented."
+_CLOSE = 0.84
+"""From this likeness on a name is taken for a slip of the pen."""
+
+
+def parse_version(text: str, where: str = "--nccl-version") -> Version:
+    """A release such as 2.27.5, also 2.27.5-1 and 2.27; UsageError for anything else."""
+    match = _VERSION.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"{where}: {text!r} is no release of NCCL; write it as 2.27.5")
+    return tuple(int(part) for part in match[1].split("."))
+
+
+def show_version(version: Version) -> str:
+    """The same as text."""
+    return ".".join(map(str, version))
+
+
+class Since(NamedTuple):
+    """A value, and the release from which on it holds."""
+
+    version: Version
+    value: str
+
+
+History = tuple[Since, ...]
+
+
+def at(history: History, version: Version | None) -> str | None:
+    """What held in a release; the newest where the release is not known, None where nothing is known."""
+    held = [one.value for one in history if version is None or one.version <= version]
+    return held[-1] if held else None
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable: who reads it, what it takes, and what it does."""
+
+    name: str
+    owner: str = "nccl"
+    kind: str = "leave"
+    """system, job, tuning, debug or leave; undocumented where the name is all we know."""
+    ranks: str = "same"
+    """Whether it may differ: same (nowhere), node, rank."""
+    since: Version | None = None
+    removed: Version | None = None
+    deprecated: Version | None = None
+    after: Version | None = None
+    """Not yet in this release, although the documentation names it."""
+    values: History = ()
+    default: History = ()
+    left: str = ""
+    """Values, by commas, that are dangerous when they are left over; `any` for all."""
+    instead: str = ""
+    effect: str = ""
+    danger: str = ""
+    source: str = ""
+
+    def absence(self, version: Version | None) -> str:
+        """Why a release does not read it; empty when it does, or when that is not known."""
+        if version is None:
+            return ""
+        if self.since and version < self.since:
+            return f"is read from {show_version(self.since)} on"
+        if self.after and version <= self.after:
+            return f"is not yet read in {show_version(self.after)}"
+        if self.removed and version >= self.removed:
+            return f"is not read from {show_version(self.removed)} on"
+        return ""
+
+
+class Lookalike(NamedTuple):
+    """A name in NCCL's manner that NCCL does not read."""
+
+    name: str
+    reader: str
+    """Who does; empty: nobody that we know."""
+    instead: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All that is known, by name."""
+
+    library: Version
+    """The release whose names are all here."""
+    variables: Mapping[str, Variable]
+    symbols: Mapping[str, str]
+    """Names inside the library that are no variables, and what they are."""
+    lookalikes: Mapping[str, Lookalike]
+    families: Mapping[str, str]
+    """How the names of others begin, and who they are."""
+
+    def lookalike(self, name: str) -> Lookalike | None:
+        """The impostor of this name, also when only its family is known."""
+        found = self.lookalikes.get(name)
+        family = next((start for start in self.families if name.startswith(start)), None)
+        return found or (Lookalike(name, self.families[family]) if family else None)
+
+    def nearest(self, name: str) -> str | None:
+        """The variable that was probably meant."""
+        known = [*self.variables, *self.lookalikes]
+        upper = name.upper()
+        if upper != name and upper in self.variables:
+            return upper
+        close = difflib.get_close_matches(upper, known, n=1, cutoff=_CLOSE)
+        if not close:
+            return None
+        impostor = self.lookalikes.get(close[0])
+        return impostor.instead or close[0] if impostor else close[0]
+
+
+@cache
+def registry() -> Registry:
+    """The registry, read once a process."""
+    import yaml
+
+    path = Path(__file__).with_name("registry.yaml")
+    # Everything stays text, and the C parser is eight times as fast where it is there.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    return _registry(yaml.load(path.read_text(encoding="utf-8"), Loader=loader))
+
+
+def _registry(raw: dict[str, Any]) -> Registry:
+    library = parse_version(raw["library"], "registry.yaml library")
+    variables = {name: _variable(name, entry) for name, entry in (raw["variables"] | raw["others"]).items()}
+    for name, default in raw["undocumented"].items():
+        variables[name] = Variable(
+            name,
+            kind="undocumented",
+            values=(Since(FIRST, "int"),),
+            default=() if default == "unknown" else (Since(library, default),),
+            effect=UNDOCUMENTED,
+            source="library",
+        )
+    symbols = {name: what for what, names in raw["symbols"].items() for name in names.split()}
+    lookalikes = {
+        name: Lookalike(name, entry.get("reader", ""), entry.get("instead", ""), entry.get("text", ""))
+        for name, entry in raw["lookalikes"].items()
+    }
+    return Registry(library, variables, symbols, lookalikes, raw["families"])
+
+
+def _variable(name: str, entry: dict[str, Any]) -> Variable:
+    owner = entry.get("owner", "nccl")
+    rules = (Since(one.version, re.sub(r",\s+", ",", one.value)) for one in _history(entry.get("values")))
+    return Variable(
+        name,
+        owner,
+        entry.get("class", "leave"),
+        entry.get("ranks", "same"),
+        since=_release(entry.get("since")),
+        removed=_release(entry.get("removed")),
+        deprecated=_release(entry.get("deprecated")),
+        after=_release(entry.get("after")),
+        values=tuple(rules),
+        default=_history(entry.get("default")),
+        left=entry.get("left", ""),
+        instead=entry.get("instead", ""),
+        effect=entry.get("effect", ""),
+        danger=entry.get("danger", ""),
+        source=entry.get("source", f"documentation of {owner}"),
+    )
+
+
+def _release(text: str | None) -> Version | None:
+    return parse_version(text, "registry.yaml") if text else None
+
+
+def _history(given: str | dict[str, str] | None) -> History:
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (Since(FIRST, given),)
+    return tuple(Since(tuple(map(int, key.split("."))), value) for key, value in given.items())
