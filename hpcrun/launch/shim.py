@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
 from hpcrun.launch.binding import bind
+from hpcrun.launch.settings import apply_here
 from hpcrun.launch.shm import segments_of
 from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
@@ -51,7 +52,8 @@ def enter(attempt: Attempt, world: World) -> Requests:
             _redirect_output(attempt, world.rank)
         faulthandler.enable()
         _install_handlers(_entered)
-        write_json(attempt.rank_record(world.rank), _record(world) | _bind(attempt, world.rank))
+        bound = _bind(attempt, world.rank) | (apply_here(attempt, os.environ) if is_supervised() else {})
+        write_json(attempt.rank_record(world.rank), _record(world) | bound)
     return _entered
 
 

@@ -19,6 +19,7 @@ from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
@@ -180,8 +181,9 @@ class Supervisor:
         meeting = {"MASTER_ADDR": f"{placement.ranks[0]}{suffix}", "MASTER_PORT": str(port)}
         if spec.command is None:
             meeting = {}
+        ours = settle(attempt, spec, cluster, placement.nodes, environ | spec.env)
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
-        return environ | spec.env | meeting | read_secrets(spec.secrets) | marks
+        return ours | environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 
     def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
         """Record how the last attempt ended, and queue the job again where that is called for.

@@ -1,4 +1,4 @@
-"""What is wrong with a node, or worth knowing, by what it says about itself; nothing here looks anywhere else."""
+"""What is wrong with a node, or worth knowing, by what it says about itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
-from hpcrun.tuning.names import parse_names, socket_choice
+from hpcrun.tuning.names import parse_names, render_names, socket_choice
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -36,13 +36,19 @@ class Question:
 
     @property
     def used(self) -> list[Port]:
-        """The ports that a job is to use: those of the profile, else of NCCL_IB_HCA, else all that are active."""
+        """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
         if self.network.hcas:
             return [port for port in self.host.ports if port.device in self.network.hcas]
         wanted = parse_names(self.host.environ.get("NCCL_IB_HCA", ""))
         if wanted is not None:
             return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
         return [port for port in self.host.ports if port.is_active]
+
+    @property
+    def socket_names(self) -> str:
+        """What NCCL_SOCKET_IFNAME says, or will say by the profile; empty: nothing."""
+        by_profile = render_names([self.network.interface]) if self.network.interface else ""
+        return self.host.environ.get("NCCL_SOCKET_IFNAME", by_profile)
 
 
 def check(question: Question) -> tuple[Finding, ...]:
@@ -154,7 +160,7 @@ def _pci(question: Question) -> Iterator[Finding]:
             yield Finding("note", "pci", link.name, text)
         yield from _pci_speed(link, is_gpu=link.name.startswith("GPU"))
         if link.iommu.startswith("DMA") and (link.name in used or link.name.startswith("GPU")):
-            text = f"the IOMMU translates its accesses ({link.iommu}); traffic between GPU and adapter may go by the CPU"
+            text = f"the IOMMU translates its accesses ({link.iommu}); GPU and adapter may not talk directly"
             remedy = "on bare metal iommu=pt and no ACS on the bridges; in a VM ATS and a topology file"
             yield Finding("warning", "pci", link.name, text, remedy, "medium")
 
@@ -220,8 +226,14 @@ def _mtu(question: Question) -> Iterator[Finding]:
     for port in (one for one in question.used if one.is_roce):
         for interface in map(question.host.interface, port.interfaces):
             if interface and interface.mtu and interface.mtu < _RDMA_MTU:
-                text = f"MTU {interface.mtu} leaves RoCE {_rdma_mtu(interface.mtu)} bytes a packet; 4096 needs {_RDMA_MTU}"
-                yield Finding("warning", "mtu", interface.name, text, "raise it on hosts and switches alike")
+                text = f"MTU {interface.mtu} leaves RoCE {_rdma_mtu(interface.mtu)} bytes a packet"
+                yield Finding(
+                    "warning",
+                    "mtu",
+                    interface.name,
+                    text,
+                    f"raise it to {_RDMA_MTU} or more, on switches too",
+                )
 
 
 def _rdma_mtu(mtu: int) -> int:
@@ -231,7 +243,7 @@ def _rdma_mtu(mtu: int) -> int:
 
 def _sockets(question: Question) -> Iterator[Finding]:
     host = question.host
-    text = host.environ.get("NCCL_SOCKET_IFNAME", question.network.interface or "")
+    text = question.socket_names
     wanted = parse_names(text)
     if not host.interfaces:
         yield Finding("unknown", "interface", host.node, "its network interfaces cannot be read")
@@ -264,12 +276,12 @@ def _sockets(question: Question) -> Iterator[Finding]:
         return
     if chosen is not None and _is_private_bridge(chosen):
         remedy = "set network.interface in the profile"
-        text = f"NCCL takes it for its sockets, and the same address is on every host: {', '.join(chosen.networks)}"
+        text = f"NCCL takes it for its sockets, and every host has it: {', '.join(chosen.networks)}"
         yield Finding("fault", "interface", chosen.name, text, remedy)
 
 
 def _is_private_bridge(interface: Interface) -> bool:
-    return interface.kind == "bridge" or interface.name.startswith(_BRIDGES)
+    return interface.name.startswith(_BRIDGES)
 
 
 def _limits(question: Question) -> Iterator[Finding]:
@@ -277,7 +289,7 @@ def _limits(question: Question) -> Iterator[Finding]:
     if not host.limits:
         yield Finding("unknown", "limits", host.node, "its limits cannot be read")
         return
-    memlock = host.limits.get("memlock", 0) if "memlock" in host.limits else None
+    memlock = host.limits.get("memlock")
     if uses_rdma and memlock is not None and memlock < _SMALL_MEMLOCK:
         text = f"memlock is {memlock // 1024} KiB here: RDMA cannot register its buffers"
         remedy = "unlimited in limits.conf of slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
@@ -302,7 +314,7 @@ def _shm(question: Question) -> Iterator[Finding]:
     if shm.size_bytes is None:
         yield Finding("unknown", "shm", "/dev/shm", "its size cannot be read")
     elif shm.size_bytes <= _CONTAINER_SHM:
-        text = f"has {shm.size_bytes / 2**20:.0f} MiB, a container's default; NCCL ends with `no space` or a bus error"
+        text = f"has {shm.size_bytes / 2**20:.0f} MiB, a container's default; NCCL ends with a bus error"
         yield Finding("fault", "shm", "/dev/shm", text, "--shm-size or --ipc=host of the container runtime")
     elif shm.size_bytes < _SMALL_SHM:
         yield Finding(
@@ -335,9 +347,14 @@ def _peer_memory(question: Question) -> Iterator[Finding]:
         text = "nvidia_peermem is not loaded; kernel and open driver can do without (DMA-BUF)"
         yield Finding("note", "peermem", host.node, text)
         return
-    text = "nvidia_peermem is not loaded, and DMA-BUF needs the open driver on kernel 5.12: data goes by the CPU's memory"
+    text = "nvidia_peermem is not loaded, and DMA-BUF needs the open driver on kernel 5.12"
     yield Finding(
-        "warning", "peermem", host.node, text, "modprobe nvidia_peermem, after driver updates too", "medium"
+        "warning",
+        "peermem",
+        host.node,
+        text,
+        "load it, after driver updates too; data goes by the CPU's memory",
+        "medium",
     )
 
 
@@ -364,7 +381,7 @@ _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
 def clock_skew(
     node: str, told: float, earliest: float, latest: float, allowed_s: float = 1.0
 ) -> list[Finding]:
-    """Whether a node's clock stands where it must: it was read between two moments of a clock that is trusted."""
+    """Whether a node's clock stands where it must: it was read between two moments of a trusted clock."""
     off = told - latest if told > latest else min(0.0, told - earliest)
     if abs(off) <= allowed_s:
         return []

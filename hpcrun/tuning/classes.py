@@ -1,4 +1,4 @@
-"""Traffic classes of RoCE: TC, DSCP, ECN bits and priority, and whether the libraries of a job agree on one."""
+"""Traffic classes of RoCE: TC, DSCP, ECN bits and priority, and whether a job's libraries agree."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def encode(dscp: int, ecn: str = "ECT(0)") -> TrafficClass:
 
 
 def of_priority(priority: int) -> TrafficClass:
-    """The usual class of a priority: the DSCP in its middle that RoCE sites take (26 for 3), marks allowed."""
+    """The usual class of a priority, such as DSCP 26 for 3, marks allowed."""
     if not 0 <= priority <= 7:
         raise UsageError(f"priority {priority}: there are eight; use 0 to 7")
     return encode(priority * 8 + 2)

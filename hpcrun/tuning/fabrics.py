@@ -94,7 +94,7 @@ def find_kind(name: str, where: str = "") -> FabricKind:
         close = difflib.get_close_matches(name, kinds(), n=1)
         near = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(
-            f"{f'{where}: ' if where else ''}{name}: is no kind of fabric{near}; there are {', '.join(kinds())}"
+            f"{where + ': ' if where else ''}{name}: no such fabric{near}; there are {', '.join(kinds())}"
         )
     return found
 
@@ -112,7 +112,7 @@ def _read(name: str, values: Mapping[str, Any]) -> FabricKind:
 
 
 def render_checklist(kind: FabricKind) -> str:
-    """What an admin goes through, switches first; a text to review, of which hpcrun does nothing by itself."""
+    """What an admin goes through, switches first; a text to review, never applied."""
     lines = [
         f"# {kind.title}: a checklist to review; nothing of it is applied",
         f"# source: {kind.source}; figures and commands differ by release: check them against yours",
@@ -141,7 +141,7 @@ _READING = [
     "  many CNPs and few pauses: healthy",
     "  constant pauses and few marks: ECN thresholds too high, or ECN not on this class",
     "  discards: PFC does not cover the class",
-    "  Kmin, Kmax and Pmax depend on the switch's buffer, ports and cables: take the vendor's figures for the model",
+    "  Kmin, Kmax and Pmax depend on the switch's buffer, ports and cables: take the vendor's for the model",
 ]
 
 

@@ -35,7 +35,7 @@ def predict(
     roce: int = 2,
     nccl: tuple[int, ...] | None = None,
 ) -> Choice:
-    """What this NCCL (None: one of today) takes, given NCCL_IB_GID_INDEX, _ADDR_FAMILY, _ADDR_RANGE, _ROCE_VERSION_NUM.
+    """What this NCCL (None: a new one) takes, given NCCL_IB_GID_INDEX, _ADDR_FAMILY, _ADDR_RANGE and so on.
 
     A table that cannot be read gives index 0, as an empty one would.
     """
@@ -104,7 +104,7 @@ def fitting_index(port: Port, family: Family = "AF_INET", cidr: str = "") -> int
 
 
 def family_that_works(ports: Iterable[Port]) -> Family | None:
-    """The address family under which every port gets an address that can be routed; None for neither or no ports."""
+    """The address family under which every port gets an address that can be routed; None for neither."""
     known = [port for port in ports if port.is_roce and port.gids]
     families: tuple[Family, ...] = ("AF_INET", "AF_INET6")
     for family in families:

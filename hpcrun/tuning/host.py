@@ -256,7 +256,7 @@ def _mapped(root: Path) -> set[str]:
         maps = _text(Path(entry.path) / "maps")
         found |= set(re.findall(r" /dev/shm/(\S+)", maps))
         try:
-            held = [os.readlink(one.path) for one in os.scandir(Path(entry.path) / "fd")]
+            held = [str(one.readlink()) for one in Path(entry.path, "fd").iterdir()]
         except OSError:
             continue
         found |= {path.removeprefix("/dev/shm/") for path in held if path.startswith("/dev/shm/")}

@@ -49,7 +49,7 @@ def socket_choice(
 ) -> Interface | None:
     """The first interface that NCCL takes for its sockets; None where none fits.
 
-    ib* first, then any but docker, lo and (newer ones) virbr, then these. Only interfaces with an address count.
+    ib* first, then any but docker, lo and (newer ones) virbr, then these. Only those with an address count.
     """
     usable = [one for one in interfaces if one.networks or one.kind == "loopback"]
     wanted = parse_names(text)
