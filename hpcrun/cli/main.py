@@ -47,6 +47,10 @@ VERBS = {
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
     "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
+    "tune": Verb(
+        "hpcrun.cli.tune", "communication settings: what a job should have and why, what came of it"
+    ),
+    "doctor": Verb("hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
     "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.launch.nodevalues import render_table, table_of
 from hpcrun.slurm.precheck import expand_place
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -17,9 +18,6 @@ from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings, write_settings
 from hpcrun.tuning.advice import Situation, advise, installed_nccl
 from hpcrun.tuning.report import read_reports
-
-TABLE = "settings.tsv"
-"""In an attempt's directory: node, variable, value there, value elsewhere; read by rank.sh and the shim."""
 
 
 def advise_job(
@@ -30,7 +28,7 @@ def advise_job(
     here: bool = False,
     nccl: tuple[int, ...] | None = None,
 ) -> Settings:
-    """What a job should have; `nodes` are those it runs on (None: not known yet), `here`: this is one of them."""
+    """What a job should have; `nodes`: those it runs on, None: not known yet; `here`: this is one of them."""
     reports, notes = _reports(cluster)
     if nodes is not None:
         short = {node.partition(".")[0] for node in nodes}
@@ -61,35 +59,13 @@ def settle(
     What the job or the shell has set stands. A profile that is wrong here costs the settings, not the job.
     """
     try:
-        settings = advise_job(spec, cluster, nodes, here=True).but_for(environ, "environment")
+        here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
+        settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
     write_settings(attempt.settings, settings)
-    write_whole(attempt.path / TABLE, "".join(f"{line}\n" for line in _table(settings)))
+    write_whole(table_of(attempt), render_table(settings))
     return settings.environment()
-
-
-def _table(settings: Settings) -> list[str]:
-    usual = settings.environment()
-    return [
-        "\t".join((node.partition(".")[0], one.name, one.value, usual.get(one.name, "")))
-        for node, of in settings.by_node.items()
-        for one in of
-    ]
-
-
-def apply_here(attempt: Attempt, environ: MutableMapping[str, str], node: str = "") -> dict[str, Any]:
-    """Set what holds on this node alone, unless somebody has set it differently; for the rank's record."""
-    node = (node or os.uname().nodename).partition(".")[0]
-    try:
-        lines = (attempt.path / TABLE).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    done = {}
-    for where, name, value, usual in (line.split("\t") for line in lines if line.count("\t") == 3):
-        if where == node and environ.get(name, usual) == usual:
-            environ[name] = done[name] = value
-    return {"settings": done} if done else {}
 
 
 def _reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
 from hpcrun.launch.binding import bind
-from hpcrun.launch.settings import apply_here
+from hpcrun.launch.nodevalues import apply_here
 from hpcrun.launch.shm import segments_of
 from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
