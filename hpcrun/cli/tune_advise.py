@@ -1,4 +1,4 @@
-"""`hpcrun tune advise`, `checklist`, `uptake`: settings with reasons, what admins check, what was taken up."""
+"""`hpcrun tune advise`, `checklist`, `uptake`: settings with reasons, what admins check, what came of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def advise(
     nccl_version: _Nccl = None,
     as_json: _Json = False,
 ) -> None:
-    """The few communication settings that a job should have here, each with its reason; submit sets the same."""
+    """The few communication settings that a job should have, each with its reason; submit sets the same."""
     from hpcrun.launch.settings import advise_job
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
@@ -77,7 +77,7 @@ def checklist(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """What an admin checks on a kind of fabric: PFC, ECN, CNP, trust, MTU; a text to review, never applied."""
+    """What an admin checks on a kind of fabric: PFC, ECN, CNP, trust, MTU; to review, never applied."""
     from hpcrun.tuning.fabrics import find_kind, kinds, render_checklist
 
     if kind is None:
@@ -99,7 +99,7 @@ def uptake(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run; its newest attempt is looked at.")],
     as_json: _Json = False,
 ) -> None:
-    """Which of a run's settings were taken up, by the lines of its own logs; ends with 1 where one was ignored."""
+    """Which of a run's settings were taken up, by the lines of its logs; 1 where one was ignored."""
     from hpcrun.specs.rundir import find_run
     from hpcrun.specs.settings import read_settings
     from hpcrun.tuning.uptake import prove

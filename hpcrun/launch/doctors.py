@@ -35,7 +35,7 @@ class Answer:
 
 
 def doctor_command(node: str, options: Sequence[str]) -> list[str]:
-    """A step on one node with the limits and the place that a rank would have, in whichever order nodes come."""
+    """A step on one node, with the limits that a rank would have."""
     step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
     step += ["--cpu-bind=none", "--input=none", f"--nodelist={node}"]
     # A doctor's faults are its result, and exit codes above 0 would be srun's to tell.
@@ -45,7 +45,7 @@ def doctor_command(node: str, options: Sequence[str]) -> list[str]:
 def visit_all(
     allocation: Allocation, options: Sequence[str], tell: Callable[[str], None] = lambda _: None
 ) -> list[Answer]:
-    """Have every node looked at, a few at a time; a node that gives no report is told as one that gives none."""
+    """Have every node looked at, a few at a time; one without a report has a finding."""
     environ = step_environment(without_world(with_our_package(os.environ)))
 
     def visit(node: str) -> Answer:
@@ -76,7 +76,5 @@ def _visit(node: str, command: Sequence[str], environ: dict[str, str]) -> Answer
 def require_allocation(found: Allocation | None) -> Allocation:
     """The allocation; SiteError outside of one."""
     if found is None:
-        raise SiteError(
-            "doctor --all looks at the nodes of an allocation; run it in one: salloc -N4 hpcrun doctor --all"
-        )
+        raise SiteError("doctor --all needs an allocation; run it in one: salloc -N4 hpcrun doctor --all")
     return found

@@ -1,4 +1,4 @@
-"""Settings that hold on one node alone: a table that the supervisor writes, and that each rank reads first."""
+"""Settings that hold on one node alone: a table that the supervisor writes and each rank reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def render_table(settings: Settings) -> str:
 
 
 def apply_here(attempt: Attempt, environ: MutableMapping[str, str], node: str = "") -> dict[str, Any]:
-    """Set what holds on this node, unless somebody has set it differently; what was set, for the rank's record."""
+    """Set what holds on this node, unless somebody has set it differently; what was set, for its record."""
     node = (node or os.uname().nodename).partition(".")[0]
     try:
         lines = table_of(attempt).read_text(encoding="utf-8").splitlines()
