@@ -107,9 +107,7 @@ def uptake(
     attempts = find_run(run).attempts()
     settings = read_settings(attempts[-1].settings) if attempts else None
     if settings is None:
-        raise UsageError(
-            f"{run}: no attempt of it has a settings.json; it has not started yet, or is an old one"
-        )
+        raise UsageError(f"{run}: no attempt of it has settings on record; it may not have started yet")
     logs = sorted((attempts[-1].path / "logs").glob("rank-*.log"))
     found = prove(settings, "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in logs))
     if as_json:

@@ -60,8 +60,8 @@ def test_cases(name: str, expected: list[tuple[str, str, str]], tmp_path: Path) 
 def test_the_share_of_the_time_is_told(tmp_path: Path) -> None:
     text = next(one.text for one in diagnose(grown("counters-slow-receiver", tmp_path)))
     assert text == (
-        "tx_prio3_pause_duration +2170000 us, 21.7% of the time: this node held the network back: it takes data"
-        " slower than it comes"
+        "tx_prio3_pause_duration +2170000 us, 21.7% of the time: this node held the network back: it takes"
+        " data slower than it comes"
     )
 
 
