@@ -12,7 +12,7 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.fabric.host import entries_of, line_of
 from hpcrun.specs.yaml import parse_document
-from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.finding import Confidence, Finding, Level, worst_first
 from hpcrun.tuning.host import Ask, Host
 
 _FILE = Path(__file__).with_name("counters.yaml")
@@ -59,8 +59,8 @@ class _Rule:
     name: str
     where: str
     names: tuple[str, ...]
-    level: str
-    confidence: str
+    level: Level
+    confidence: Confidence
     means: str
     remedy: str
     share: float | None = None
@@ -165,7 +165,7 @@ def _apply(rule: _Rule, grown: Growth) -> list[Finding]:
     return [
         Finding(
             rule.level, rule.name, device, f"{', '.join(told)}: {rule.means}", rule.remedy, rule.confidence
-        )  # type: ignore[arg-type]
+        )
         for device, told in by_device.items()
     ]
 

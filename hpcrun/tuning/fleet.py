@@ -163,11 +163,11 @@ def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:
     for node, facts in reports.items():
         for name, address in _addresses(facts):
             owners.setdefault((name, str(address.ip)), []).append(node)
-    for (name, address), nodes in owners.items():
+    for (name, ip), nodes in owners.items():
         if len(nodes) < 2:
             continue
         chosen = [node for node in nodes if _chosen(reports[node]) == name]
-        text = f"{address} is on {len(nodes)} nodes"
+        text = f"{ip} is on {len(nodes)} nodes"
         if chosen:
             text += ", and NCCL takes this interface for its sockets"
             yield Finding("fault", "address", name, text, "set network.interface in the profile")

@@ -37,13 +37,11 @@ def _lay(line: str, lines: Iterator[str], root: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(os.path.relpath(root.resolve() / target, place.parent.resolve()))
     elif line.endswith(" <<"):
-        text = []
-        while (one := next(lines)) != ">>":
-            text.append(one)
-        _write(root / line.removesuffix(" <<"), "\n".join(text))
+        inside = iter(lines.__next__, ">>")
+        _write(root / line.removesuffix(" <<"), "\n".join(inside))
     else:
-        path, _, text = line.partition(" = ")
-        _write(root / path, text)
+        name, _, text = line.partition(" = ")
+        _write(root / name, text)
 
 
 def _write(path: Path, text: str) -> None:
