@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -42,16 +42,12 @@ def doctor_command(node: str, options: Sequence[str]) -> list[str]:
     return [*step, sys.executable, "-P", "-m", "hpcrun", "doctor", "--json", "--always-0", *options]
 
 
-def visit_all(
-    allocation: Allocation, options: Sequence[str], tell: Callable[[str], None] = lambda _: None
-) -> list[Answer]:
+def visit_all(allocation: Allocation, options: Sequence[str]) -> list[Answer]:
     """Have every node looked at, a few at a time; one without a report has a finding."""
     environ = step_environment(without_world(with_our_package(os.environ)))
 
     def visit(node: str) -> Answer:
-        answer = _visit(node, doctor_command(node, options), environ)
-        tell(node)
-        return answer
+        return _visit(node, doctor_command(node, options), environ)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(visit, allocation.nodes))

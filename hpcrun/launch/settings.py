@@ -17,6 +17,7 @@ from hpcrun.specs.records import read_json, write_whole
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings, write_settings
 from hpcrun.tuning.advice import Situation, advise, installed_nccl
+from hpcrun.tuning.host import nccl_files
 from hpcrun.tuning.report import read_reports
 
 
@@ -61,6 +62,8 @@ def settle(
     try:
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
         settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
+        if here:
+            settings = settings.but_for(nccl_files(Path("/"), environ), "nccl.conf of this node")
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
     write_settings(attempt.settings, settings)

@@ -113,8 +113,11 @@ def _of_links(key: str) -> Callable[[Facts], dict[str, Any]]:
 
 
 def _of_interfaces(key: str) -> Callable[[Facts], dict[str, Any]]:
+    """Of adapters, and of others that have an address, but not of bridges inside the node."""
     return lambda facts: {
-        one["name"]: one[key] for one in facts["interfaces"] if one["kind"] == "physical" and one[key]
+        one["name"]: one[key]
+        for one in facts["interfaces"]
+        if one[key] and (one["kind"] == "physical" or (one["kind"] == "virtual" and one["networks"]))
     }
 
 

@@ -111,7 +111,7 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
         driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
-        environ=_environ(_text(root / "proc/self/environ")),
+        environ=nccl_files(root, os.environ if live else {}) | _environ(_text(root / "proc/self/environ")),
     )
 
 
@@ -191,6 +191,21 @@ def _environ(text: str) -> dict[str, str]:
     """The variables of communication libraries, of /proc/PID/environ or of lines NAME=VALUE."""
     entries = (entry.partition("=") for entry in re.split(r"[\0\n]", text))
     return {name: value for name, _, value in entries if _OURS.match(name)}
+
+
+def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
+    home = environ.get("HOME", "")
+    named = environ.get("NCCL_CONF_FILE", f"{home}/.nccl.conf" if home else "")
+    found = parse_nccl_conf(_text(root / "etc/nccl.conf"))
+    return found | (parse_nccl_conf(_text(Path(named))) if named else {})
+
+
+def parse_nccl_conf(text: str) -> dict[str, str]:
+    """Lines NAME=VALUE; comments begin with #."""
+    lines = (line.strip() for line in text.splitlines())
+    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
+    return {name.strip(): value.strip() for name, _, value in pairs if name.strip().startswith("NCCL_")}
 
 
 def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:

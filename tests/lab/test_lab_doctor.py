@@ -42,6 +42,4 @@ def test_every_node_of_an_allocation_is_looked_at(desk: Desk) -> None:
         assert (one["socket_interface"], bool(addresses["eth0"]), bool(one["limits"])) == ("eth0", True, True)
     assert [one for one in found["findings"] if one["check"] in ("report", "clock", "MTU")] == []
     (desk.path / "all.json").write_text(done.stdout)
-    assert (
-        desk.hpcrun("doctor", "compare", "all.json", code=None).exit_code == done.exit_code
-    )
+    assert desk.hpcrun("doctor", "compare", "all.json", code=None).exit_code == done.exit_code

@@ -59,6 +59,14 @@ def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
     assert told == {("NCCL_IB_TC", "96", "env of the job"), ("NCCL_IB_HCA", "^mlx5_9", "environment")}
 
 
+def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
+    (tmp_path / "nccl.conf").write_text("NCCL_IB_TC=41\n")
+    environ = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
+    given = settle(attempt, job(), cluster("{traffic_class: 106, service_level: 1}"), (HERE, "n2"), environ)
+    assert given == {"NCCL_IB_SL": "1"}
+    assert read_json(attempt.settings)["overruled"][0]["by"] == "nccl.conf of this node"
+
+
 @pytest.mark.parametrize(
     ("network", "nodes", "note"),
     [

@@ -8,7 +8,7 @@ import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.checks import Question, check, clock_skew
-from hpcrun.tuning.host import look
+from hpcrun.tuning.host import look, nccl_files
 from hpcrun.tuning.report import Report, examine
 from tests.tuning.trees import HOSTS, lay_out
 
@@ -137,3 +137,16 @@ def test_nothing_is_known_of_a_machine_that_tells_nothing(tmp_path: Path) -> Non
 def test_clocks(told: float, text: str | None) -> None:
     found = clock_skew("n1", told, 100.0, 110.0)
     assert [one.text for one in found] == ([text] if text else [])
+
+
+def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) -> None:
+    root = lay_out("wrong-interface", tmp_path / "node")
+    (root / "etc").mkdir()
+    (root / "etc" / "nccl.conf").write_text(
+        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL = 1\nPATH=/x\n"
+    )
+    assert look(root).environ == {"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_SL": "1", "NCCL_IB_TC": "106"}
+    mine = tmp_path / "mine.conf"
+    mine.write_text("NCCL_IB_SL=3\n")
+    assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
+    assert nccl_files(root, {"HOME": str(tmp_path)}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
