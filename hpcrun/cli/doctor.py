@@ -32,6 +32,7 @@ _Root = Annotated[
     Path, typer.Option(metavar="DIR", help="Look at a captured tree, or at a host's root in a container.")
 ]
 _All = Annotated[bool, typer.Option("--all", help="Every node of this allocation, compared.")]
+_Connect = Annotated[bool, typer.Option("--connect", help="With --all: try a connection between each two.")]
 _Take = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Take all counters into a file; nothing else.")
 ]
@@ -55,6 +56,7 @@ def doctor(
     words: _Words = None,
     root: _Root = Path("/"),
     everywhere: _All = False,
+    connect: _Connect = False,
     counters: _Take = None,
     since: _Since = None,
     cluster: _Cluster = None,
@@ -68,10 +70,12 @@ def doctor(
     Also: doctor compare A.json B.json ..., which names the odd one out; doctor --counters FILE before a job
     and doctor --since FILE after it. Ends with 1 where something is broken.
     """
+    if connect and not everywhere:
+        raise UsageError("--connect goes with --all: it tries the nodes of an allocation")
     if words:
         findings = _compare(words, cluster, as_json)
     elif everywhere:
-        findings = _look_everywhere(cluster, nccl_version, as_json)
+        findings = _look_everywhere(cluster, nccl_version, connect, as_json)
     elif counters is not None or since is not None:
         findings = _count(root, counters, since, as_json)
     else:
@@ -142,20 +146,25 @@ def _version(text: str | None) -> tuple[int, ...] | None:
     return found
 
 
-def _look_everywhere(cluster: str | None, nccl: str | None, as_json: bool) -> list[Finding]:
+def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
     from hpcrun.launch.allocation import find_allocation
     from hpcrun.launch.doctors import require_allocation, visit_all
+    from hpcrun.launch.reach import try_all
     from hpcrun.tuning.finding import read_finding, worst_first
     from hpcrun.tuning.fleet import compare
 
     profile, notes = _profile(cluster)
     _version(nccl)
     options = [*(["--cluster", cluster] if cluster else []), *(["--nccl-version", nccl] if nccl else [])]
-    answers = visit_all(require_allocation(find_allocation(os.environ)), options)
+    allocation = require_allocation(find_allocation(os.environ))
+    answers = visit_all(allocation, options)
     reports = {one.node: one.report for one in answers if one.report is not None}
     findings = [finding for one in answers for finding in one.findings]
+    interface = profile.network.interface if profile else None
     if len(reports) > 1:
-        findings += compare(reports, profile.network.interface if profile else None)
+        findings += compare(reports, interface)
+    if connect and len(reports) > 1:
+        findings += try_all(allocation, interface)
     own = {
         node: [read_finding(values) for values in report.get("findings", ())]
         for node, report in reports.items()

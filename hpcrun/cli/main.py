@@ -198,7 +198,20 @@ def _be_task(folder: str) -> int:
     return int(task.run_submitted(folder))
 
 
-_INTERNAL: dict[str, Callable[..., int]] = {"_rank": _be_rank, "_agent": _be_agent, "_task": _be_task}
+def _be_reached(interface: str) -> int:
+    """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
+    from hpcrun.launch.reach import take_part
+
+    take_part(interface)
+    return EXIT_DONE
+
+
+_INTERNAL: dict[str, Callable[..., int]] = {
+    "_rank": _be_rank,
+    "_agent": _be_agent,
+    "_task": _be_task,
+    "_reach": _be_reached,
+}
 """What we start ourselves."""
 
 

@@ -50,7 +50,7 @@ def predict(
         return _judged(port, table, _ROUTABLE_INDEX if has_flid else 0)
     chosen = 0
     for candidate in sorted(table):
-        if candidate and _replaces(table[candidate], table.get(chosen), family, cidr, roce):
+        if _replaces(table[candidate], table.get(chosen), family, cidr, roce):
             chosen = candidate
     return _judged(port, table, chosen)
 

@@ -125,6 +125,7 @@ def test_reports_compared(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
+        (["--connect"], "--connect goes with --all"),
         (["look"], "doctor look: is not known"),
         (["compare"], "0 report"),
         (["compare", "nowhere.json"], "nowhere.json: there is no such file"),

@@ -43,3 +43,26 @@ def test_every_node_of_an_allocation_is_looked_at(desk: Desk) -> None:
     assert [one for one in found["findings"] if one["check"] in ("report", "clock", "MTU")] == []
     (desk.path / "all.json").write_text(done.stdout)
     assert desk.hpcrun("doctor", "compare", "all.json", code=None).exit_code == done.exit_code
+
+
+def test_a_node_that_others_do_not_reach_is_named(desk: Desk) -> None:
+    desk.profile("network: {interface: eth0}\n")
+    before = ("salloc", "-N4", "--mem=1G")
+    calm = json.loads(desk.hpcrun("doctor", "--all", "--connect", "--json", before=before, code=None).stdout)
+    assert [one for one in calm["findings"] if one["check"] == "connection"] == []
+    places = {
+        one["node"]: face["networks"][0].partition("/")[0]
+        for one in calm["nodes"]
+        for face in one["interfaces"]
+        if face["name"] == "eth0"
+    }
+    node = desk.lab.node("n03")
+    routes = [["ip", "route", "add", "blackhole", f"{places[other]}/32"] for other in ("n01", "n02", "n04")]
+    for route in routes:
+        node.run(route).require()
+    try:
+        done = desk.hpcrun("doctor", "--all", "--connect", before=before, code=1)
+    finally:
+        for route in routes:
+            node.run([*route[:2], "del", *route[3:]]).require()
+    assert "fault      connection  n03: 6 of its 6 connections over eth0 fail: " in done.stdout
