@@ -51,7 +51,9 @@ def advise(
     version = None if nccl_version is None else parse_version(nccl_version)
     if nccl_version is not None and version is None:
         raise UsageError(f"--nccl-version {nccl_version}: is no version; write it like 2.21.5")
-    settings = advise_job(spec, None if name == "local" else find_cluster(name), nccl=version)
+    settings = advise_job(
+        spec, None if name == "local" else find_cluster(None if name == "default" else name), nccl=version
+    )
     if as_json:
         _print_json(settings.as_json())
     else:
@@ -66,7 +68,7 @@ def _print_settings(settings: Settings) -> None:
         for one in of:
             print(f"  {one}")
     for lost in settings.overruled:
-        print(f"# {lost.name}={lost.value} stands, as {lost.by} has it; it would be {lost.ours}")
+        print(f"# {lost}")
     for note in settings.notes:
         print(f"# {note}")
 

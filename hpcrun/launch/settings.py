@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,11 @@ def settle(
     cluster: ClusterSpec | None,
     nodes: tuple[str, ...],
     environ: Mapping[str, str],
+    note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
     """Choose an attempt's settings and write them down; gives what every rank's environment gets.
 
-    What the job or the shell has set stands. A profile that is wrong here costs the settings, not the job.
+    What the job or the shell has set stands, and `note` is told. A profile that is wrong here costs the settings, not the job.
     """
     try:
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
@@ -66,6 +67,10 @@ def settle(
             settings = settings.but_for(nccl_files(Path("/"), environ), "nccl.conf of this node")
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
+        note(settings.notes[0])
+    for lost in settings.overruled:
+        if lost.value != lost.ours:
+            note(str(lost))
     write_settings(attempt.settings, settings)
     write_whole(table_of(attempt), render_table(settings))
     return settings.environment()

@@ -181,7 +181,7 @@ class Supervisor:
         meeting = {"MASTER_ADDR": f"{placement.ranks[0]}{suffix}", "MASTER_PORT": str(port)}
         if spec.command is None:
             meeting = {}
-        ours = settle(attempt, spec, cluster, placement.nodes, environ | spec.env)
+        ours = settle(attempt, spec, cluster, placement.nodes, environ | spec.env, self._observer.note)
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
         return ours | environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 

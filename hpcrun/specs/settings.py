@@ -38,6 +38,9 @@ class Overruled:
     by: str
     """The job's env, or the environment."""
 
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} stands, as {self.by} has it; it would be {self.ours}"
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -10,7 +10,7 @@ from hpcrun.tuning.finding import Finding
 def judge(
     failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str], interface: str
 ) -> tuple[Finding, ...]:
-    """`failed` holds, for each node that has tried, those that it has not reached and why.
+    """`failed` holds, for each node that has tried, which ones it has not reached, and why.
 
     A node that is in half of its connections' way is the cause of them all; what is left is told pair by pair.
     """

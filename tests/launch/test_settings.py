@@ -53,10 +53,12 @@ def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
 
 def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
     network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
-    given = settle(attempt, job(NCCL_IB_TC="96"), network, NODES, {"NCCL_IB_HCA": "^mlx5_9"})
+    notes: list[str] = []
+    given = settle(attempt, job(NCCL_IB_TC="96"), network, NODES, {"NCCL_IB_HCA": "=mlx5_0"}, notes.append)
     assert given == {}
+    assert notes == ["NCCL_IB_TC=96 stands, as env of the job has it; it would be 106"]
     told = {(one["name"], one["value"], one["by"]) for one in read_json(attempt.settings)["overruled"]}
-    assert told == {("NCCL_IB_TC", "96", "env of the job"), ("NCCL_IB_HCA", "^mlx5_9", "environment")}
+    assert told == {("NCCL_IB_TC", "96", "env of the job"), ("NCCL_IB_HCA", "=mlx5_0", "environment")}
 
 
 def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
