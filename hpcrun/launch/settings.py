@@ -58,7 +58,8 @@ def settle(
 ) -> dict[str, str]:
     """Choose an attempt's settings and write them down; gives what every rank's environment gets.
 
-    What the job or the shell has set stands, and `note` is told. A profile that is wrong here costs the settings, not the job.
+    What the job or the shell has set stands, and `note` is told. A profile that is wrong here costs the
+    settings, not the job.
     """
     try:
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}

@@ -12,7 +12,7 @@ def judge(
 ) -> tuple[Finding, ...]:
     """`failed` holds, for each node that has tried, which ones it has not reached, and why.
 
-    A node that is in half of its connections' way is the cause of them all; what is left is told pair by pair.
+    A node that is in half of its connections' way is the cause of them all; what is left is told by pairs.
     """
     pairs = {(a, b): why for a, of in failed.items() for b, why in of.items()}
     found = []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from hpcrun.cli.submit import app as submit_app
 from hpcrun.cli.tune import app
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.specs.rundir import RunDir, create_run
@@ -85,6 +86,16 @@ def test_mistakes(job: Path, words: list[str], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         run(*(str(job) if word == "JOB" else word for word in words))
     assert str(caught.value).startswith(text)
+
+
+def test_a_dry_run_tells_the_same_when_asked(job: Path) -> None:
+    words = [str(job), "--dry-run", "--slurm-version", "24.05"]
+    told = CliRunner().invoke(submit_app, [*words, "-v"]).stderr
+    advised = [line for line in run("advise", job).stdout.splitlines() if not line.startswith("#")]
+    assert [line for line in told.splitlines() if "the ranks get" in line] == [
+        f"hpcrun: the ranks get {line}" for line in advised
+    ]
+    assert "the ranks get" not in CliRunner().invoke(submit_app, words).stderr
 
 
 def test_checklists() -> None:
