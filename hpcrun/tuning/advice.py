@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,11 +200,8 @@ def _by_node(situation: Situation) -> tuple[dict[str, tuple[Setting, ...]], list
         if ports and hcas and good != hcas:
             lacking = ", ".join(hca for hca in hcas if hca not in good)
             if good:
-                source, why = (
-                    "profile: network.hcas, doctor's report",
-                    f"without {lacking}, missing or down here",
-                )
-                settings += _devices(situation.cluster, good, source, why)
+                why = f"without {lacking}, missing or down here"
+                settings += _devices(situation.cluster, good, _source(report), why)
             notes.append(
                 f"{node}: {lacking} is missing or down{'' if good else '; none of the devices is left'}"
             )
@@ -211,6 +209,13 @@ def _by_node(situation: Situation) -> tuple[dict[str, tuple[Setting, ...]], list
         if settings:
             found[node] = tuple(settings)
     return found, notes
+
+
+def _source(report: Mapping[str, Any]) -> str:
+    """A report with its day: what it tells may have been mended since."""
+    told = report.get("time")
+    day = time.strftime("%Y-%m-%d", time.localtime(told)) if isinstance(told, int | float) else "unknown date"
+    return f"doctor's report of the node, {day}"
 
 
 def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Setting]:
@@ -224,7 +229,8 @@ def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Settin
     indices = {fitting_index(port, family, network.address_range or "") for port in ports}  # type: ignore[arg-type]
     if len(indices) == 1 and None not in indices:
         reason = "this NCCL takes index 0 by itself, which is link-local; this is the RoCE v2 address"
-        return [Setting("NCCL_IB_GID_INDEX", str(indices.pop()), reason, "doctor's report of the node")]
+        source = _source(situation.reports[node])
+        return [Setting("NCCL_IB_GID_INDEX", str(indices.pop()), reason, source)]
     if ports:
         notes.append(f"{node}: which GID index is right is not certain; NCCL 2.21 finds it by itself")
     return []

@@ -95,10 +95,9 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("fault", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
-    for text in ("NCCL_IB_HCA",):
-        wanted = parse_names(host.environ.get(text, ""))
-        if wanted and not wanted.exact and not wanted.excluded:
-            yield from _wider(host, text, wanted.names)
+    wanted = parse_names(host.environ.get("NCCL_IB_HCA", ""))
+    if wanted and not wanted.exact and not wanted.excluded:
+        yield from _wider(host, wanted.names)
     rates = {port.rate_Gbps for port in question.used if port.rate_Gbps}
     if len(rates) > 1:
         fast = max(rates)
@@ -109,15 +108,15 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("warning", "port", port.name, text, remedy, "medium")
 
 
-def _wider(host: Host, variable: str, names: Sequence[str]) -> Iterator[Finding]:
+def _wider(host: Host, names: Sequence[str]) -> Iterator[Finding]:
     """Names that also take devices that were not meant, as mlx5_1 does mlx5_10."""
     for name in names:
         start, _, _ = name.partition(":")
         devices = {port.device for port in host.ports}
         more = sorted(device for device in devices if device.startswith(start) and device != start)
         if start in devices and more:
-            text = f"{variable}={name} takes {', '.join(more)} too: names are beginnings"
-            yield Finding("warning", "port", start, text, f"write {variable}=={name}")
+            text = f"NCCL_IB_HCA={name} takes {', '.join(more)} too: names are beginnings"
+            yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={name}")
 
 
 def _gids(question: Question) -> Iterator[Finding]:

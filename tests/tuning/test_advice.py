@@ -134,6 +134,10 @@ def test_a_node_without_one_of_the_devices_gets_its_own_list(tmp_path: Path) -> 
     told = reports(tmp_path, n1="roce_healthy", n2="link_down")
     found = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told))
     assert found.of_node("n2.some.domain") == {"NCCL_IB_HCA": "=mlx5_0"}
+    assert found.by_node["n2"][0].source == "doctor's report of the node, unknown date"
+    told["n2"]["time"] = 1_790_000_000.0
+    dated = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told))
+    assert dated.by_node["n2"][0].source.startswith("doctor's report of the node, 2026-09-2")
     assert (found.of_node("n1"), values(found)) == ({}, {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"})
     assert "n2: mlx5_1 is missing or down" in found.notes
     none = advise(Situation(cluster("{hcas: [mlx5_8]}"), reports=told))
