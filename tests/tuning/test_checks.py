@@ -150,3 +150,12 @@ def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) 
     mine.write_text("NCCL_IB_SL=3\n")
     assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
     assert nccl_files(root, {"HOME": str(tmp_path)}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
+
+
+def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
+    root = lay_out("downtrained", tmp_path / "node")
+    for slot, name, text in (("98", "max_link_width", "8"), ("16", "max_link_speed", "16.0 GT/s PCIe")):
+        (root / f"sys/bus/pci/devices/0000:{slot}:02.0" / name).write_text(f"{text}\n")
+    (one,) = examine(Question(look(root), NetworkSpec())).findings
+    assert str(one) == "mlx5_1: its PCIe link runs at x8 of x16: the slot has no more"
+    assert one.level == "note"
