@@ -87,7 +87,7 @@ def _shown(value: Any, what: str) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     if what == _SIZE:
-        return f"{value / 2**30:.3g} GiB"
+        return f"{value / 2**30:.4g} GiB"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -151,6 +151,11 @@ def test_an_old_nccl_is_told_the_index_where_it_is_certain(tmp_path: Path) -> No
     assert old.of_node("n1") == {"NCCL_IB_GID_INDEX": "3"}
     assert old.of_node("n2") == {}
     assert "n2: which GID index is right is not certain; NCCL 2.21 finds it by itself" in old.notes
+    apart = reports(tmp_path / "apart", n1="roce_healthy", n2="infiniband_healthy")
+    for gid in apart["n1"]["ports"][0]["gids"][2:]:
+        gid["index"] += 4
+    uneven = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=apart, nccl=(2, 20, 5)))
+    assert uneven.by_node == {}
     new = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told, nccl=(2, 27, 7)))
     assert new.by_node == advise(Situation(cluster("{hcas: [mlx5_0]}"), reports=told)).by_node == {}
 

@@ -43,7 +43,7 @@ def told(findings: tuple[Finding, ...]) -> list[str]:
 
 
 def test_alike(healthy: Reports) -> None:
-    healthy["n2"]["memory_bytes"] += 40_960
+    healthy["n2"]["memory_bytes"] += healthy["n2"]["memory_bytes"] // 100
     healthy["n3"]["shm"]["free_bytes"] = 17
     healthy["n4"]["links"][0]["speed_GTs"] = 32.0  # a GPU that is awake
     assert compare(healthy) == compare(healthy, "eth0") == ()
@@ -105,6 +105,18 @@ def test_docker0_has_the_same_address_everywhere(tmp_path: Path) -> None:
         "docker0: 172.17.0.1 is on 2 nodes, and NCCL takes this interface for its sockets;"
         " set network.interface in the profile"
     )
+
+
+def test_a_bridge_that_nothing_uses_is_only_noted(healthy: Reports) -> None:
+    bridge = {"name": "docker0", "kind": "bridge", "mtu": 1500, "trust": "", "networks": ["172.17.0.1/16"]}
+    for report in healthy.values():
+        report["interfaces"].append(bridge)
+    assert told(compare(healthy)) == ["note docker0: 172.17.0.1 is on 4 nodes; nothing is to use it"]
+
+
+def test_half_the_memory_is_no_small_difference(healthy: Reports) -> None:
+    healthy["n2"]["memory_bytes"] //= 2
+    assert told(compare(healthy)) == ["warning n2: memory: size is 503.7 GiB, on 3 other nodes 1007 GiB"]
 
 
 def test_one_network_for_all(healthy: Reports) -> None:
