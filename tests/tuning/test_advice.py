@@ -169,7 +169,8 @@ def test_adapters_with_ipv6_alone_are_seen(tmp_path: Path) -> None:
 
 def test_damaged_reports_change_nothing() -> None:
     odd: dict[str, dict[str, Any]] = {"n1": {}, "n2": {"ports": [{}, 3]}, "n3": {"ports": None}}
-    assert values(advise(Situation(cluster("{hcas: [mlx5_0]}"), reports=odd))) == {"NCCL_IB_HCA": "=mlx5_0"}
+    found = advise(Situation(cluster("{hcas: [mlx5_0]}"), reports=odd))
+    assert (values(found), found.by_node, found.notes) == ({"NCCL_IB_HCA": "=mlx5_0"}, {}, ())
 
 
 def test_a_fabric_that_is_none() -> None:
