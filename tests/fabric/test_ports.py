@@ -69,11 +69,14 @@ def test_links(root: Path) -> None:
         32.0,
         16,
     )
+    (root / "sys/bus/pci/devices/0000:18:00.0/max_link_width").write_text("255\n")
+    assert {one.name: one.most_width for one in pci_links(root, inside(root))}["mlx5_0"] is None
     assert (found["GPU 0"].speed_GTs, found["eth0"].slot_width, one.iommu) == (2.5, None, "")
 
 
 def test_addresses() -> None:
     route = "Iface\tDestination\tGateway\nib0\t0000010A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n"
+    route += "eth9\t0000000A\t0100010A\t0003\t0\t0\t0\t000000FF\t0\t0\t0\n"  # by a gateway: not its own
     trie = "  |-- 10.1.0.9\n     /32 host LOCAL\n  |-- 10.2.0.9\n     /32 host LOCAL\n"
     trie += "  |-- 10.1.0.255\n     /32 link BROADCAST\n"
     six = (

@@ -104,7 +104,8 @@ def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_pat
     profile = cluster(f"{{hcas: [mlx5_0, mlx5_1], reports: {path}}}")
     assert settle(attempt, job(), profile, NODES, {}) == {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
     assert table_of(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
-    assert advise_job(job(), profile, ("n1",)).by_node == {}
+    assert advise_job(job(), profile, ("n1", "n3")).by_node == {}
+    assert list(advise_job(job(), profile, ("n1", "n2.some.domain")).by_node) == ["n2"]
     settle(attempt, job(NCCL_IB_HCA="mlx5"), profile, NODES, {})
     assert table_of(attempt).read_text() == ""
 
