@@ -103,6 +103,12 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "cluster --help",
         "tune lint JOB",
         "template list",
+        "doctor --root . --json",
+        "doctor --counters FILE",
+        "doctor --help",
+        "tune --help",
+        "tune advise JOB",
+        "tune checklist roce-spectrum",
         "nonsense",
     ],
 )

@@ -49,7 +49,8 @@ VERBS = {
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
     "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
-    "tune": Verb("hpcrun.cli.tune", "communication settings: lint an environment, explain a variable"),
+    "tune": Verb("hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"),
+    "doctor": Verb("hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
     "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
 }
@@ -213,12 +214,21 @@ def _be_beside(run_dir: str, name: str = "") -> int:
     return int(importlib.import_module("hpcrun.launch.beside").main(run_dir, name))
 
 
+def _be_reached(interface: str) -> int:
+    """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
+    from hpcrun.launch.reach import take_part
+
+    take_part(interface)
+    return EXIT_DONE
+
+
 _INTERNAL: dict[str, Callable[..., int]] = {
     "_rank": _be_rank,
     "_agent": _be_agent,
     "_task": _be_task,
     "_chaos": _strike,
     "_beside": _be_beside,
+    "_reach": _be_reached,
 }
 """What we start ourselves."""
 

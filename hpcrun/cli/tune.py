@@ -1,143 +1,31 @@
-"""`hpcrun tune`: communication settings: what is wrong in an environment, and what a variable means."""
+"""`hpcrun tune`: communication settings with reasons; the verbs are in modules of their own."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
 import typer
 
-from hpcrun.errors import EXIT_CHECK_FAILED
+from hpcrun.cli.tune_advise import advise, checklist, uptake
+from hpcrun.cli.tune_lint import explain, lint
+from hpcrun.errors import UsageError
 
-if TYPE_CHECKING:
-    from hpcrun.tuning.gather import Gathered, Sources
-    from hpcrun.tuning.lint import Report
-
-SCHEMA_VERSION = 1
+TAKES_COMMAND = True
+"""What stands behind `--` is the user's program."""
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Communication settings: what is wrong in an environment, what a variable means.",
+    help="Communication settings: what a job should have and why, what is wrong in an environment, what a"
+    " variable means, what became of it.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-_Job = Annotated[
-    Path | None, typer.Option("--job", metavar="JOB", help="A job file: its env, and its profile's.")
-]
-_Script = Annotated[Path | None, typer.Option(metavar="FILE", help="A batch script: what it exports.")]
-_Conf = Annotated[
-    list[Path] | None,
-    typer.Option(metavar="FILE", help="nccl.conf instead of NCCL_CONF_FILE, ~/.nccl.conf, /etc/nccl.conf."),
-]
-_Env = Annotated[
-    list[Path] | None,
-    typer.Option(
-        metavar="FILE",
-        help="Output of `env` or `env -0` instead of this shell's; several are ranks, and are compared.",
-    ),
-]
-_Container = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="The image's environment: lines, or JSON of `docker inspect`."),
-]
-_Nccl = Annotated[str | None, typer.Option(metavar="X", help="Release of NCCL, such as 2.27.5.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+@app.callback()
+def refuse_a_command(context: typer.Context) -> None:
+    """Only advice is about a program."""
+    if context.obj is not None and context.invoked_subcommand != "advise":
+        raise UsageError(f"tune {context.invoked_subcommand} takes no command after `--`")
 
 
-@app.command()
-def lint(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="[JOB]", help="A job file: its env, and its profile's.")
-    ] = None,
-    script: _Script = None,
-    nccl_conf: _Conf = None,
-    env: _Env = None,
-    container_env: _Container = None,
-    nccl_version: _Nccl = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Also list all that is set, and where.")] = False,
-    as_json: _Json = False,
-) -> None:
-    """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
-    from hpcrun.tuning.gather import Sources
-    from hpcrun.tuning.problem import plain
-
-    gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
-    if as_json:
-        _print_json({"nccl": _library(gathered), **report.as_json()})
-    else:
-        _tell(gathered, report)
-        for one in (*report.findings, *(report.origins() if show_all else ())):
-            print(plain(str(one)))
-        print(_summary(report))
-    if report.has_errors:
-        raise typer.Exit(EXIT_CHECK_FAILED)
-
-
-@app.command()
-def explain(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Such as NCCL_IB_TC, or ib_tc.")],
-    job: _Job = None,
-    script: _Script = None,
-    nccl_conf: _Conf = None,
-    env: _Env = None,
-    container_env: _Container = None,
-    nccl_version: _Nccl = None,
-    as_json: _Json = False,
-) -> None:
-    """What a variable does, whether this NCCL reads it, its default, effect and risk, and who set it."""
-    from hpcrun.tuning.explain import explain as explain_one
-    from hpcrun.tuning.gather import Sources
-    from hpcrun.tuning.problem import plain
-
-    gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
-    found = [explain_one(name, report, gathered.library.version) for name in names]
-    if as_json:
-        _print_json({"nccl": _library(gathered), "variables": [one.as_json() for one in found]})
-        return
-    _tell(gathered, report)
-    print("\n\n".join("\n".join(map(plain, one.lines())) for one in found))
-
-
-def _look(sources: Sources) -> tuple[Gathered, Report]:
-    from hpcrun.tuning.gather import gather, report_on
-
-    gathered = gather(sources, os.environ)
-    return gathered, report_on(gathered)
-
-
-def _tell(gathered: Gathered, report: Report) -> None:
-    library = gathered.library
-    if library.library is None:
-        typer.echo("hpcrun: which NCCL is used is not known; --nccl-version X says it", err=True)
-    else:
-        typer.echo(f"hpcrun: {library.library}", err=True)
-    for other in library.others:
-        typer.echo(f"hpcrun: there is also {other}; NCCL_DEBUG=VERSION prints which is loaded", err=True)
-    for line in report.notes:
-        typer.echo(f"hpcrun: {line}", err=True)
-
-
-def _summary(report: Report) -> str:
-    counts = {
-        level: sum(one.level == level for one in report.findings) for level in ("error", "warning", "note")
-    }
-    told = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items())
-    return f"{told}; {len(report.chains)} variables looked at"
-
-
-def _library(gathered: Gathered) -> dict[str, Any]:
-    from hpcrun.tuning.registry import show_version
-
-    found = gathered.library
-    return {
-        "version": show_version(found.version) if found.version else None,
-        "how": found.library.how if found.library else "",
-        "others": [str(one) for one in found.others],
-    }
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+for verb in (advise, lint, explain, checklist, uptake):
+    app.command()(verb)

@@ -206,8 +206,8 @@ def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
     if unknown:
         notes.append(f"GPU {', '.join(unknown)}: the NUMA node is unknown")
     numa = {
-        int(path.name[4:]): _line(path / "cpulist")
-        for path in _listed(root / "sys/devices/system/node")
+        int(path.name[4:]): line_of(path / "cpulist")
+        for path in entries_of(root / "sys/devices/system/node")
         if re.fullmatch(r"node[0-9]{1,5}", path.name)
     }
     return HostInside(
@@ -215,7 +215,7 @@ def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
     )
 
 
-def _line(path: Path) -> str:
+def line_of(path: Path) -> str:
     """What a file of sysfs says; empty where it says nothing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -223,7 +223,8 @@ def _line(path: Path) -> str:
         return ""
 
 
-def _listed(folder: Path) -> list[Path]:
+def entries_of(folder: Path) -> list[Path]:
+    """What stands in a folder, by name; nothing where it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:
@@ -232,12 +233,12 @@ def _listed(folder: Path) -> list[Path]:
 
 def _gpus(root: Path) -> list[Gpu]:
     found: list[Gpu] = []
-    for device in _listed(root / "sys/bus/pci/devices"):
-        if not _line(device / "class").startswith(_GPUS.get(_line(device / "vendor"), ("none",))):
+    for device in entries_of(root / "sys/bus/pci/devices"):
+        if not line_of(device / "class").startswith(_GPUS.get(line_of(device / "vendor"), ("none",))):
             continue
-        said = _line(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        said = line_of(root / "proc/driver/nvidia/gpus" / device.name / "information")
         uuid = re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)", said)
-        cpus = _line(device / "local_cpulist")
+        cpus = line_of(device / "local_cpulist")
         found.append(
             Gpu(len(found), device.name, _numa(device), cpus, uuid[1] if uuid else None, _path(device))
         )
@@ -247,16 +248,16 @@ def _gpus(root: Path) -> list[Gpu]:
 def _nics(root: Path) -> list[Nic]:
     found = []
     taken: set[str] = set()
-    for port in _listed(root / "sys/class/infiniband"):
+    for port in entries_of(root / "sys/class/infiniband"):
         device = port / "device"
-        interfaces = tuple(path.name for path in _listed(device / "net"))
+        interfaces = tuple(path.name for path in entries_of(device / "net"))
         taken.update(interfaces)
-        states = [_line(one / "state") for one in _listed(port / "ports")]
-        rates = [re.match(r"([0-9.]+) Gb/sec", _line(one / "rate")) for one in _listed(port / "ports")]
+        states = [line_of(one / "state") for one in entries_of(port / "ports")]
+        rates = [re.match(r"([0-9.]+) Gb/sec", line_of(one / "rate")) for one in entries_of(port / "ports")]
         found.append(
             Nic(
                 port.name,
-                _address(device),
+                pci_address(device),
                 _numa(device),
                 True,
                 any("ACTIVE" in state for state in states) if any(states) else None,
@@ -265,17 +266,17 @@ def _nics(root: Path) -> list[Nic]:
                 _path(device),
             )
         )
-    for interface in _listed(root / "sys/class/net"):
+    for interface in entries_of(root / "sys/class/net"):
         device = interface / "device"
-        if interface.name in taken or not _address(device):
+        if interface.name in taken or not pci_address(device):
             continue
-        state, speed = _line(interface / "operstate"), _line(interface / "speed")
+        state, speed = line_of(interface / "operstate"), line_of(interface / "speed")
         rate = int(speed) / 1000 if re.fullmatch(r"[1-9][0-9]{0,6}", speed) else None
         up = {"up": True, "down": False}.get(state)
         found.append(
             Nic(
                 interface.name,
-                _address(device),
+                pci_address(device),
                 _numa(device),
                 False,
                 up,
@@ -289,7 +290,7 @@ def _nics(root: Path) -> list[Nic]:
 
 def _numa(device: Path) -> int | None:
     """None where the firmware says nothing, which sysfs shows as -1."""
-    text = _line(device / "numa_node")
+    text = line_of(device / "numa_node")
     return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
 
 
@@ -300,7 +301,8 @@ def _steps(device: Path) -> Iterator[str]:
             yield part
 
 
-def _address(device: Path) -> str:
+def pci_address(device: Path) -> str:
+    """The PCI address of a device by its place in sysfs; empty for one that is on no PCI bus."""
     steps = list(_steps(device))
     return steps[-1] if steps and _ADDRESS.fullmatch(steps[-1]) else ""
 

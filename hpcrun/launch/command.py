@@ -44,6 +44,13 @@ if [ "${{node%%.*}}" != "${{placed%%.*}}" ]; then
     give_up "is to stand on $placed, and the launcher has put it on $node" {misplaced}
     exit {misplaced}
 fi
+# Values of this node alone, but where somebody has set another one than all ranks get.
+tab=$(printf '\t')
+while IFS="$tab" read -r where name value usual; do
+    if [ "$where" = "${{node%%.*}}" ] && [ "$(printenv "$name" || printf %s "$usual")" = "$usual" ]; then
+        export "$name=$value"
+    fi
+done 2>/dev/null <"$attempt/settings.tsv"
 child=
 for name in USR1 USR2 TERM INT; do
     trap "if [ -n \"\\$child\" ]; then kill -s $name \"\\$child\"; fi" "$name"

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
 from hpcrun.launch.binding import bind
+from hpcrun.launch.nodevalues import apply_here
 from hpcrun.launch.progress import progress
 from hpcrun.launch.shm import segments_of
 from hpcrun.launch.world import World
@@ -53,7 +54,8 @@ def enter(attempt: Attempt, world: World) -> Requests:
         faulthandler.enable()
         _install_handlers(_entered)
         progress(section="init")
-        write_json(attempt.rank_record(world.rank), _record(world) | _bind(attempt, world.rank))
+        bound = _bind(attempt, world.rank) | (apply_here(attempt, os.environ) if is_supervised() else {})
+        write_json(attempt.rank_record(world.rank), _record(world) | bound)
     return _entered
 
 

@@ -18,6 +18,7 @@ from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
 from hpcrun.launch import ownership
 from hpcrun.launch.request import Job, Note, Request
+from hpcrun.launch.settings import advise_job
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.slurm.arrays import Chunk
 from hpcrun.slurm.contract import ArrayContext
@@ -80,6 +81,8 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryR
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
     job = Job(request, note, note)
+    for one in () if job.is_local else advise_job(job.resolved.spec, job.cluster).everywhere:
+        detail(f"the ranks get {one}")
     findings = [(job.placed(one), one.refuse) for one in job.findings()]
     for problem, refuse in findings:
         note(f"this would be refused: {problem}" if refuse else str(problem))

@@ -26,6 +26,7 @@ from hpcrun.launch.ownership import hold, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
+from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
@@ -271,10 +272,11 @@ class Supervisor:
         meeting = {"MASTER_ADDR": f"{placement.ranks[0]}{suffix}", "MASTER_PORT": str(port)}
         if spec.command is None:
             meeting = {}
+        ours = settle(attempt, spec, cluster, placement.nodes, environ | spec.env, self._observer.note)
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
         # Nobody can take a name that nobody can guess.
         marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
-        return environ | spec.env | meeting | read_secrets(spec.secrets) | marks
+        return ours | environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 
     def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
         """Record how the last attempt ended, and queue the job again where that is called for.

@@ -89,6 +89,30 @@ class NetworkSpec(_Section):
     fabric_suffix: str = Field(
         default="", pattern=r"^[A-Za-z0-9.-]*$", description="added to a node's name for its fabric address"
     )
+    fabric: Word | None = Field(
+        default=None, description="its kind, such as infiniband or roce-spectrum; see `hpcrun tune checklist`"
+    )
+    traffic_class: int | None = Field(
+        default=None, ge=0, le=255, description="RoCE: the byte of the lossless class, DSCP x 4 + ECN bits"
+    )
+    service_level: int | None = Field(
+        default=None, ge=0, le=15, description="InfiniBand: service level of jobs"
+    )
+    address_family: Literal["ipv4", "ipv6"] | None = Field(
+        default=None, description="RoCE: the addresses that adapters have; default: what NCCL takes, ipv4"
+    )
+    address_range: str | None = Field(
+        default=None,
+        pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$",
+        description="RoCE: the network of these, 10.1.0.0/16",
+    )
+    nccl_topology: Directory | None = Field(
+        default=None, description="NCCL's topology file for this kind of (virtual) machine"
+    )
+    reports: Directory | None = Field(
+        default=None,
+        description="what `hpcrun doctor --all --json` has told of the nodes, for values by node",
+    )
 
 
 class LevelSpec(_Section):

@@ -65,6 +65,11 @@ class Attempt:
         return self.path / "placement.json"
 
     @property
+    def settings(self) -> Path:
+        """The communication settings of the ranks, with their reasons."""
+        return self.path / "settings.json"
+
+    @property
     def hosts(self) -> Path:
         """The node of each rank, a line a rank, for launchers."""
         return self.path / "hosts"

@@ -1,0 +1,268 @@
+"""`hpcrun doctor`: what is wrong with a node's network, and which of several nodes is the odd one."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.tuning.finding import Finding
+    from hpcrun.tuning.host import Host
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+
+_Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[compare FILE...]", help="Reports of --json to compare; nothing: look at this node."
+    ),
+]
+_Root = Annotated[
+    Path, typer.Option(metavar="DIR", help="Look at a captured tree, or at a host's root in a container.")
+]
+_All = Annotated[bool, typer.Option("--all", help="Every node of this allocation, compared.")]
+_Connect = Annotated[bool, typer.Option("--connect", help="With --all: try a connection between each two.")]
+_Take = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Take all counters into a file; nothing else.")
+]
+_Since = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="What counters did since the look in FILE.")
+]
+_Cluster = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which profile; default: the default one.")
+]
+_Nccl = Annotated[
+    str | None, typer.Option(metavar="X", help="For this NCCL, such as 2.19.3; default: a new one.")
+]
+_Clock = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="The time now since 1970, by a clock that you trust.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def doctor(
+    words: _Words = None,
+    root: _Root = Path("/"),
+    everywhere: _All = False,
+    connect: _Connect = False,
+    counters: _Take = None,
+    since: _Since = None,
+    cluster: _Cluster = None,
+    nccl_version: _Nccl = None,
+    reference_time: _Clock = None,
+    as_json: _Json = False,
+    always_0: Annotated[bool, typer.Option("--always-0", hidden=True)] = False,
+) -> None:
+    """Look at this node's network without root: adapters, addresses, PCI links, PFC, limits, /dev/shm.
+
+    Also: doctor compare A.json B.json ..., which names the odd one out; doctor --counters FILE before a job
+    and doctor --since FILE after it. Ends with 1 where something is broken.
+    """
+    if connect and not everywhere:
+        raise UsageError("--connect goes with --all: it tries the nodes of an allocation")
+    if words:
+        findings = _compare(words, cluster, as_json)
+    elif everywhere:
+        findings = _look_everywhere(cluster, nccl_version, connect, as_json)
+    elif counters is not None or since is not None:
+        findings = _count(root, counters, since, as_json)
+    else:
+        findings = _look(root, cluster, nccl_version, reference_time, as_json)
+    broken = any(one.level == "fault" for one in findings)
+    raise typer.Exit(EXIT_CHECK_FAILED if broken and not always_0 else EXIT_DONE)
+
+
+def _look(
+    root: Path, cluster: str | None, nccl: str | None, reference: float | None, as_json: bool
+) -> list[Finding]:
+    from hpcrun.specs.cluster import NetworkSpec
+    from hpcrun.tuning.checks import Question, clock_skew
+    from hpcrun.tuning.report import examine
+
+    profile, notes = _profile(cluster)
+    host = _host(root)
+    network = profile.network if profile else NetworkSpec()
+    uses_ucx = profile is not None and profile.mpi.library == "openmpi"
+    report = examine(Question(host, network, _version(nccl), uses_ucx))
+    skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
+    findings = [*skew, *report.findings]
+    if as_json:
+        _print_json(report.as_json() | {"findings": [one.as_json() for one in findings], "notes": notes})
+        return findings
+    for line in notes:
+        typer.echo(f"hpcrun: {line}", err=True)
+    for port in host.ports:
+        rate = f"{port.rate_Gbps:g} Gb/s" if port.rate_Gbps else "rate unknown"
+        gid = f", GID {report.gid_index[port.name]}" if port.name in report.gid_index else ""
+        told = (port.state or "state unknown", rate, port.layer or "layer unknown")
+        print(f"port       {port.name}  {', '.join(told)}{gid}")
+    print(f"sockets    {report.socket_interface or 'no interface'}")
+    _print_findings(findings, f"{host.node}: nothing found")
+    return findings
+
+
+def _host(root: Path) -> Host:
+    from hpcrun.tuning.host import look
+
+    if not root.is_dir():
+        raise UsageError(f"--root {root}: is no directory; give the root of a captured tree")
+    # Only / itself is looked at live.
+    return look(Path(os.path.realpath(root)) if root.is_absolute() else root)
+
+
+def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
+    """The profile; without a name a doctor does without, where it cannot tell which one holds."""
+    from hpcrun.specs.cluster import find_cluster
+
+    try:
+        found = find_cluster(name)
+    except UsageError as error:
+        if name is not None:
+            raise
+        return None, [f"no profile: {error}"]
+    return found, [] if found else ["no profile: every active adapter counts as one for jobs"]
+
+
+def _version(text: str | None) -> tuple[int, ...] | None:
+    from hpcrun.tuning.advice import parse_version
+
+    if text is None:
+        return None
+    found = parse_version(text)
+    if found is None:
+        raise UsageError(f"--nccl-version {text}: is no version; write it like 2.21.5")
+    return found
+
+
+def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
+    from hpcrun.launch.allocation import find_allocation
+    from hpcrun.launch.doctors import require_allocation, visit_all
+    from hpcrun.launch.reach import try_all
+    from hpcrun.tuning.finding import read_finding, worst_first
+    from hpcrun.tuning.fleet import compare
+
+    profile, notes = _profile(cluster)
+    _version(nccl)
+    options = [*(["--cluster", cluster] if cluster else []), *(["--nccl-version", nccl] if nccl else [])]
+    allocation = require_allocation(find_allocation(os.environ))
+    answers = visit_all(allocation, options)
+    reports = {one.node: one.report for one in answers if one.report is not None}
+    findings = [finding for one in answers for finding in one.findings]
+    interface = profile.network.interface if profile else None
+    if len(reports) > 1:
+        findings += compare(reports, interface)
+    if connect and len(reports) > 1:
+        findings += try_all(allocation, interface)
+    own = {
+        node: [read_finding(values) for values in report.get("findings", ())]
+        for node, report in reports.items()
+    }
+    every = [*worst_first(findings), *(finding for of in own.values() for finding in of)]
+    if as_json:
+        between = [one.as_json() for one in worst_first(findings)]
+        _print_json({"nodes": list(reports.values()), "findings": between, "notes": notes})
+        return every
+    for line in notes:
+        typer.echo(f"hpcrun: {line}", err=True)
+    print(f"{len(reports)} of {len(answers)} nodes have answered")
+    _print_findings(worst_first(findings), "the nodes are alike")
+    _print_by_node(own)
+    return every
+
+
+def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
+    """Findings of the nodes themselves, each once with the nodes that have it."""
+    from hpcrun.hostlist import fold
+    from hpcrun.tuning.finding import worst_first
+
+    nodes_of: dict[Finding, list[str]] = {}
+    for node, findings in own.items():
+        for one in findings:
+            nodes_of.setdefault(one, []).append(node)
+    for one in worst_first(nodes_of):
+        print(f"{one.level:9}  {fold(nodes_of[one])}  {one.check}  {one}")
+
+
+def _compare(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
+    from hpcrun.tuning.fleet import compare
+    from hpcrun.tuning.report import read_reports
+
+    if words[0] != "compare":
+        raise UsageError(
+            f"doctor {words[0]}: is not known; write doctor, or doctor compare A.json B.json ..."
+        )
+    profile, _ = _profile(cluster)
+    reports: dict[str, dict[str, Any]] = {}
+    for word in words[1:]:
+        reports |= read_reports(_read_json(Path(word)), word)
+    findings = list(compare(reports, profile.network.interface if profile else None))
+    if as_json:
+        _print_json({"compared": list(reports), "findings": [one.as_json() for one in findings]})
+    else:
+        _print_findings(findings, f"{len(reports)} nodes are alike")
+    return findings
+
+
+def _read_json(path: Path) -> Any:
+    from hpcrun.specs.records import read_json
+
+    try:
+        found = read_json(path)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    if found is None:
+        raise UsageError(f"{path}: there is no such file")
+    return found
+
+
+def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -> list[Finding]:
+    from dataclasses import replace
+
+    from hpcrun.specs.records import write_json
+    from hpcrun.tuning.counters import diagnose, growth, read_counters, take
+    from hpcrun.tuning.host import ask_captured, ask_here
+
+    host = _host(root)
+    now = take(host, root, ask_here if host.time else ask_captured(root))
+    if host.time:
+        now = replace(now, time=time.time())
+    if target is not None:
+        try:
+            write_json(target, now.as_json())
+        except OSError as error:
+            raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+        typer.echo(f"hpcrun: {len(now.values)} counters of {now.node} in {target}", err=True)
+    if since is None:
+        return []
+    grown = growth(read_counters(_read_json(since), str(since)), now)
+    findings = list(diagnose(grown))
+    if as_json:
+        _print_json({"growth": grown.as_json(), "findings": [one.as_json() for one in findings]})
+    else:
+        took = "" if grown.seconds is None else f" in {grown.seconds:.0f} s"
+        _print_findings(findings, f"{grown.node}: no counter has grown{took} that speaks of trouble")
+    return findings
+
+
+def _print_findings(findings: Iterable[Finding], otherwise: str) -> None:
+    found = list(findings)
+    for one in found:
+        print(f"{one.level:9}  {one.check}  {one}")
+    if not found:
+        print(otherwise)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))

@@ -1,0 +1,76 @@
+"""One doctor a node of an allocation, started as steps of Slurm's, and their reports gathered."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.site import with_our_package
+from hpcrun.launch.world import without_world
+from hpcrun.tuning.checks import clock_skew
+from hpcrun.tuning.finding import Finding
+
+_AT_ONCE = 16
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one node's doctor."""
+
+    node: str
+    report: dict[str, Any] | None
+    """None where there is no report; then the findings say why."""
+    findings: tuple[Finding, ...] = ()
+
+
+def doctor_command(node: str, options: Sequence[str]) -> list[str]:
+    """A step on one node, with the limits that a rank would have."""
+    step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
+    step += ["--cpu-bind=none", "--input=none", f"--nodelist={node}"]
+    # A doctor's faults are its result, and exit codes above 0 would be srun's to tell.
+    return [*step, sys.executable, "-P", "-m", "hpcrun", "doctor", "--json", "--always-0", *options]
+
+
+def visit_all(allocation: Allocation, options: Sequence[str]) -> list[Answer]:
+    """Have every node looked at, a few at a time; one without a report has a finding."""
+    environ = step_environment(without_world(with_our_package(os.environ)))
+
+    def visit(node: str) -> Answer:
+        return _visit(node, doctor_command(node, options), environ)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(visit, allocation.nodes))
+
+
+def _visit(node: str, command: Sequence[str], environ: dict[str, str]) -> Answer:
+    started = time.time()
+    try:
+        done = process.run(command, timeout_s=_TIMEOUT_S, env=environ).require()
+        report = json.loads(done.stdout)
+    except (HpcrunError, ValueError) as error:
+        text = f"its doctor gave no report: {error}"
+        return Answer(node, None, (Finding("fault", "report", node, text, "look at the node with sinfo -R"),))
+    if not isinstance(report, dict):
+        return Answer(node, None, (Finding("fault", "report", node, "its doctor gave no report"),))
+    report["node"] = node  # by Slurm's name: its own may have a domain
+    told = report.get("time")
+    skew = clock_skew(node, told, started, time.time()) if isinstance(told, float) else []
+    return Answer(node, report, tuple(skew))
+
+
+def require_allocation(found: Allocation | None) -> Allocation:
+    """The allocation; SiteError outside of one."""
+    if found is None:
+        raise SiteError("doctor --all needs an allocation; run it in one: salloc -N4 hpcrun doctor --all")
+    return found

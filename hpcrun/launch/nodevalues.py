@@ -1,0 +1,41 @@
+"""Settings that hold on one node alone: a table that the supervisor writes and each rank reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from hpcrun.specs.rundir import Attempt
+from hpcrun.specs.settings import Settings
+
+
+def table_of(attempt: Attempt) -> Path:
+    """A line a value: node, variable, value there, value elsewhere. rank.sh reads it too."""
+    return attempt.path / "settings.tsv"
+
+
+def render_table(settings: Settings) -> str:
+    """The table's text; a value that it cannot hold is left out."""
+    usual = settings.environment()
+    rows = (
+        (node.partition(".")[0], one.name, one.value, usual.get(one.name, ""))
+        for node, of in settings.by_node.items()
+        for one in of
+    )
+    return "".join("\t".join(row) + "\n" for row in rows if not any(c in "".join(row) for c in "\t\n"))
+
+
+def apply_here(attempt: Attempt, environ: MutableMapping[str, str], node: str = "") -> dict[str, Any]:
+    """Set what holds on this node, unless somebody has set it differently; what was set, for its record."""
+    node = (node or os.uname().nodename).partition(".")[0]
+    try:
+        lines = table_of(attempt).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    done = {}
+    for where, name, value, usual in (line.split("\t") for line in lines if line.count("\t") == 3):
+        if where == node and environ.get(name, usual) == usual:
+            environ[name] = done[name] = value
+    return {"settings": done} if done else {}

@@ -1,0 +1,162 @@
+"""Whether the nodes of an allocation reach each other over TCP: each listens, and tries all others."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hpcrun.errors import SiteError
+from hpcrun.fabric.ports import Interface, interfaces
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.site import with_our_package
+from hpcrun.launch.world import without_world
+from hpcrun.tuning.finding import Finding
+from hpcrun.tuning.names import render_names, socket_choice
+from hpcrun.tuning.reach import judge
+
+_CONNECT_S = 3.0
+_STEP_S = 60.0
+_AT_ONCE = 32
+
+
+def try_all(allocation: Allocation, interface: str | None) -> tuple[Finding, ...]:
+    """Have every node connect to every other; a node that takes no part is told.
+
+    `interface` is the profile's; without one, what NCCL would take on each node.
+    """
+    environ = step_environment(without_world(with_our_package(os.environ)))
+    steps = [_Step(node, interface or "", environ) for node in allocation.nodes]
+    try:
+        with ThreadPoolExecutor(len(steps)) as pool:
+            list(pool.map(_Step.hear_place, steps))
+            places = {step.node: step.place for step in steps if step.place}
+            list(pool.map(lambda step: step.hear_answer(places), steps))
+    finally:
+        # Everyone listens until everyone has tried.
+        for step in steps:
+            step.close()
+    absent = [
+        Finding("fault", "connection", step.node, f"took no part in the trial of connections: {step.error}")
+        for step in steps
+        if step.error
+    ]
+    failed = {step.node: step.failed for step in steps if not step.error}
+    return (*absent, *judge(failed, list(failed), interface or "the interface that NCCL takes"))
+
+
+class _Step:
+    """One node's part, through the pipes of the srun that has started it."""
+
+    def __init__(self, node: str, interface: str, environ: Mapping[str, str]) -> None:
+        self.node = node
+        self.place: list[Any] | None = None
+        self.failed: dict[str, str] = {}
+        self.error = ""
+        step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
+        step += ["--cpu-bind=none", "--unbuffered", f"--nodelist={node}"]
+        pipe = subprocess.PIPE
+        try:
+            self._child = subprocess.Popen(
+                [*step, sys.executable, "-P", "-m", "hpcrun", "_reach", interface],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                env=dict(environ),
+                text=True,
+                errors="replace",
+            )
+        except OSError as error:
+            raise SiteError(f"srun: cannot be run: {error.strerror}; is it on PATH?") from None
+        self._end = threading.Timer(_STEP_S, self._child.kill)
+        self._end.start()
+
+    def hear_place(self) -> None:
+        """Where the node listens, or why it does not."""
+        told = self._line()
+        self.place, self.error = told.get("place"), str(told.get("error", ""))
+        if self.place is None and not self.error:
+            self._child.kill()
+            assert self._child.stderr is not None
+            self.error = (self._child.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
+
+    def hear_answer(self, places: Mapping[str, Any]) -> None:
+        """Tell it where the others listen, and hear which of them it has not reached."""
+        if self.error:
+            return
+        assert self._child.stdin is not None
+        others = {node: place for node, place in places.items() if node != self.node}
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(others) + "\n")
+            self._child.stdin.flush()
+        told = self._line().get("failed")
+        if isinstance(told, dict):
+            self.failed = told
+        else:
+            self.error = "it ended before it had tried"
+
+    def _line(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        try:
+            told = json.loads(self._child.stdout.readline())
+        except ValueError:
+            return {}
+        return told if isinstance(told, dict) else {}
+
+    def close(self) -> None:
+        """Let it go."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._child.communicate()
+        self._end.cancel()
+
+
+def take_part(interface: str) -> None:
+    """A node's part: listen, say where, try the others, say which were not reached; until the input ends."""
+    address = _address(interfaces(), interface)
+    if address is None:
+        _say({"error": f"{interface or 'none of its interfaces'} has no address"})
+        return
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # Connections complete by themselves: nobody has to accept them.
+    with socket.create_server((address, 0), family=family, backlog=1024) as server:
+        _say({"place": [address, server.getsockname()[1]]})
+        places: dict[str, list[Any]] = json.loads(sys.stdin.readline() or "{}")
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            whys = pool.map(lambda place: _try(address, place), places.values())
+            _say({"failed": {node: why for node, why in zip(places, whys, strict=True) if why}})
+        sys.stdin.read()
+
+
+def _say(message: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _try(own: str, place: Sequence[Any]) -> str:
+    """Connect from our own address; why not, in the system's words, or nothing."""
+    try:
+        socket.create_connection((place[0], place[1]), _CONNECT_S, source_address=(own, 0)).close()
+    except TimeoutError:
+        return f"no answer in {_CONNECT_S:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _address(found: Sequence[Interface], interface: str) -> str | None:
+    """The first address of an interface that others can reach, IPv4 first."""
+    chosen = socket_choice(found, render_names([interface]) if interface else "")
+    for text in chosen.networks if chosen else ():
+        address = ipaddress.ip_interface(text)
+        if not address.is_link_local:
+            return str(address.ip)
+    return None

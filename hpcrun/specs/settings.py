@@ -1,0 +1,121 @@
+"""Settings: the communication settings of a job, with reasons, for all and by node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable, and why it has this value."""
+
+    name: str
+    value: str
+    reason: str
+    source: str
+    """Where the value is from, such as `profile: network.interface`."""
+    needs: str = ""
+    """The release that reads it, such as `NCCL 2.21`; empty: any."""
+
+    def __str__(self) -> str:
+        needs = f", needs {self.needs}" if self.needs else ""
+        return f"{self.name}={self.value}  # {self.reason} ({self.source}{needs})"
+
+
+@dataclass(frozen=True)
+class Overruled:
+    """A variable that somebody has set already: theirs stands, ours is only told."""
+
+    name: str
+    value: str
+    ours: str
+    by: str
+    """The job's env, or the environment."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.value} stands, as {self.by} has it; it would be {self.ours}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of them as one value: prints, dumps to JSON and reads back."""
+
+    everywhere: tuple[Setting, ...] = ()
+    by_node: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
+    """What holds on one node alone."""
+    overruled: tuple[Overruled, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What was left alone, and why."""
+
+    def environment(self) -> dict[str, str]:
+        """What every rank gets."""
+        return {one.name: one.value for one in self.everywhere}
+
+    def of_node(self, node: str) -> dict[str, str]:
+        """What the ranks of a node get in addition; a name with its domain stands for the short one."""
+        short = node.partition(".")[0]
+        found = next((of for name, of in self.by_node.items() if name.partition(".")[0] == short), ())
+        return {one.name: one.value for one in found}
+
+    def all(self) -> tuple[Setting, ...]:
+        """Each of them, whichever node it is for."""
+        return (*self.everywhere, *(one for of in self.by_node.values() for one in of))
+
+    def but_for(self, taken: Mapping[str, str], by: str) -> Settings:
+        """The same without the variables that are set already; these are told as overruled."""
+
+        def left(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+            return tuple(one for one in settings if one.name not in taken)
+
+        lost = {one.name: one for one in self.all() if one.name in taken}
+        told = [Overruled(name, taken[name], one.value, by) for name, one in lost.items()]
+        nodes = {node: left(of) for node, of in self.by_node.items()}
+        return Settings(
+            left(self.everywhere),
+            {node: of for node, of in nodes.items() if of},
+            (*self.overruled, *told),
+            self.notes,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "settings": [asdict(one) for one in self.everywhere],
+            "by_node": {node: [asdict(one) for one in of] for node, of in self.by_node.items()},
+            "overruled": [asdict(one) for one in self.overruled],
+            "notes": list(self.notes),
+        }
+
+
+def write_settings(path: Path, settings: Settings) -> None:
+    """Put settings in their file."""
+    write_json(path, settings.as_json())
+
+
+def read_settings(path: Path) -> Settings | None:
+    """The settings of a file, or None where there is none; UsageError for a damaged one."""
+    found = read_json(path)
+    if found is None:
+        return None
+    try:
+        return parse_settings(found)
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(
+            f"{path}: holds no settings of this version of hpcrun; start the run again"
+        ) from None
+
+
+def parse_settings(found: Mapping[str, Any]) -> Settings:
+    """Settings from as_json's values."""
+    return Settings(
+        tuple(Setting(**one) for one in found["settings"]),
+        {node: tuple(Setting(**one) for one in of) for node, of in found["by_node"].items()},
+        tuple(Overruled(**one) for one in found["overruled"]),
+        tuple(found["notes"]),
+    )

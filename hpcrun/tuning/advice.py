@@ -1,0 +1,265 @@
+"""The few settings that a job should have on a cluster, each with reason and source."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrun.slurm.precheck import expand_place
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.settings import Setting, Settings
+from hpcrun.tuning.classes import agreement, decode
+from hpcrun.tuning.fabrics import FabricKind, find_kind
+from hpcrun.tuning.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
+from hpcrun.tuning.names import render_names
+from hpcrun.tuning.report import ports_in
+
+_FAMILY_SINCE, _RANGE_SINCE, _TOPOLOGY_SINCE = "NCCL 2.21", "NCCL 2.21", "NCCL 2.6"
+_FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
+_LIKELY = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A job on a cluster, as far as it matters to its traffic."""
+
+    cluster: ClusterSpec | None
+    nodes: int = 2
+    """How many it runs on; 0: not known."""
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the doctor has told of nodes, by node."""
+    nccl: tuple[int, ...] | None = None
+    interfaces: tuple[str, ...] | None = None
+    """Those of this host, where it is one of the job's nodes."""
+
+
+def advise(situation: Situation) -> Settings:
+    """System facts alone, from the profile, the kind of fabric and the nodes; UsageError for no such fabric.
+
+    Tuning is left to measurements: nothing is set because others have set it.
+    """
+    cluster = situation.cluster
+    if cluster is None:
+        return Settings(notes=("there is no profile of the cluster, so nothing is known to be set",))
+    if situation.nodes == 1:
+        return Settings(notes=("one node: no traffic between nodes, so nothing is set for it",))
+    network = cluster.network
+    kind = find_kind(network.fabric, f"profile {cluster.name}: network.fabric") if network.fabric else None
+    notes: list[str] = []
+    if network.interface and not _has(situation, network.interface):
+        notes.append(f"network.interface of the profile, {network.interface}, is not on this node; left out")
+    if kind is not None and kind.has_script:
+        return Settings(tuple(_interface(situation)), {}, (), (*notes, *kind.notes, *_unmeasured(kind)))
+    found = (
+        *_interface(situation),
+        *_devices(cluster, network.hcas, "profile: network.hcas"),
+        *_classes(cluster, kind),
+        *_family(situation),
+        *_of_kind(kind),
+    )
+    everywhere, late = _in_version(found, situation.nccl)
+    by_node, told = _by_node(situation)
+    notes += [*late, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
+    if not everywhere and not by_node:
+        notes.insert(0, "nothing to set: the profile names no interface, devices or traffic class")
+    return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
+
+
+def installed_nccl() -> tuple[int, ...] | None:
+    """The NCCL beside this Python, by its package's record; None where there is none."""
+    for name in _LIKELY:
+        try:
+            return parse_version(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """2.21.5 as numbers; None for anything else."""
+    match = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?", text)
+    return tuple(int(part) for part in match.groups() if part) if match else None
+
+
+def _has(situation: Situation, interface: str) -> bool:
+    """Whether an interface may be named: libraries give up where it is missing."""
+    return situation.interfaces is None or interface in situation.interfaces
+
+
+def _interface(situation: Situation) -> Iterator[Setting]:
+    assert situation.cluster is not None
+    name, source = situation.cluster.network.interface, "profile: network.interface"
+    if name is None or not _has(situation, name):
+        return
+    reason = "the interface between nodes; `=` so that no longer name is taken too"
+    yield Setting("NCCL_SOCKET_IFNAME", render_names([name]), reason, source)
+    yield Setting("GLOO_SOCKET_IFNAME", name, "the same for gloo", source)
+    if situation.cluster.mpi.library == "openmpi":
+        yield Setting("OMPI_MCA_btl_tcp_if_include", name, "the same for Open MPI's TCP", source)
+
+
+def _devices(
+    cluster: ClusterSpec, hcas: Sequence[str], source: str, why: str = "the adapters for jobs"
+) -> Iterator[Setting]:
+    if hcas:
+        reason = f"{why}; `=` so that mlx5_1 does not take mlx5_10"
+        yield Setting("NCCL_IB_HCA", render_names(hcas), reason, source)
+        if cluster.mpi.library == "openmpi":
+            names = ",".join(f"{hca}:1" for hca in hcas)
+            yield Setting("UCX_NET_DEVICES", names, "the same adapters for MPI over UCX", source)
+
+
+def _classes(cluster: ClusterSpec, kind: FabricKind | None) -> Iterator[Setting]:
+    network, transport = cluster.network, kind.transport if kind else ""
+    tc, source = network.traffic_class, "profile: network.traffic_class"
+    if tc is None and kind is not None and transport == "roce":
+        tc, source = kind.traffic_class, f"fabric {kind.name}: {kind.source}"
+    if tc is not None:
+        reason = f"{decode(tc)}: the class that switches keep lossless; NCCL would take 0, best effort"
+        yield Setting("NCCL_IB_TC", str(tc), reason, source)
+        if cluster.mpi.library == "openmpi":
+            yield Setting("UCX_IB_TRAFFIC_CLASS", str(tc), "the same class for MPI over UCX", source)
+    level, source = network.service_level, "profile: network.service_level"
+    if level is None and kind is not None and kind.service_level is not None:
+        level, source = kind.service_level, f"fabric {kind.name}: {kind.source}"
+    if level is not None:
+        yield Setting("NCCL_IB_SL", str(level), "the service level that the site routes jobs on", source)
+        if cluster.mpi.library == "openmpi":
+            yield Setting("UCX_IB_SL", str(level), "the same for MPI over UCX", source)
+
+
+def _family(situation: Situation) -> Iterator[Setting]:
+    assert situation.cluster is not None
+    network = situation.cluster.network
+    if network.address_family is not None:
+        reason = "the adapters' addresses are of this family; NCCL finds the index of one by itself"
+        value = _FAMILIES[network.address_family]
+        yield Setting("NCCL_IB_ADDR_FAMILY", value, reason, "profile: network.address_family", _FAMILY_SINCE)
+    else:
+        yield from _family_of_nodes(situation)
+    if network.address_range is not None:
+        reason = "adapters have addresses in several networks, and this is the one between nodes"
+        yield Setting(
+            "NCCL_IB_ADDR_RANGE",
+            network.address_range,
+            reason,
+            "profile: network.address_range",
+            _RANGE_SINCE,
+        )
+    if network.nccl_topology is not None:
+        reason = "virtual machines hide which adapter is near which GPU; this file says it"
+        yield Setting(
+            "NCCL_TOPO_FILE",
+            expand_place(network.nccl_topology),
+            reason,
+            "profile: network.nccl_topology",
+            _TOPOLOGY_SINCE,
+        )
+
+
+def _family_of_nodes(situation: Situation) -> Iterator[Setting]:
+    """IPv6, where that alone gives every adapter of every node an address that can be routed."""
+    ports = [port for node in situation.reports for port in _used_ports(situation, node)]
+    if family_that_works(ports) == "AF_INET6":
+        reason = "the adapters have IPv6 addresses only; by itself NCCL would take a link-local one"
+        yield Setting(
+            "NCCL_IB_ADDR_FAMILY", "AF_INET6", reason, "doctor's reports of the nodes", _FAMILY_SINCE
+        )
+
+
+def _of_kind(kind: FabricKind | None) -> Iterator[Setting]:
+    for one in kind.settings if kind else ():
+        yield Setting(
+            one.name, one.value, one.reason, f"fabric {kind.name}: {kind.source}" if kind else "", one.needs
+        )
+
+
+def _used_ports(situation: Situation, node: str) -> list[Any]:
+    hcas = situation.cluster.network.hcas if situation.cluster else []
+    return [
+        port
+        for port in ports_in(situation.reports[node])
+        if (port.device in hcas if hcas else True) and port.is_active
+    ]
+
+
+def _by_node(situation: Situation) -> tuple[dict[str, tuple[Setting, ...]], list[str]]:
+    """Values that hold on one node alone, by its report; and what was seen there."""
+    assert situation.cluster is not None
+    hcas = situation.cluster.network.hcas
+    found: dict[str, tuple[Setting, ...]] = {}
+    notes: list[str] = []
+    for node, report in situation.reports.items():
+        settings: list[Setting] = []
+        ports = ports_in(report)
+        good = [hca for hca in hcas if any(one.device == hca and one.is_active is not False for one in ports)]
+        if ports and hcas and good != hcas:
+            lacking = ", ".join(hca for hca in hcas if hca not in good)
+            if good:
+                why = f"without {lacking}, missing or down here"
+                settings += _devices(situation.cluster, good, _source(report), why)
+            notes.append(
+                f"{node}: {lacking} is missing or down{'' if good else '; none of the devices is left'}"
+            )
+        settings += _gid_index(situation, node, notes)
+        if settings:
+            found[node] = tuple(settings)
+    return found, notes
+
+
+def _source(report: Mapping[str, Any]) -> str:
+    """A report with its day: what it tells may have been mended since."""
+    told = report.get("time")
+    day = time.strftime("%Y-%m-%d", time.localtime(told)) if isinstance(told, int | float) else "unknown date"
+    return f"doctor's report of the node, {day}"
+
+
+def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Setting]:
+    """For an old NCCL, which else takes index 0; only where one index is right at every adapter."""
+    if situation.nccl is None or situation.nccl >= AUTOMATIC_SINCE:
+        return []
+    assert situation.cluster is not None
+    network = situation.cluster.network
+    ports = [port for port in _used_ports(situation, node) if port.is_roce]
+    family = "AF_INET6" if network.address_family == "ipv6" else "AF_INET"
+    indices = {fitting_index(port, family, network.address_range or "") for port in ports}  # type: ignore[arg-type]
+    if len(indices) == 1 and None not in indices:
+        reason = "this NCCL takes index 0 by itself, which is link-local; this is the RoCE v2 address"
+        source = _source(situation.reports[node])
+        return [Setting("NCCL_IB_GID_INDEX", str(indices.pop()), reason, source)]
+    if ports:
+        notes.append(f"{node}: which GID index is right is not certain; NCCL 2.21 finds it by itself")
+    return []
+
+
+def _in_version(settings: Sequence[Setting], nccl: tuple[int, ...] | None) -> tuple[list[Setting], list[str]]:
+    """Those that this NCCL reads; the others are told."""
+    kept, notes = [], []
+    for one in settings:
+        needs = parse_version(one.needs.removeprefix("NCCL "))
+        if nccl is not None and needs is not None and nccl < needs:
+            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {'.'.join(map(str, nccl))}")
+        else:
+            kept.append(one)
+    return kept, notes
+
+
+def _disagreement(cluster: ClusterSpec, settings: Sequence[Setting]) -> list[str]:
+    """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
+    environ = {one.name: one.value for one in settings} | dict(cluster.env)
+    if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
+        return []
+    found = agreement(environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi")
+    return [str(one) for one in found]
+
+
+def _unmeasured(kind: FabricKind | None) -> list[str]:
+    return [
+        f"{one.name} is not set: {kind.source} has {one.value} ({one.says}), and nobody has measured it here"
+        for one in (kind.published if kind else ())
+        if kind is not None
+    ]

@@ -1,0 +1,159 @@
+"""Settings on their way into the ranks: written with their reasons, given to all, and by node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcrun.launch.command import rank_command
+from hpcrun.launch.nodevalues import apply_here, render_table, table_of
+from hpcrun.launch.settings import advise_job, settle
+from hpcrun.specs.cluster import ClusterSpec, parse_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.specs.settings import Setting, Settings, read_settings
+
+HERE = os.uname().nodename.partition(".")[0]
+NODES = ("n1", "n2")
+PORT = {
+    "device": "mlx5_0", "number": 1, "state": "ACTIVE", "physical": "LinkUp", "rate_Gbps": 400.0,
+    "layer": "InfiniBand", "gids": [], "interfaces": [], "traffic_class": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
+    return RunDir(tmp_path / "run").attempt(1).create()
+
+
+def cluster(network: str) -> ClusterSpec:
+    return parse_cluster(f"name: c\nnetwork: {network}\n", "c.yaml")
+
+
+def job(**env: str) -> JobSpec:
+    return JobSpec(command=["true"], env=env)
+
+
+def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
+    given = settle(attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), NODES, {})
+    assert given == {"NCCL_IB_HCA": "=mlx5_0", "NCCL_IB_TC": "106"}
+    record = read_settings(attempt.settings)
+    assert record is not None
+    assert record.environment() == given
+    assert {one.source for one in record.everywhere} == {
+        "profile: network.hcas",
+        "profile: network.traffic_class",
+    }
+
+
+def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
+    network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
+    notes: list[str] = []
+    given = settle(attempt, job(NCCL_IB_TC="96"), network, NODES, {"NCCL_IB_HCA": "=mlx5_0"}, notes.append)
+    assert given == {}
+    assert notes == ["NCCL_IB_TC=96 stands, as env of the job has it; it would be 106"]
+    told = {(one["name"], one["value"], one["by"]) for one in read_json(attempt.settings)["overruled"]}
+    assert told == {("NCCL_IB_TC", "96", "env of the job"), ("NCCL_IB_HCA", "=mlx5_0", "environment")}
+
+
+def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
+    (tmp_path / "nccl.conf").write_text("NCCL_IB_TC=41\n")
+    environ = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
+    given = settle(attempt, job(), cluster("{traffic_class: 106, service_level: 1}"), (HERE, "n2"), environ)
+    assert given == {"NCCL_IB_SL": "1"}
+    assert read_json(attempt.settings)["overruled"][0]["by"] == "nccl.conf of this node"
+
+
+@pytest.mark.parametrize(
+    ("network", "nodes", "note"),
+    [
+        ("{fabric: nonsense}", NODES, "no settings: profile c: network.fabric: nonsense: no such fabric"),
+        ("{hcas: [mlx5_0]}", ("n1",), "one node: no traffic between nodes"),
+        (
+            "{interface: ib7}",
+            (HERE, "n2"),
+            "network.interface of the profile, ib7, is not on this node; left out",
+        ),
+    ],
+)
+def test_what_is_wrong_costs_the_settings_and_not_the_job(
+    attempt: Attempt, network: str, nodes: tuple[str, ...], note: str
+) -> None:
+    assert settle(attempt, job(), cluster(network), nodes, {}) == {}
+    assert any(text.startswith(note) for text in read_json(attempt.settings)["notes"])
+    assert table_of(attempt).read_text() == ""
+
+
+def test_an_interface_is_judged_only_where_this_is_one_of_the_nodes(attempt: Attempt) -> None:
+    assert settle(attempt, job(), cluster("{interface: ib7}"), NODES, {})["GLOO_SOCKET_IFNAME"] == "ib7"
+
+
+def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    nodes = [
+        {"node": node, "ports": [PORT | {"state": state}]}
+        for node, state in (("n1", "ACTIVE"), ("n2", "DOWN"))
+    ]
+    nodes += [{"node": "n2", "ports": [PORT, PORT | {"device": "mlx5_1", "state": "DOWN"}]}]
+    write_json(path, {"nodes": [nodes[0] | {"ports": [PORT, PORT | {"device": "mlx5_1"}]}, nodes[2]]})
+    profile = cluster(f"{{hcas: [mlx5_0, mlx5_1], reports: {path}}}")
+    assert settle(attempt, job(), profile, NODES, {}) == {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
+    assert table_of(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
+    assert advise_job(job(), profile, ("n1", "n3")).by_node == {}
+    assert list(advise_job(job(), profile, ("n1", "n2.some.domain")).by_node) == ["n2"]
+    settle(attempt, job(NCCL_IB_HCA="mlx5"), profile, NODES, {})
+    assert table_of(attempt).read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "note"), [(None, "is not there (yet)"), ("{", "is damaged"), ("[]", "holds no report")]
+)
+def test_reports_that_cannot_be_read_are_told(text: str | None, note: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    if text is not None:
+        path.write_text(text)
+    assert note in advise_job(job(), cluster(f"{{reports: {path}}}"), NODES).notes[0]
+
+
+def by_node(node: str, value: str = "=a b;$(touch x)") -> Settings:
+    usual = Setting("NCCL_IB_HCA", "=mlx5_0", "why", "where")
+    own = (Setting("NCCL_IB_HCA", value, "why", "where"), Setting("NCCL_IB_GID_INDEX", "3", "why", "where"))
+    return Settings((usual,), {node: own})
+
+
+@pytest.mark.parametrize(
+    ("node", "environ", "hca", "index"),
+    [
+        (HERE, {"NCCL_IB_HCA": "=mlx5_0"}, "=a b;$(touch x)", "3"),
+        (HERE, {}, "=a b;$(touch x)", "3"),
+        (HERE, {"NCCL_IB_HCA": "mine", "NCCL_IB_GID_INDEX": "1"}, "mine", "1"),
+        ("elsewhere", {"NCCL_IB_HCA": "=mlx5_0"}, "=mlx5_0", ""),
+    ],
+)
+def test_a_node_s_own_values_reach_programs_and_our_ranks(
+    attempt: Attempt, node: str, environ: dict[str, str], hca: str, index: str
+) -> None:
+    table_of(attempt).write_text(render_table(by_node(f"{node}.some.domain")))
+    attempt.hosts.write_text(f"{os.uname().nodename}\n")
+    program = ["sh", "-c", 'printf "%s|%s" "$NCCL_IB_HCA" "$NCCL_IB_GID_INDEX"']
+    words = rank_command(attempt, JobSpec(command=program), Placement((os.uname().nodename,)), {})
+    subprocess.run(words, env={"PATH": os.environ["PATH"], **environ}, cwd=attempt.path, check=True)
+    assert attempt.log(0).read_text() == f"{hca}|{index}"
+    ours = dict(environ)
+    done = apply_here(attempt, ours, os.uname().nodename)
+    assert (ours.get("NCCL_IB_HCA"), ours.get("NCCL_IB_GID_INDEX", "")) == (hca or None, index)
+    assert bool(done) == (ours != environ)
+    assert not (attempt.path / "x").exists()
+
+
+def test_a_value_that_the_table_cannot_hold_is_left_out() -> None:
+    assert render_table(by_node("n1", "a\tb")) == "n1\tNCCL_IB_GID_INDEX\t3\t\n"
+
+
+def test_no_table_no_values(attempt: Attempt) -> None:
+    assert apply_here(attempt, {}) == {}

@@ -1,0 +1,183 @@
+"""Advice: the few settings that follow from profile, fabric and nodes; nothing that is only habit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
+from hpcrun.specs.settings import Settings
+from hpcrun.tuning.advice import Situation, advise, parse_version
+from hpcrun.tuning.checks import Question
+from hpcrun.tuning.fabrics import kinds
+from hpcrun.tuning.host import look
+from hpcrun.tuning.report import examine
+from tests.tuning.trees import lay_out
+
+FULL = "{interface: ib0, hcas: [mlx5_0, mlx5_1], fabric: roce-spectrum, address_range: 10.1.0.0/16}"
+
+
+def cluster(network: str = FULL, more: str = "") -> ClusterSpec:
+    return parse_cluster(f"name: c\nnetwork: {network}\n{more}\n", "c.yaml")
+
+
+def reports(tmp_path: Path, **cases: str) -> dict[str, dict[str, Any]]:
+    return {
+        node: examine(
+            Question(look(lay_out(case.replace("_", "-"), tmp_path / node)), NetworkSpec())
+        ).as_json()
+        for node, case in cases.items()
+    }
+
+
+def values(settings: Settings) -> dict[str, str]:
+    return settings.environment()
+
+
+def test_a_profile_s_facts_become_settings() -> None:
+    found = advise(Situation(cluster()))
+    assert values(found) == {
+        "NCCL_SOCKET_IFNAME": "=ib0",
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_IB_HCA": "=mlx5_0,mlx5_1",
+        "NCCL_IB_TC": "106",
+        "NCCL_IB_ADDR_RANGE": "10.1.0.0/16",
+    }
+    assert all(one.reason and one.source for one in found.everywhere)
+    assert {one.name: one.needs for one in found.everywhere if one.needs} == {
+        "NCCL_IB_ADDR_RANGE": "NCCL 2.21"
+    }
+
+
+def test_the_profile_wins_over_the_fabric() -> None:
+    found = advise(Situation(cluster("{fabric: roce-spectrum, traffic_class: 96, service_level: 3}")))
+    assert values(found) == {"NCCL_IB_TC": "96", "NCCL_IB_SL": "3"}
+    assert {one.source for one in found.everywhere} == {
+        "profile: network.traffic_class",
+        "profile: network.service_level",
+    }
+
+
+def test_open_mpi_gets_the_same_facts() -> None:
+    mpi = "mpi: {library: openmpi, launcher: srun, pmi: pmix}"
+    found = values(advise(Situation(cluster("{interface: ib0, hcas: [mlx5_0], traffic_class: 106}", mpi))))
+    assert found["UCX_NET_DEVICES"] == "mlx5_0:1"
+    assert found["UCX_IB_TRAFFIC_CLASS"] == found["NCCL_IB_TC"] == "106"
+    assert found["OMPI_MCA_btl_tcp_if_include"] == "ib0"
+
+
+def test_libraries_that_the_profile_s_own_env_parts_are_told() -> None:
+    more = "mpi: {library: openmpi, launcher: srun, pmi: pmix}\nenv: {UCX_IB_TRAFFIC_CLASS: '0'}"
+    notes = advise(Situation(cluster("{traffic_class: 106}", more))).notes
+    assert notes[0].startswith(
+        "profile c: NCCL sends in TC 106 = DSCP 26, ECT(0), priority 3, MPI over UCX in TC 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("situation", "note"),
+    [
+        (Situation(None), "there is no profile of the cluster, so nothing is known to be set"),
+        (Situation(cluster(), nodes=1), "one node: no traffic between nodes, so nothing is set for it"),
+        (
+            Situation(cluster("{}")),
+            "nothing to set: the profile names no interface, devices or traffic class",
+        ),
+    ],
+)
+def test_nothing_to_say_is_said(situation: Situation, note: str) -> None:
+    assert advise(situation) == Settings(notes=(note,))
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_published_tuning_is_told_and_never_set(kind: str) -> None:
+    found = advise(Situation(cluster(f"{{fabric: {kind}}}")))
+    published = {one.name for one in kinds()[kind].published}
+    assert not published & set(values(found))
+    for name in published:
+        assert any(note.startswith(f"{name} is not set: ") for note in found.notes)
+
+
+def test_clouds() -> None:
+    azure = advise(Situation(cluster("{fabric: azure-nd, nccl_topology: /opt/ndv5.xml}")))
+    assert values(azure) == {
+        "NCCL_IB_PCI_RELAXED_ORDERING": "1",
+        "NCCL_IGNORE_CPU_AFFINITY": "1",
+        "NCCL_TOPO_FILE": "/opt/ndv5.xml",
+    }
+    assert values(advise(Situation(cluster("{fabric: aws-efa}")))) == {}
+    assert values(advise(Situation(cluster("{fabric: oci}")))) == {"NCCL_IB_TC": "41", "NCCL_IB_SL": "0"}
+    assert values(advise(Situation(cluster("{fabric: gcp, interface: eth0}")))) == {
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
+
+
+def test_a_release_that_does_not_read_it_is_not_given_it() -> None:
+    old = advise(Situation(cluster("{address_family: ipv6, traffic_class: 106}"), nccl=(2, 19, 3)))
+    assert values(old) == {"NCCL_IB_TC": "106"}
+    assert "NCCL_IB_ADDR_FAMILY is left out: it needs NCCL 2.21, this is 2.19.3" in old.notes
+    assert values(advise(Situation(cluster("{address_family: ipv6}"), nccl=(2, 21))))["NCCL_IB_ADDR_FAMILY"]
+
+
+def test_an_interface_that_is_not_here_is_not_named() -> None:
+    found = advise(Situation(cluster("{interface: ib0}"), interfaces=("lo", "eth0")))
+    assert values(found) == {}
+    assert any("ib0, is not on this node; left out" in note for note in found.notes)
+    assert values(advise(Situation(cluster("{interface: ib0}"), interfaces=("lo", "ib0"))))
+
+
+def test_a_node_without_one_of_the_devices_gets_its_own_list(tmp_path: Path) -> None:
+    told = reports(tmp_path, n1="roce_healthy", n2="link_down")
+    found = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told))
+    assert found.of_node("n2.some.domain") == {"NCCL_IB_HCA": "=mlx5_0"}
+    assert found.by_node["n2"][0].source == "doctor's report of the node, unknown date"
+    told["n2"]["time"] = 1_790_000_000.0
+    dated = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told))
+    assert dated.by_node["n2"][0].source.startswith("doctor's report of the node, 2026-09-2")
+    assert (found.of_node("n1"), values(found)) == ({}, {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"})
+    assert "n2: mlx5_1 is missing or down" in found.notes
+    none = advise(Situation(cluster("{hcas: [mlx5_8]}"), reports=told))
+    assert none.by_node == {}
+    assert "n1: mlx5_8 is missing or down; none of the devices is left" in none.notes
+
+
+def test_an_old_nccl_is_told_the_index_where_it_is_certain(tmp_path: Path) -> None:
+    told = reports(tmp_path, n1="roce_healthy", n2="ipv6_only")
+    old = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told, nccl=(2, 20, 5)))
+    assert old.of_node("n1") == {"NCCL_IB_GID_INDEX": "3"}
+    assert old.of_node("n2") == {}
+    assert "n2: which GID index is right is not certain; NCCL 2.21 finds it by itself" in old.notes
+    apart = reports(tmp_path / "apart", n1="roce_healthy", n2="infiniband_healthy")
+    for gid in apart["n1"]["ports"][0]["gids"][2:]:
+        gid["index"] += 4
+    uneven = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=apart, nccl=(2, 20, 5)))
+    assert uneven.by_node == {}
+    new = advise(Situation(cluster("{hcas: [mlx5_0, mlx5_1]}"), reports=told, nccl=(2, 27, 7)))
+    assert new.by_node == advise(Situation(cluster("{hcas: [mlx5_0]}"), reports=told)).by_node == {}
+
+
+def test_adapters_with_ipv6_alone_are_seen(tmp_path: Path) -> None:
+    both = reports(tmp_path, n1="ipv6_only", n2="ipv6_only")
+    assert values(advise(Situation(cluster("{}"), reports=both))) == {"NCCL_IB_ADDR_FAMILY": "AF_INET6"}
+    mixed = reports(tmp_path / "mixed", n1="ipv6_only", n2="roce_healthy")
+    assert values(advise(Situation(cluster("{}"), reports=mixed))) == {}
+
+
+def test_damaged_reports_change_nothing() -> None:
+    odd: dict[str, dict[str, Any]] = {"n1": {}, "n2": {"ports": [{}, 3]}, "n3": {"ports": None}}
+    found = advise(Situation(cluster("{hcas: [mlx5_0]}"), reports=odd))
+    assert (values(found), found.by_node, found.notes) == ({"NCCL_IB_HCA": "=mlx5_0"}, {}, ())
+
+
+def test_a_fabric_that_is_none() -> None:
+    with pytest.raises(UsageError, match=r"profile c: network\.fabric: infinband: no such fabric"):
+        advise(Situation(cluster("{fabric: infinband}")))
+
+
+@pytest.mark.parametrize(("text", "version"), [("2.21.5", (2, 21, 5)), ("2.7", (2, 7)), ("new", None)])
+def test_versions(text: str, version: tuple[int, ...] | None) -> None:
+    assert parse_version(text) == version

@@ -1,0 +1,161 @@
+"""A doctor's findings on captured hosts, one case a tree: what must be found, and what must not alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.tuning.checks import Question, check, clock_skew
+from hpcrun.tuning.host import look, nccl_files
+from hpcrun.tuning.report import Report, examine
+from tests.tuning.trees import HOSTS, lay_out
+
+
+def report(name: str, tmp_path: Path, *, uses_ucx: bool = False, nccl: str = "", **network: object) -> Report:
+    version = tuple(map(int, nccl.split("."))) if nccl else None
+    host = look(lay_out(name, tmp_path / "node"))
+    return examine(Question(host, NetworkSpec.model_validate(network), version, uses_ucx))
+
+
+def found(one: Report) -> list[tuple[str, str, str]]:
+    return [(finding.level, finding.check, finding.subject) for finding in one.findings]
+
+
+CASES = {
+    "pfc-off": [("warning", "pfc", "ens1"), ("warning", "pfc", "ens2")],
+    "wrong-class": [("warning", "traffic class", "ens1"), ("warning", "traffic class", "ens2")],
+    "trust-pcp": [("fault", "trust", "ens1")],
+    "wrong-gid": [("fault", "gid", "mlx5_0:1"), ("fault", "gid", "mlx5_1:1")],
+    "ipv6-only": [("fault", "gid", "mlx5_0:1"), ("fault", "gid", "mlx5_1:1")],
+    "docker0": [("fault", "interface", "docker0")],
+    "downtrained": [("fault", "pci", "mlx5_0"), ("fault", "pci", "mlx5_1")],
+    "small-limits": [
+        ("fault", "limits", "gpu-01"),
+        ("fault", "shm", "/dev/shm"),
+        ("warning", "shm", "/dev/shm"),
+        ("note", "limits", "gpu-01"),
+    ],
+    "slow-port": [("warning", "port", "mlx5_1:1")],
+    "small-mtu": [("warning", "mtu", "ens1")],
+    "no-peermem": [("warning", "peermem", "gpu-01")],
+    "iommu": [("warning", "pci", "mlx5_0")],
+    "pinned": [("warning", "affinity", "gpu-01"), ("warning", "affinity", "GPU 1")],
+    "prefix-trap": [("warning", "port", "mlx5_1")],
+    "wrong-interface": [("fault", "interface", "gpu-01")],
+    "loopback": [("fault", "interface", "lo")],
+    "odd-texts": [
+        ("unknown", "port", "mlx5_0:1"),
+        ("unknown", "limits", "gpu-09"),
+        ("unknown", "shm", "/dev/shm"),
+    ],
+    # What must not alarm: an idle GPU's sleeping link, a storage port that is down, docker0 beside a good
+    # interface, large counters since boot, links of virtual functions.
+    "roce-healthy": [],
+    "infiniband-healthy": [("note", "port", "mlx5_2:1")],
+    "link-down": [("note", "port", "mlx5_1:1")],
+    "virtual-functions": [("unknown", "affinity", "GPU 0")],
+    "counters-before": [],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str, tmp_path: Path) -> None:
+    assert found(report(name, tmp_path)) == CASES[name]
+
+
+def test_every_captured_host_is_a_case() -> None:
+    names = {path.stem for path in HOSTS.glob("*.txt")}
+    assert names == set(CASES) | {name for name in names if name.startswith("counters-")}
+
+
+def test_a_port_that_jobs_use_must_be_up_and_there(tmp_path: Path) -> None:
+    one = report("link-down", tmp_path, hcas=["mlx5_0", "mlx5_1", "mlx5_7"])
+    assert found(one) == [("fault", "port", "mlx5_7"), ("fault", "port", "mlx5_1:1")]
+    assert str(one.findings[1]) == (
+        "mlx5_1:1: is DOWN, Disabled, and jobs are to use it; look at cable and switch port; until then leave"
+        " the device out"
+    )
+
+
+def test_the_address_that_nccl_takes(tmp_path: Path) -> None:
+    assert report("roce-healthy", tmp_path).gid_index == {"mlx5_0:1": 3, "mlx5_1:1": 3}
+    old = report("roce-healthy", tmp_path / "old", nccl="2.19.3")
+    assert old.gid_index == {"mlx5_0:1": 0, "mlx5_1:1": 0}
+    assert old.findings[0].remedy == "set NCCL_IB_GID_INDEX=3, or use NCCL 2.21"
+    assert report("infiniband-healthy", tmp_path / "ib").gid_index == {}
+
+
+def test_a_profile_that_says_ipv6_mends_adapters_without_ipv4(tmp_path: Path) -> None:
+    remedy = report("ipv6-only", tmp_path).findings[0].remedy
+    assert remedy == "it has IPv6 addresses only: set network.address_family: ipv6 in the profile"
+    mended = report("ipv6-only", tmp_path / "mended", address_family="ipv6")
+    assert (found(mended), mended.gid_index) == ([], {"mlx5_0:1": 3, "mlx5_1:1": 3})
+
+
+def test_a_profile_s_class_mends_the_class(tmp_path: Path) -> None:
+    assert found(report("wrong-class", tmp_path, traffic_class=106, uses_ucx=True)) == []
+    apart = report("wrong-class", tmp_path / "apart", uses_ucx=True)
+    assert [one.text for one in apart.findings if one.subject == "mlx5_0:1"] == [
+        "NCCL sends in TC 0 = DSCP 0, not-ECT, priority 0, MPI over UCX in TC 106 = DSCP 26, ECT(0), priority"
+        " 3: two queues of the fabric"
+    ]
+
+
+def test_what_sockets_take(tmp_path: Path) -> None:
+    assert report("docker0", tmp_path).socket_interface == "docker0"
+    assert report("infiniband-healthy", tmp_path / "a").socket_interface == "ens1"
+    assert report("roce-healthy", tmp_path / "b", interface="eth0").socket_interface == "eth0"
+    missing = report("roce-healthy", tmp_path / "c", interface="ib0")
+    assert found(missing) == [("fault", "interface", "gpu-01")]
+    assert "network.interface is =ib0" in missing.findings[0].text
+
+
+def test_shared_memory_of_others_and_of_the_living_is_let_be(tmp_path: Path) -> None:
+    host = look(lay_out("small-limits", tmp_path / "node"))
+    assert host.shm.stale == ("nccl-4aF2cQ", "nccl-Zr81Lm")
+    assert (host.shm.size_bytes, host.limits["memlock"], host.limits["stack"]) == (2**26, 65536, None)
+
+
+def test_nothing_is_known_of_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    findings = check(Question(look(tmp_path / "node"), NetworkSpec()))
+    assert {one.level for one in findings} == {"unknown"}
+    assert [one.check for one in findings] == ["interface", "limits", "shm"]
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (105.0, None),
+        (99.5, None),
+        (120.0, "its clock is 10.0 s or more ahead"),
+        (40.0, "its clock is 60.0 s or more behind"),
+    ],
+)
+def test_clocks(told: float, text: str | None) -> None:
+    found = clock_skew("n1", told, 100.0, 110.0)
+    assert [one.text for one in found] == ([text] if text else [])
+
+
+def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) -> None:
+    root = lay_out("wrong-interface", tmp_path / "node")
+    (root / "etc").mkdir()
+    (root / "etc" / "nccl.conf").write_text(
+        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL = 1\nPATH=/x\n"
+    )
+    assert look(root).environ == {"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_SL": "1", "NCCL_IB_TC": "106"}
+    mine = tmp_path / "mine.conf"
+    mine.write_text("NCCL_IB_SL=3\n")
+    assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
+    assert nccl_files(root, {"HOME": str(tmp_path)}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
+
+
+def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
+    root = lay_out("downtrained", tmp_path / "node")
+    for slot, name, text in (("98", "max_link_width", "8"), ("16", "max_link_speed", "16.0 GT/s PCIe")):
+        (root / f"sys/bus/pci/devices/0000:{slot}:02.0" / name).write_text(f"{text}\n")
+    (one,) = examine(Question(look(root), NetworkSpec())).findings
+    assert str(one) == "mlx5_1: its PCIe link runs at x8 of x16: the slot has no more"
+    assert one.level == "note"

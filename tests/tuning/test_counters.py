@@ -1,0 +1,118 @@
+"""Counters of two looks at a node: what grew, and what that means; what counts since boot means nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrun.errors import UsageError
+from hpcrun.tuning.counters import Counters, Growth, diagnose, growth, parse_ethtool, read_counters, take
+from hpcrun.tuning.host import ask_captured, look
+from tests.tuning.trees import lay_out
+
+SECONDS = 10.0
+
+
+def counters(name: str, tmp_path: Path, time: float | None) -> Counters:
+    root = lay_out(name, tmp_path / f"{name} at {time}")
+    return replace(take(look(root), root, ask_captured(root)), time=time)
+
+
+def grown(name: str, tmp_path: Path, seconds: float | None = SECONDS) -> Growth:
+    before = counters("counters-before", tmp_path, None if seconds is None else 0.0)
+    return growth(before, counters(name, tmp_path / "after", seconds))
+
+
+def found(one: Growth) -> list[tuple[str, str, str]]:
+    return [(finding.level, finding.check, finding.subject) for finding in diagnose(one)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("counters-before", []),
+        ("counters-healthy", [("note", "congestion seen", "mlx5_0:1"), ("note", "throttled", "mlx5_0:1")]),
+        (
+            "counters-slow-receiver",
+            [
+                ("fault", "slow receiver", "ens1"),
+                ("warning", "discards", "ens1"),
+                ("note", "pci stall", "ens1"),
+            ],
+        ),
+        ("counters-pauses-alone", [("warning", "paused", "ens1"), ("warning", "ecn", "ens1")]),
+        (
+            "counters-flap",
+            [
+                ("fault", "link down", "mlx5_0:1"),
+                ("fault", "silence", "mlx5_0:1"),
+                ("unknown", "counters", "gpu-01"),
+            ],
+        ),
+    ],
+)
+def test_cases(name: str, expected: list[tuple[str, str, str]], tmp_path: Path) -> None:
+    assert found(grown(name, tmp_path)) == expected
+
+
+def test_the_share_of_the_time_is_told(tmp_path: Path) -> None:
+    text = next(one.text for one in diagnose(grown("counters-slow-receiver", tmp_path)))
+    assert text == (
+        "tx_prio3_pause_duration +2170000 us, 21.7% of the time: this node held the network back: it takes"
+        " data slower than it comes"
+    )
+
+
+def test_without_a_clock_the_time_is_unknown(tmp_path: Path) -> None:
+    texts = [one.text for one in diagnose(grown("counters-slow-receiver", tmp_path, None))]
+    assert texts[0].startswith("tx_prio3_pause_duration +2170000 us in an unknown time")
+
+
+def test_marks_that_nobody_answers() -> None:
+    prefix = "rdma.mlx5_0.1"
+    one = Growth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5, f"{prefix}.np_cnp_sent": 0})
+    assert ("warning", "cnp", "mlx5_0:1") in found(one)
+    # An adapter that has no such counter says nothing about it.
+    assert [
+        check for _, check, _ in found(Growth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5}))
+    ] == ["congestion seen"]
+    assert found(Growth("n1", 1.0, {"net.ens1.rx_prio3_pause": 500})) == []
+
+
+def test_what_went_back_or_came_is_no_growth() -> None:
+    before = Counters("n1", 1.0, {"net.a.x": 5, "net.a.y": 7, "net.a.gone": 1})
+    after = Counters("n1", 3.0, {"net.a.x": 9, "net.a.y": 2, "net.a.new": 1})
+    one = growth(before, after)
+    assert (one.seconds, one.values, one.restarted) == (2.0, {"net.a.x": 4}, ("net.a.y",))
+    assert one.missing == ("net.a.gone", "net.a.new")
+    assert growth(after, replace(after, time=2.0)).seconds is None
+    with pytest.raises(UsageError, match="counters of n1 and of n2"):
+        growth(before, replace(after, node="n2"))
+
+
+def test_dots_in_a_vlan_s_name() -> None:
+    (one,) = diagnose(Growth("n1", 1.0, {"net.bond0.209.rx_crc_errors_phy": 1}))
+    assert one.subject == "bond0.209"
+
+
+def test_ethtool() -> None:
+    assert parse_ethtool("NIC statistics:\n     rx[0]_packets: 7\n     x: -\n   y: 3 \n") == {
+        "rx[0]_packets": 7,
+        "y": 3,
+    }
+    assert parse_ethtool("no stats available") == {}
+
+
+@pytest.mark.parametrize(
+    "values", [None, [], {}, {"node": "a", "time": "x", "values": {}}, {"values": {"a": "b"}}]
+)
+def test_what_is_no_look(values: object) -> None:
+    with pytest.raises(UsageError, match=r"f\.json: holds no counters"):
+        read_counters(values, "f.json")
+
+
+def test_a_look_comes_back(tmp_path: Path) -> None:
+    one = counters("counters-before", tmp_path, 5.0)
+    assert read_counters(one.as_json(), "f") == one
