@@ -129,17 +129,28 @@ def follow(
     It begins with the newest attempt, or with `attempt`; with `batch` it is what the batch shell prints. What
     is waited for, and each new attempt, is noted; `step` gets the lines that come to metrics.jsonl.
     """
-    watch, log = Watch([run], pace), _Log(run, rank, batch, attempt)
+    log = _Log(run, rank, batch, attempt)
     metrics = LineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
-    said = ""
-    while True:
-        # Looked at first: what was printed until then is still read.
-        (state,) = watch.look()
+
+    def render() -> None:
         for text in log.read(note):
             write(text)
         if step is not None:
             for record in metrics.read():
                 step(record)
+
+    return until_over(run, render, note, pace)
+
+
+def until_over(
+    run: RunDir, render: Callable[[], None], note: Callable[[str], None], pace: Pace | None = None
+) -> int:
+    """Render what is new until the run is over; what is waited for is noted; its exit code."""
+    watch, said = Watch([run], pace), ""
+    while True:
+        # Looked at first: what was written until then is still rendered.
+        (state,) = watch.look()
+        render()
         line = told(state)
         if line != said and (state.state != "running" or state.message):
             note(line)

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold
-from hpcrun.launch.follow import Pace, Watch, told
+from hpcrun.launch.follow import Pace, until_over
 from hpcrun.launch.hydra import describe_status
 from hpcrun.launch.timeline import is_count
 from hpcrun.specs.placement import read_placement
@@ -135,21 +135,13 @@ def follow_story(
     run: RunDir, write: Callable[[Entry], None], note: Callable[[str], None], pace: Pace | None = None
 ) -> int:
     """Write the story so far and go on until the run is over; what is waited for is noted; its exit code."""
-    watch, source, said = Watch([run], pace), _Source(run), ""
-    while True:
-        # Looked at first: what was written until then is still told.
-        (state,) = watch.look()
+    source = _Source(run)
+
+    def render() -> None:
         for entry in source.new():
             write(entry)
-        line = told(state)
-        if line != said and (state.state != "running" or state.message):
-            note(line)
-        said = line
-        if state.is_over:
-            return state.code
-        if state.state == "unknown" and not (state.job or state.host):
-            raise UsageError(f"{line}; there is nothing to follow here")
-        time.sleep(watch.pace.records)
+
+    return until_over(run, render, note, pace)
 
 
 class _Source:

@@ -200,5 +200,5 @@ def test_following_goes_on_until_the_run_is_over() -> None:
 
     assert follow_story(run, take, lambda text: None, pace) == 5
     assert [one.text for one in found if one.what == "exit"] == [TOLD[7][1], "done at step 60"]
-    with pytest.raises(UsageError, match="nothing to follow"):
+    with pytest.raises(UsageError, match="nothing to wait for"):
         follow_story(create_run("s"), take, lambda text: None, pace)
