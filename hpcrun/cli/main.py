@@ -180,6 +180,14 @@ def _be_agent(run_dir: str) -> int:
     return EXIT_DONE
 
 
+def _be_successor(run_dir: str, epoch: str) -> int:
+    """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
+    from hpcrun.launch.inbox import hold_back
+
+    hold_back()
+    return int(importlib.import_module("hpcrun.launch.takeover").run_taken_over(run_dir, epoch))
+
+
 def _be_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
     from hpcrun.launch.inbox import hold_back
@@ -194,7 +202,12 @@ def _be_task(folder: str) -> int:
     return int(task.run_submitted(folder))
 
 
-_INTERNAL: dict[str, Callable[..., int]] = {"_rank": _be_rank, "_agent": _be_agent, "_task": _be_task}
+_INTERNAL: dict[str, Callable[..., int]] = {
+    "_rank": _be_rank,
+    "_agent": _be_agent,
+    "_task": _be_task,
+    "_takeover": _be_successor,
+}
 """What we start ourselves."""
 
 

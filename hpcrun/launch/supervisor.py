@@ -16,16 +16,18 @@ from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
+from hpcrun.launch.lease import FencedError, LeaderWriter
 from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.ownership import hold, sweep_leftovers
+from hpcrun.launch.ownership import hold, succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
+from hpcrun.launch.succession import Succession, stand_back
 from hpcrun.launch.world import without_world
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import LineReader, LineWriter, write_json, write_whole
+from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, create_run
 from hpcrun.specs.secrets import read_secrets
 from hpcrun.units import parse_time
@@ -46,11 +48,15 @@ class Supervisor:
         site: Site | None = None,
         command: Callable[[Attempt], Sequence[str]] | None = None,
         limits: Limits | None = None,
+        succession: Succession | None = None,
     ) -> None:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
         self._site, self._limits = site or Site(), limits or Limits()
+        self._succession = succession
         self._began_at = 0
         self._excluded: set[str] = set()
+        self._lost: set[str] = set()
+        self._verify: Callable[[], None] = lambda: None
         self._command = command
 
     def run(self) -> Outcome:
@@ -62,10 +68,15 @@ class Supervisor:
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
-        with hold(run):
+        with succeed(run) if self._succession else hold(run):
             try:
-                with self._site.nodes(run) as nodes:
+                with self._site.nodes(run, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)
+            except FencedError as fenced:
+                # The run is another's, and so is its record; our end would be the end of the job under it.
+                self._observer.note(str(fenced))
+                stand_back(run)
+                raise
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 record_exit(run, "failed", failure.exit_code, str(failure))
@@ -78,22 +89,28 @@ class Supervisor:
 
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """One attempt after the other, for as long as there is reason for another one here."""
+        self._verify = nodes.verify
+        outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
         while True:
-            attempt = self._open(run)
-            outcome = self._run_attempt(attempt, launcher, nodes)
+            if outcome is None:
+                outcome = self._run_attempt(self._open(run), launcher, nodes)
+            self._verify()
             cause = recover.cause_of(outcome)
             if cause not in recover.FAULTS:
                 return self._close(outcome)
             self._event(run, "fault", outcome, cause=cause, nodes=list(outcome.lost), message=outcome.message)
-            self._excluded |= set(outcome.lost)
+            self._lost |= set(outcome.lost)
             refused = self._why_not_here(outcome, cause, nodes)
             if refused is not None:
                 return self._close(outcome, refused)
             self._record(outcome, relaunched=cause)
             left = [node for node in nodes.alive if node not in self._excluded]
             spare = len(left) - self._slots()
-            self._event(run, "relaunch", outcome, excluded=sorted(self._excluded), spares_left=spare)
+            without = sorted(self._excluded | self._lost.difference(nodes.alive))
+            self._event(run, "relaunch", outcome, excluded=without, spares_left=spare)
             self._observer.note(f"{outcome.message}; going on from step {recover.saved_step(run)}")
+            nodes.call_back()
+            outcome = None
 
     def _slots(self) -> int:
         """How many nodes the ranks need."""
@@ -134,6 +151,7 @@ class Supervisor:
             "started": time.time(),
             "slurm_job": None if allocation is None else allocation.job,
             "restarts": None if allocation is None else allocation.restarts,
+            "taken_over": None if self._succession is None else self._succession.epoch,
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
@@ -159,7 +177,7 @@ class Supervisor:
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
         )
-        events = LineWriter(attempt.run.events)
+        events = LeaderWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics
         reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
@@ -204,6 +222,7 @@ class Supervisor:
         if cause is not None:
             self._event(run, "requeue", outcome, cause=cause)
             return outcome
+        self._verify()
         told = told or (refused if outcome.attempt > 1 else "")
         message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
         record_exit(run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
@@ -217,7 +236,7 @@ class Supervisor:
             write_json(outcome.run.attempt(outcome.attempt).outcome, record | more | after)
 
     def _event(self, run: RunDir, event: str, outcome: Outcome, **more: Any) -> None:
-        events = LineWriter(run.events)
+        events = LeaderWriter(run.events, self._verify)
         now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
         events.write(now | {"event": event} | more)
         events.close()
@@ -232,6 +251,7 @@ class Supervisor:
         if cause is None or (cause in ("crash", "node") and spec.retries is None):
             return None, ""
         refused = recover.refusal(run, spec, cause, outcome, self._progress(outcome), in_place=False)
+        self._verify()
         if refused is None:
             try:
                 allocation.requeue()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
@@ -62,14 +64,38 @@ def test_what_fails_twice_in_the_same_way_is_not_tried_again(desk: Desk) -> None
     assert ended["message"].endswith("not tried again: it failed twice in the same way, without progress")
 
 
-def test_a_lost_batch_host_leaves_no_ghost(desk: Desk) -> None:
-    # The count is kept outside: it shows that the second attempt has begun.
-    mark = desk.path / "mark"
-    body = f'[ -e {mark} ] && exit 0; sleep 1; [ "$RANK" = 0 ] && touch {mark}; sleep 300'
-    run = desk.submit("name=ghost", "resources={nodes: 2, spares: 1}", "--", "sh", "-c", body)
-    desk.until(mark.exists, run)
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run.events) if line["event"] == name]
+
+
+def undisturbed(desk: Desk) -> RunDir:
+    """The same job on one node, where nothing happens to it."""
+    (desk.path / "job.yaml").write_text(JOB)
+    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
+    return next(RunDir(path) for path in desk.runs.iterdir())
+
+
+def nothing_is_left(desk: Desk) -> bool:
+    return desk.lab.run(["squeue", "-h"]).stdout == ""
+
+
+def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
+    before = undisturbed(desk)
+    run = desk.submit("job.yaml")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    off = time.time()
     desk.lab.node("n01").power_off()
+    desk.until(lambda: bool(events(run, "takeover")), run)
+    took = events(run, "takeover")[0]
+    assert (took["former"], took["epoch"]) == ("n01", 2)
+    assert took["host"] in ("n02", "n03")
     assert desk.ended(run, 200)["status"] == "done", story(run)
-    who = records(run, "attempts/*/supervisor.json")
-    assert [one["restarts"] for one in who] == [0, 1]
-    assert who[1]["host"] != "n01"
+    assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
+    second = records(run, "attempts/2/placement.json")[0]
+    assert sorted(second["nodes"]) == ["n02", "n03"]
+    assert [one["restarts"] for one in records(run, "attempts/*/supervisor.json")] == [0, 0]
+    assert steps(run) == steps(before)
+    assert events(run, "fault")[0]["nodes"] == ["n01"]
+    desk.until(lambda: nothing_is_left(desk), run)
+    first_new = next(line["time"] for line in read_lines(run.metrics) if line["attempt"] == 2)
+    print(f"takeover after {took['time'] - off:.1f} s, first new step after {first_new - off:.1f} s")
