@@ -37,7 +37,8 @@ class Uplink:
         """The epoch that is ours to find a supervisor for."""
         self._lock = threading.Lock()
         self._arrived: tuple[Leader, Channel, int, Session, str] | None = None
-        self._pulses = [Pulse(BEAT_S, self._beat), Pulse(_SEEK_S, self._seek)]
+        works = ((BEAT_S, self._beat), (_SEEK_S, self._look_for_leader), (_SEEK_S, self._look_at_lease))
+        self._pulses = [Pulse(seconds, do) for seconds, do in works]
 
     def hear(self) -> list[dict[str, Any]]:
         """The orders that have come."""
@@ -69,41 +70,41 @@ class Uplink:
     def _beat(self) -> None:
         self.session.beat(kind="beat")
 
-    def _seek(self) -> None:
-        with contextlib.suppress(OSError, HpcrunError):
-            if self.session.channel is None or self.vigil.is_quiet:
-                self._look_for_leader()
-            if self.vigil.is_quiet and self.won is None:
-                self._look_at_lease()
-
     def _look_for_leader(self) -> None:
-        leader = lease.read_leader(self._run)
-        is_known = leader is not None and leader.epoch <= self.epoch and self.session.channel is not None
-        if leader is None or is_known or leader.epoch < self.epoch or self._arrived is not None:
+        if self._arrived is not None or not (self.session.channel is None or self.vigil.is_quiet):
             return
-        if leader.epoch == self.epoch:
+        with contextlib.suppress(OSError, HpcrunError, WireError):
+            leader = lease.read_leader(self._run)
+            is_old = leader is None or leader.epoch < self.epoch
+            if is_old or (leader.epoch == self.epoch and self.session.channel is not None):
+                return
             session, number = self.session, self._id
-        else:
-            session, number = Session(), secrets.token_hex(8)
-        badge = Badge(self._run.id, leader.epoch, self._node, number, session.seen)
-        with contextlib.suppress(WireError):
+            if leader.epoch > self.epoch:
+                session, number = Session(), secrets.token_hex(8)
+            badge = Badge(self._run.id, leader.epoch, self._node, number, session.seen)
             channel, seen = join((leader.address, leader.port), leader.secret, badge)
             with self._lock:
                 self._arrived = leader, channel, seen, session, number
 
     def _look_at_lease(self) -> None:
-        match self.vigil.look(lease.sign_of(self._run)):
-            case "bid" if self._may_claim is not None:
+        if not self.vigil.is_quiet or self.won is not None:
+            return
+        with contextlib.suppress(OSError, HpcrunError):
+            move = self.vigil.look(lease.sign_of(self._run))
+            if self._may_claim is None:
+                return
+            if move == "bid":
                 lease.bid(self._run, self._node)
                 self.vigil.bidden()
-            case "claim" if self._may_claim is not None:
-                epoch = lease.newest_epoch(self._run) + 1
-                if not self._may_claim():
-                    self.vigil.refused()
-                elif lease.claim(self._run, epoch):
-                    self.won = epoch
-            case _:
-                pass
+            elif move == "claim":
+                self._claim(self._may_claim())
+
+    def _claim(self, may: bool) -> None:
+        epoch = lease.newest_epoch(self._run) + 1
+        if not may:
+            self.vigil.refused()
+        elif lease.claim(self._run, epoch):
+            self.won = epoch
 
     def close(self) -> None:
         """Let go of everything."""

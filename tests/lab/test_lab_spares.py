@@ -99,3 +99,24 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     desk.until(lambda: nothing_is_left(desk), run)
     first_new = next(line["time"] for line in read_lines(run.metrics) if line["attempt"] == 2)
     print(f"takeover after {took['time'] - off:.1f} s, first new step after {first_new - off:.1f} s")
+
+
+def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
+    before = undisturbed(desk)
+    run = desk.submit("job.yaml")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    cut = time.time()
+    # It still sees the run directory, which all nodes of the lab share: only its own doubt holds it back.
+    desk.lab.node("n01").cut_link()
+    desk.until(lambda: bool(events(run, "takeover")), run)
+    took = events(run, "takeover")[0]
+    desk.lab.node("n01").restore_link()
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    desk.until(lambda: nothing_is_left(desk), run)
+    assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
+    assert steps(run) == steps(before)
+    told = list(read_lines(run.events))
+    assert {line["host"] for line in told[: told.index(took)]} == {"n01"}
+    assert {line["host"] for line in told[told.index(took) :]} == {took["host"]}
+    assert "another supervisor has taken over; this one stands back" in story(run)
+    print(f"takeover after {took['time'] - cut:.1f} s")
