@@ -169,14 +169,14 @@ def _be_rank(run_dir: str, number: str) -> int:
         os._exit(shim.exit_code_of(error))
 
 
-def _be_agent(run_dir: str) -> int:
-    """The internal verb `_agent RUN`: what the supervisor starts on each node of an allocation."""
+def _be_agent(run_dir: str, called: str = "") -> int:
+    """The internal verb `_agent RUN [called]`: what the supervisor starts on each node of an allocation."""
     from pathlib import Path
 
     from hpcrun.launch.agent import Agent
     from hpcrun.specs.rundir import RunDir
 
-    Agent(RunDir(Path(run_dir))).serve()
+    Agent(RunDir(Path(run_dir)), is_called_back=bool(called)).serve()
     return EXIT_DONE
 
 

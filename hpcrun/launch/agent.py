@@ -36,8 +36,9 @@ _KILLED_S = 1.0
 class Agent:
     """Carries out a supervisor's orders on this node."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, *, is_called_back: bool = False) -> None:
+        """`is_called_back`: started in place of one that was lost."""
+        self._run, self._is_called_back = run, is_called_back
         # Slurm's name for the node is that of the orders.
         self._node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         allocation = find_allocation(os.environ)
@@ -121,7 +122,8 @@ class Agent:
                 # What another supervisor has started is nothing to this one.
                 self._clear([])
                 address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
-                self._say({"kind": "hello", "node": self._node, "pid": os.getpid(), "address": address})
+                hello = {"kind": "hello", "node": self._node, "pid": os.getpid(), "address": address}
+                self._say(hello | {"called": self._is_called_back})
         return goes_on
 
     def _forget_channel(self) -> None:

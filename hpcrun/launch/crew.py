@@ -85,12 +85,11 @@ class Member:
         return _SILENT if self.silent_s > _SILENCE_S else None
 
     def give_up_calling(self) -> None:
-        """End the try to have it back that takes too long."""
-        if self.called is not None and time.monotonic() - self.called > _CALL_S:
+        """End the try to have another agent in its place."""
+        if self.called is not None:
             self.called = None
-            if self.is_lost:
-                process.kill_tree(self.children[-1].pid)
-                self.children[-1].kill()
+            process.kill_tree(self.children[-1].pid)
+            self.children[-1].kill()
 
     def last_words(self) -> str:
         """What its log ends with."""
@@ -224,6 +223,9 @@ class Crew:
             for message in messages:
                 if message.get("kind") == "hello":
                     agent.hello = message
+                    if message.get("called"):
+                        agent.called = None
+                    agent.give_up_calling()
                 elif "kind" in message and not agent.is_lost:
                     yield agent, message
             if channel is not None and channel.is_closed and agent.session.channel is channel:
@@ -240,6 +242,7 @@ class Crew:
         if guest.badge.session != agent.id:
             if agent.id and not agent.is_lost:
                 self.lose(agent, "another agent has come in its place")
+                agent.losses -= 1
             agent.session, agent.id, agent.hello = Session(), guest.badge.session, {}
         channel = guest.admit(agent.session.seen)
         agent.session.attach(channel, guest.badge.seen)
@@ -260,7 +263,8 @@ class Crew:
         if self._is_cut_off():
             self._wait_for_successor()
         for member in self.members.values():
-            member.give_up_calling()
+            if member.called is not None and time.monotonic() - member.called > _CALL_S:
+                member.give_up_calling()
         found = ((agent, agent.trouble()) for agent in self.living)
         return [(agent, why) for agent, why in found if why is not None]
 

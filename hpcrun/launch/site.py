@@ -142,7 +142,7 @@ class Site:
             else:
                 crew.adopt()
             again = self.allocation
-            crew.call_back_with(lambda node: again.agent_steps(run, [node])[node,], environ)
+            crew.call_back_with(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
             yield AgentNodes(crew)
         finally:
             crew.close()

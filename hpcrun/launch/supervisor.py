@@ -76,7 +76,7 @@ class Supervisor:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
                 self._observer.note(str(fenced))
                 stand_back(run)
-                raise
+                raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 record_exit(run, "failed", failure.exit_code, str(failure))
