@@ -51,6 +51,8 @@ class Member:
         """What it has said about itself."""
         self.called: float | None = None
         self.losses = 0
+        self.replaced: set[str] = set()
+        """The sessions of agents that another one has taken the place of."""
         self.broken_at: float | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         """The steps that it may be in."""
@@ -127,6 +129,9 @@ class Crew:
         Leader(leadership.epoch, address, self._gate.port, secret, os.uname().nodename).publish(run)
 
     def _beat(self) -> None:
+        # Who goes on hearing us would not look for the one who leads now.
+        if self._leadership.is_fenced:
+            return
         for member in self.members.values():
             member.session.beat(do="beat")
 
@@ -235,15 +240,17 @@ class Crew:
     def _welcome(self, guest: Guest) -> None:
         """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
         agent = self.members[guest.badge.node]
-        if agent.losses > _MOST_LOSSES:
+        if agent.losses > _MOST_LOSSES or guest.badge.session in agent.replaced:
             guest.refuse()
             return
-        self._let_go(agent)
         if guest.badge.session != agent.id:
+            agent.tell(do="leave")
+            agent.replaced.add(agent.id)
             if agent.id and not agent.is_lost:
                 self.lose(agent, "another agent has come in its place")
                 agent.losses -= 1
             agent.session, agent.id, agent.hello = Session(), guest.badge.session, {}
+        self._let_go(agent)
         channel = guest.admit(agent.session.seen)
         agent.session.attach(channel, guest.badge.seen)
         self._selector.register(channel, selectors.EVENT_READ, agent)

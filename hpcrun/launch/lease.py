@@ -120,7 +120,7 @@ class Leadership:
         self._run = run
         self.epoch = epoch or self._next()
         self._count = 0
-        self._is_fenced = self.is_paused = False
+        self.is_fenced = self.is_paused = False
         self._looked = time.monotonic()
         self._lock = threading.Lock()
         self.renew()
@@ -136,7 +136,7 @@ class Leadership:
             return
         try:
             self._look()
-            if not (self._is_fenced or self.is_paused):
+            if not (self.is_fenced or self.is_paused):
                 self._count += 1
                 found = {"epoch": self.epoch, "host": os.uname().nodename, "pid": os.getpid()}
                 text = json.dumps(found | {"count": self._count})
@@ -148,7 +148,7 @@ class Leadership:
 
     def _look(self) -> None:
         if newest_epoch(self._run) > self.epoch:
-            self._is_fenced = True
+            self.is_fenced = True
         self._looked = time.monotonic()
 
     def check(self) -> None:
@@ -156,7 +156,7 @@ class Leadership:
         if time.monotonic() - self._looked > _FRESH_S:
             with contextlib.suppress(OSError):
                 self._look()
-        if self._is_fenced:
+        if self.is_fenced:
             raise FencedError(f"{self._run.id}: another supervisor has taken over; this one stands back")
 
     def verify(self) -> None:

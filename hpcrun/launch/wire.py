@@ -163,7 +163,7 @@ def _line(message: dict[str, Any]) -> bytes:
 def _message(line: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
 
@@ -285,7 +285,7 @@ class Gate:
         for key, _ in self._selector.select(0):
             if key.fd == self._listener.fileno():
                 self._let_speak()
-            elif (guest := self._hear(self._strangers[key.fd])) is not None:
+            elif (one := self._strangers.get(key.fd)) and (guest := self._hear(one)):
                 guests.append(guest)
         late = time.monotonic() - HANDSHAKE_S
         for one in [one for one in self._strangers.values() if one.since < late]:
@@ -330,11 +330,10 @@ class Gate:
 
     def _badge(self, said: dict[str, Any]) -> Badge | None:
         node, session, seen = said.get("node"), said.get("session"), said.get("seen")
-        if node not in self._nodes or said.get("epoch") != self._epoch:
+        if not (isinstance(node, str) and isinstance(session, str) and isinstance(seen, int)):
             return None
-        if not isinstance(session, str) or not isinstance(seen, int):
-            return None
-        return Badge(self._run, self._epoch, str(node), session, seen)
+        is_ours = node in self._nodes and said.get("epoch") == self._epoch
+        return Badge(self._run, self._epoch, node, session, seen) if is_ours else None
 
     def _forget(self, one: _Stranger) -> None:
         self._selector.unregister(one.connection)
