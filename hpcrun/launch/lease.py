@@ -53,29 +53,21 @@ class Leader:
 
     def publish(self, run: RunDir) -> None:
         """Write it, whole, for us alone to read."""
-        write_json(_leader(run), vars(self))
-
-
-def _leader(run: RunDir) -> Path:
-    return run.path / "leader.json"
+        write_json(run.leader, vars(self))
 
 
 def read_leader(run: RunDir) -> Leader | None:
     """The newest supervisor that listens, or None while there is none."""
-    record = read_json(_leader(run))
+    record = read_json(run.leader)
     try:
         return Leader(**record)
     except TypeError:  # none, or of another version
         return None
 
 
-def _epochs(run: RunDir) -> Path:
-    return run.path / "epochs"
-
-
 def newest_epoch(run: RunDir) -> int:
     """The newest epoch that was given, by the files and by the lease; 0 before the first."""
-    folder = _epochs(run)
+    folder = run.epochs
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - names alone, at once
     # A client's cache may hide a new name for a while, but not what a file holds that is opened anew.
     lease = read_lease(run).get("epoch")
@@ -84,7 +76,7 @@ def newest_epoch(run: RunDir) -> int:
 
 def claim(run: RunDir, epoch: int) -> bool:
     """Make an epoch ours; False where another has been quicker."""
-    folder = _epochs(run)
+    folder = run.epochs
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         descriptor = os.open(folder / str(epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -97,7 +89,7 @@ def claim(run: RunDir, epoch: int) -> bool:
 
 def bid(run: RunDir, node: str) -> None:
     """Write something, to see that the file system takes it."""
-    folder = _epochs(run)
+    folder = run.epochs
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"bid-{node}"
     path.write_text(f"{time.time()}\n")
@@ -107,7 +99,7 @@ def bid(run: RunDir, node: str) -> None:
 def read_lease(run: RunDir) -> dict[str, Any]:
     """The lease as it stands; empty where there is none, or a part of one."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((run.path / "lease").read_text())
+        found = json.loads(run.lease.read_text())
         if isinstance(found, dict):
             return found
     return {}
@@ -140,7 +132,7 @@ class Leadership:
                 self._count += 1
                 found = {"epoch": self.epoch, "host": os.uname().nodename, "pid": os.getpid()}
                 text = json.dumps(found | {"count": self._count})
-                (self._run.path / "lease").write_text(f"{text}\n")
+                self._run.lease.write_text(f"{text}\n")
         except OSError:
             return
         finally:

@@ -32,9 +32,10 @@ class Pulse:
         self._came_by = time.monotonic()
 
     def _beat(self) -> None:
-        while not self._over.wait(self._every_s):
+        while not self._over.is_set():
             if time.monotonic() - self._came_by < self._patience_s:
                 self._do()
+            self._over.wait(self._every_s)
 
     def stop(self, timeout_s: float = 1.0) -> None:
         """Beat no more; a thread that the file system holds is left to itself."""

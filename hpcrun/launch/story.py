@@ -190,6 +190,10 @@ def _words(name: str, event: Record) -> str:
             return f"{number}: {_SIGNALS.get(number, 'save and stop')}"
         case "node lost":
             return f"node {event.get('node')} lost: {event.get('why')}"
+        case "takeover":
+            return (
+                f"the supervisor on {event.get('former')} is gone; {event.get('host')} goes on with the run"
+            )
         case "launcher ended":
             status = event.get("wait_status")
             return f"the launcher {describe_status(status)}" if _is_status(status) and status else ""

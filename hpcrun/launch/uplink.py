@@ -75,8 +75,9 @@ class Uplink:
             return
         with contextlib.suppress(OSError, HpcrunError, WireError):
             leader = lease.read_leader(self._run)
-            is_old = leader is None or leader.epoch < self.epoch
-            if is_old or (leader.epoch == self.epoch and self.session.channel is not None):
+            if leader is None or leader.epoch < self.epoch:
+                return
+            if leader.epoch == self.epoch and self.session.channel is not None:
                 return
             session, number = self.session, self._id
             if leader.epoch > self.epoch:

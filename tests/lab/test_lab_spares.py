@@ -6,6 +6,9 @@ import json
 import time
 from typing import Any
 
+import pytest
+
+from hpcrun.launch.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
@@ -99,6 +102,54 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     desk.until(lambda: nothing_is_left(desk), run)
     first_new = next(line["time"] for line in read_lines(run.metrics) if line["attempt"] == 2)
     print(f"takeover after {took['time'] - off:.1f} s, first new step after {first_new - off:.1f} s")
+    told = desk.hpcrun("events", run.id).stdout
+    assert f"the supervisor on n01 is gone; {took['host']} goes on with the run" in told
+    ledger = read_ledger(run)
+    times = [line["time"] for line in read_lines(run.events)]
+    assert ledger.wall_s == pytest.approx(times[-1] - times[0], abs=0.5)
+    assert [(one.cause, one.node) for one in ledger.faults] == [("node", "n01")]
+
+
+def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "train.steps=100000", "checkpoint.every=0")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    desk.lab.node("n01").power_off()
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    assert "to save and go on" in desk.hpcrun("save", run.id).stdout
+    desk.until(lambda: any(line.get("kind") == "save" for line in read_lines(run.metrics)), run)
+    state = json.loads(desk.hpcrun("status", run.id, "--json").stdout)
+    assert (state["state"], state["attempt"]) == ("running", 2)
+    desk.hpcrun("stop", run.id)
+    assert desk.ended(run)["status"] == "saved", story(run)
+    desk.until(lambda: nothing_is_left(desk), run)
+
+
+ONE_STEP = """
+import os, sys
+from pathlib import Path
+from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.crew import Crew
+from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.lease import Leadership
+from hpcrun.launch.wire import address_here
+from hpcrun.specs.rundir import RunDir
+
+run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)
+address = address_here(None, allocation.nodes)
+crew = Crew(run, Leadership(run), address, allocation.nodes)
+steps = allocation.agent_steps(run, allocation.nodes, most=2)
+crew.start(steps, step_environment(os.environ))
+print(len(steps), *sorted(one.node for one in crew.living))
+crew.close()
+"""
+
+
+def test_above_a_number_of_nodes_one_step_has_all_agents(desk: Desk) -> None:
+    words = ["salloc", "--nodes=3", "python", "-c", ONE_STEP, str(desk.path)]
+    done = desk.lab.run(words, cwd=desk.path)
+    assert done.stdout == "1 n01 n02 n03\n", done.stderr
+    assert (desk.path / "agents" / "step.log").exists()
 
 
 def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
