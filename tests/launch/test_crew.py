@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,10 @@ from hpcrun import process
 from hpcrun.launch import crew as crews
 from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import NodeLost, RankEnded
-from hpcrun.launch.lease import FencedError, Leadership, claim
+from hpcrun.launch.lease import FencedError, Leadership, claim, read_leader
 from hpcrun.launch.nodes import AgentNodes
 from hpcrun.launch.site import with_our_package
+from hpcrun.launch.wire import Badge, WireError, join
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
 
@@ -156,9 +158,10 @@ def test_a_silent_agent_is_lost_and_comes_back_for_the_next_attempt(place: Place
     assert [one.node for one in lost] == ["n02"]
     place.agents["n02"][0].send_signal(signal.SIGCONT)
     until(lambda: news(nodes) or "n02" in nodes.alive)
-    nodes.clear(5, 0)
     # It was told to clear up what it had of the attempt that went on without it.
-    until(lambda: not is_alive(first) and not is_alive(second))
+    until(lambda: not is_alive(second))
+    assert is_alive(first)
+    nodes.clear(5, 0)
     assert place.launch(nodes, 2, "n02")
 
 
@@ -173,6 +176,22 @@ def test_of_two_agents_of_a_node_the_newest_stays(place: Place) -> None:
     assert not is_alive(pid)
     until(lambda: news(nodes) or place.opened[0].members["n01"].has_answered)
     assert place.launch(nodes, 2, "n01")
+    assert new.poll() is None
+    leader, replaced = read_leader(place.run), place.opened[0].members["n01"].replaced
+    assert leader is not None
+    (late,) = replaced - {""}
+    refused: list[str] = []
+
+    def come_late() -> None:
+        try:
+            join((leader.address, leader.port), leader.secret, Badge(place.run.id, 1, "n01", late, 0))
+        except WireError as error:
+            refused.append(str(error))
+
+    caller = threading.Thread(target=come_late)
+    caller.start()
+    until(lambda: news(nodes) or refused)
+    caller.join()
     assert new.poll() is None
 
 

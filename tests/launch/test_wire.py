@@ -217,6 +217,16 @@ def test_a_new_connection_loses_and_doubles_nothing(gate: Gate) -> None:
     agent.attach(theirs, leader.seen)
     assert receive(agent.hear, 1) == [{"do": "kill"}]
     assert receive(leader.hear, 2) == [{"kind": "watching"}, {"kind": "ended"}]
+    # Who has not yet been told that a message was seen sends it again.
+    ours.close()
+    theirs.close()
+    leader.detach()
+    agent.detach()
+    ours, theirs = let_in(gate, badge())
+    leader.attach(ours, 0)
+    agent.attach(theirs, 0)
+    leader.say(do="leave")
+    assert receive(agent.hear, 1) == [{"do": "leave"}]
     agent.beat(kind="beat")
     assert receive(leader.hear, 1) == [{"kind": "beat"}]
     leader.detach()
