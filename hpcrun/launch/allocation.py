@@ -22,9 +22,7 @@ SEPARATE_STEPS = 64
 
 Each costs an srun on the batch host, some 10 MB and a thread or two: above, one step has to do for all.
 """
-Fate = Literal["running", "queued again", "cancelled", "time limit", "batch script ended", "unknown"]
-_OF_THE_SCRIPT = ("JobLaunchFailure", "NonZeroExitCode", "RaisedSignal")
-"""The reasons of a job that ends because its batch script has, and nobody has cancelled it."""
+Fate = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
 _REQUEUED_ALREADY = re.compile(
     r"pending execution|already pending|requeued|Job/step already completing", re.I
 )
@@ -66,8 +64,6 @@ class Allocation:
             return "queued again"
         if not record.state.final and "COMPLETING" not in (record.state.name, *record.state.flags):
             return "running"
-        if record.reason.code.startswith(_OF_THE_SCRIPT):
-            return "batch script ended"
         late = record.limit_s is not None and (record.elapsed_s or 0.0) >= record.limit_s - _SLACK_S
         return "time limit" if late else "cancelled"
 

@@ -29,31 +29,6 @@ _LOOK_S = 300.0
 _SCANCEL_S = 60.0
 
 
-class _Inbox(Inbox):
-    """Queues the job again at once that Slurm ends because its lost batch host came back without it.
-
-    At once, because Slurm gives us no more than its KillWait; the ranks save meanwhile, if they can.
-    """
-
-    may_requeue = False
-
-    def __init__(self, allocation: Allocation, log: BatchLog) -> None:
-        super().__init__()
-        self._allocation, self._log = allocation, log
-
-    def read(self) -> list[signal.Signals]:
-        """The signals that came since the last call, in order."""
-        arrived = super().read()
-        if signal.SIGTERM in arrived and self.may_requeue and self._allocation.fate() == "batch script ended":
-            self.may_requeue = False
-            try:
-                self._allocation.requeue()
-                self._log.note("the lost batch host came back, and Slurm ends the job for it: queued again")
-            except SiteError as error:
-                self._log.note(f"the lost batch host came back, and Slurm ends the job for it: {error}")
-        return arrived
-
-
 def run_taken_over(run_path: str, epoch: str) -> int:
     """Go on with a run, in the epoch that the agent of this node has won; gives the exit code.
 
@@ -64,7 +39,6 @@ def run_taken_over(run_path: str, epoch: str) -> int:
     if allocation is None:
         raise SiteError("_takeover: this is no allocation")
     code = _run(run, int(epoch), allocation, log)
-    # One that is queued again has none.
     if run.read_exit() is not None:
         log.note(f"ending job {allocation.id}, whose batch script is gone")
         process.run(["scancel", allocation.id], timeout_s=_SCANCEL_S)
@@ -75,13 +49,12 @@ def _run(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -> int:
     former = read_leader(run)
     host = former.host if former else str(supervisor_of(run).get("host", ""))
     try:
-        with _Inbox(allocation, log) as inbox:
+        with Inbox() as inbox:
             cluster = load_cluster(run.cluster) if run.cluster.exists() else None
             prepared = prepare(None, resume=run)
             log.note(f"{prepared.spec.name}: takes over from {host or 'nobody'} in epoch {epoch}")
             site, succession = Site(allocation, cluster), Succession(epoch, host)
             grace = prepared.spec.retries.grace if prepared.spec.retries else None
-            inbox.may_requeue = prepared.spec.retries is not None
             with _time_limit(allocation, parse_time(grace).seconds if grace else None):
                 outcome = Supervisor(prepared, inbox, log, site=site, succession=succession).run()
             hold_back()
