@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -73,10 +73,10 @@ def _step(attempt: Attempt) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def stand_back(run: RunDir) -> None:
-    """Wait, and do nothing else, until the run has ended or nobody leads it any more."""
+def stand_back(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
+    """Wait, and do nothing else, until the run has ended, nobody leads it any more, or the job ends."""
     sign, since = "", time.monotonic()
-    while run.read_exit() is None and time.monotonic() - since < _STILL_S:
+    while run.read_exit() is None and time.monotonic() - since < _STILL_S and not is_told_to_end():
         with suppress(OSError):
             seen = sign_of(run)
             if seen != sign:

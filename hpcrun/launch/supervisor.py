@@ -75,7 +75,7 @@ class Supervisor:
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
                 self._observer.note(str(fenced))
-                stand_back(run)
+                stand_back(run, self._is_told_to_end)
                 raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
@@ -86,6 +86,11 @@ class Supervisor:
                 raise
         self._observer.finished(outcome)
         return outcome
+
+    def _is_told_to_end(self) -> bool:
+        """Whether we got a signal because Slurm ends the job: then nobody needs us to keep it."""
+        allocation = self._site.allocation
+        return bool(self._inbox.read()) and (allocation is None or allocation.fate() != "running")
 
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """One attempt after the other, for as long as there is reason for another one here."""
