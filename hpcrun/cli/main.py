@@ -173,15 +173,23 @@ def _be_rank(run_dir: str, number: str) -> int:
         os._exit(shim.exit_code_of(error))
 
 
-def _be_agent(run_dir: str) -> int:
-    """The internal verb `_agent RUN`: what the supervisor starts on each node of an allocation."""
+def _be_agent(run_dir: str, called: str = "") -> int:
+    """The internal verb `_agent RUN [called]`: what the supervisor starts on each node of an allocation."""
     from pathlib import Path
 
     from hpcrun.launch.agent import Agent
     from hpcrun.specs.rundir import RunDir
 
-    Agent(RunDir(Path(run_dir))).serve()
+    Agent(RunDir(Path(run_dir)), is_called_back=bool(called)).serve()
     return EXIT_DONE
+
+
+def _be_successor(run_dir: str, epoch: str) -> int:
+    """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
+    from hpcrun.launch.inbox import hold_back
+
+    hold_back()
+    return int(importlib.import_module("hpcrun.launch.takeover").run_taken_over(run_dir, epoch))
 
 
 def _be_task(folder: str) -> int:
@@ -229,6 +237,7 @@ _INTERNAL: dict[str, Callable[..., int]] = {
     "_chaos": _strike,
     "_beside": _be_beside,
     "_reach": _be_reached,
+    "_takeover": _be_successor,
 }
 """What we start ourselves."""
 

@@ -10,13 +10,18 @@ from typing import Literal
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.specs.rundir import RunDir
 
 _ASK_S = 20
 _REQUEUE_S = 60
 _SLACK_S = 5.0
+SEPARATE_STEPS = 64
+"""Up to so many nodes each agent gets a step of its own, which nothing on another node can end.
+
+Each costs an srun on the batch host, some 10 MB and a thread or two: above, one step has to do for all.
+"""
 Fate = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
 _REQUEUED_ALREADY = re.compile(
     r"pending execution|already pending|requeued|Job/step already completing", re.I
@@ -73,12 +78,30 @@ class Allocation:
         if self.fate() != "queued again":
             raise SiteError(f"`scontrol requeue {self.id}`: {words}")
 
-    def agent_commands(self, run: RunDir, nodes: Sequence[str]) -> dict[str, list[str]]:
-        """How the agent of each node is started: as a step that outlives the ranks and the other nodes."""
-        step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--kill-on-bad-exit=0"]
+    def agent_steps(
+        self, run: RunDir, nodes: Sequence[str], most: int = SEPARATE_STEPS
+    ) -> dict[tuple[str, ...], list[str]]:
+        """How the agents of these nodes are started: as steps that outlive the ranks and the other nodes.
+
+        One a node, or, where they are more than `most`, one for all.
+        """
+        groups = [(node,) for node in nodes] if len(nodes) <= most else [tuple(nodes)]
+        return {group: self._agent_step(run, group) for group in groups}
+
+    def _agent_step(self, run: RunDir, nodes: Sequence[str]) -> list[str]:
+        count = len(nodes)
+        step = [
+            "srun",
+            f"--nodes={count}",
+            f"--ntasks={count}",
+            "--overlap",
+            "--no-kill",
+            "--kill-on-bad-exit=0",
+        ]
+        step += ["--wait=0", "--ntasks-per-node=1"] if count > 1 else []
         step += ["--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
         agent = [sys.executable, "-P", "-m", "hpcrun", "_agent", str(run.path)]
-        return {node: [*step, f"--nodelist={node}", *agent] for node in nodes}
+        return [*step, f"--nodelist={fold(nodes, suffixes=False)}", *agent]
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:

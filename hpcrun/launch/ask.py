@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.launch.cancel import cancel
+from hpcrun.launch.farsignal import signal_successor
 from hpcrun.launch.follow import Pace, Watch, told
 from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.view import View
@@ -49,7 +50,9 @@ def save(run: RunDir, *, force: bool = False) -> Asked:
     lines = [_ask_process(one.run) for one in begun if not one.job]
     by_cluster: defaultdict[str, list[str]] = defaultdict(list)
     for one in begun:
-        if one.job:
+        if one.job and (reached := signal_successor(one.run, signal.SIGUSR1, one.cluster)):
+            lines.append(f"{one.run.id}: asked {reached} to save and go on")
+        elif one.job:
             by_cluster[one.cluster].append(one.job)
     for cluster, jobs in by_cluster.items():
         _ask_jobs(jobs, cluster)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
+from hpcrun.launch.farsignal import signal_successor
 from hpcrun.launch.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.view import View
 from hpcrun.slurm.ids import parse_job_id
@@ -33,7 +34,9 @@ def cancel(run: RunDir, *, now: bool = False) -> list[str]:
     lines = [_stop_process(one.run, now) for one in _one_a_process([one for one in ahead if not one.job])]
     by_job: dict[Question, list[RunState]] = {}
     for one in ahead:
-        if one.job:
+        if one.job and not now and (reached := signal_successor(one.run, signal.SIGTERM, one.cluster)):
+            lines.append(f"{one.run.id}: asked {reached} to save and stop")
+        elif one.job:
             by_job.setdefault(_target(run, one), []).append(one)
     return [*lines, *(f"{run.id}: {_stop_job(job, each, now)}" for job, each in by_job.items())]
 

@@ -148,7 +148,8 @@ class Course:
             stuck = running.end()
             self._event("ended", stuck=stuck)
         # Whether a node is gone often shows only when it is told to clear up.
-        self._lost = [*self._nodes.lost][self._lost_before :]
+        lost = [*self._nodes.lost][self._lost_before :]
+        self._lost = [one for one in lost if one.node in self._launch.placement.ranks]
         self._read_metrics()
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
@@ -191,7 +192,9 @@ class Course:
                 self._settle(self._limits.settle_s)
             case NodeLost(node, why):
                 self._event("node lost", node=node, why=why)
-                self._settle(self._limits.settle_s)
+                # A spare has no part in this attempt.
+                if node in self._launch.placement.ranks:
+                    self._settle(self._limits.settle_s)
             case LauncherEnded(status):
                 self._launcher = happening
                 self._event("launcher ended", wait_status=status)

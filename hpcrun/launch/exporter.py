@@ -15,8 +15,8 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.launch.beside import log, remembered, say
 from hpcrun.launch.exposition import Figures, render_exposition
+from hpcrun.launch.heard import heard_s
 from hpcrun.launch.ownership import supervisor_of
-from hpcrun.launch.pulse import heard_s
 from hpcrun.launch.runs import look_at
 from hpcrun.launch.tally import Follower, Tally
 from hpcrun.specs.placement import read_placement

@@ -1,71 +1,238 @@
-"""The supervisor's lease on a run, and what an agent does that is left without a supervisor."""
+"""Who leads a run: epochs that are given once, a lease that its supervisor renews, and who may come after it.
+
+Three rules make that one acts at a time. An epoch is a file that only one process can make. A supervisor
+that finds a newer epoch than its own stops. And nobody makes a newer one while the lease moves: an agent
+needs both, silence on its connection and a lease that stands still by its own clock, and looks once more when
+it has written something itself, so that a file system that stalls gives nobody a reason.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from hpcrun import process
-from hpcrun.errors import EXIT_RANKS_DIED, SiteError
-from hpcrun.launch.allocation import find_allocation
-from hpcrun.specs.records import write_json
+from hpcrun.launch.ownership import TakenError
+from hpcrun.specs.records import LineWriter, read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
-RENEW_S = 2.0
+RENEW_S = 1.0
 """How often a supervisor says in the run directory that it is there."""
-LEADERLESS_S = 40.0
-"""An agent that has heard nothing for so long, and seen no renewal for half of it, has no supervisor."""
+QUIET_S = 2.0
+"""An agent that has heard nothing for so long looks at the lease."""
+LEADERLESS_S = 8.0
+"""An agent that hears nothing for so long ends its ranks; where the lease stood as long, it may take over."""
+CONFIRM_S = 2 * RENEW_S
+"""For so long it looks again, after it has shown that the file system takes its writes."""
+STAGGER_S = 0.5
+"""By so much each node lets the one before it in the allocation go first."""
+_MOST_STAGGERED = 16
+_FRESH_S = 3.0
+"""A supervisor that has not looked for a newer epoch for so long looks before it acts."""
 
 
-class Lease:
-    """A file that the supervisor keeps changing; whoever looks at it trusts no clock but its own."""
+class FencedError(TakenError):
+    """Another supervisor has taken over: this one may do nothing more."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._path = run.path / "lease"
-        self._renewed = 0.0
+
+@dataclass(frozen=True)
+class Leader:
+    """What a supervisor publishes for its agents: where it listens, and the secret to be known there."""
+
+    epoch: int
+    address: str
+    port: int
+    secret: str
+    host: str
+
+    def publish(self, run: RunDir) -> None:
+        """Write it, whole, for us alone to read."""
+        write_json(run.leader, vars(self))
+
+
+def read_leader(run: RunDir) -> Leader | None:
+    """The newest supervisor that listens, or None while there is none."""
+    record = read_json(run.leader)
+    try:
+        return Leader(**record)
+    except TypeError:  # none, or of another version
+        return None
+
+
+def newest_epoch(run: RunDir) -> int:
+    """The newest epoch that was given, by the files and by the lease; 0 before the first."""
+    folder = run.epochs
+    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - names alone, at once
+    # A client's cache may hide a new name for a while, but not what a file holds that is opened anew.
+    lease = read_lease(run).get("epoch")
+    return max([lease if isinstance(lease, int) else 0, *(int(name) for name in names if name.isdigit())])
+
+
+def claim(run: RunDir, epoch: int) -> bool:
+    """Make an epoch ours; False where another has been quicker."""
+    folder = run.epochs
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        descriptor = os.open(folder / str(epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return False
+    os.write(descriptor, f"{os.uname().nodename} {os.getpid()}\n".encode())
+    os.close(descriptor)
+    return True
+
+
+def bid(run: RunDir, node: str) -> None:
+    """Write something, to see that the file system takes it."""
+    folder = run.epochs
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"bid-{node}"
+    path.write_text(f"{time.time()}\n")
+    path.unlink()
+
+
+def read_lease(run: RunDir) -> dict[str, Any]:
+    """The lease as it stands; empty where there is none, or a part of one."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(run.lease.read_text())
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+class Leadership:
+    """That this process leads the run, for as long as nobody has a newer epoch."""
+
+    def __init__(self, run: RunDir, epoch: int | None = None) -> None:
+        self._run = run
+        self.epoch = epoch or self._next()
         self._count = 0
-        self._seen = ""
-        self._seen_at = time.monotonic()
+        self.is_fenced = self.is_paused = False
+        self._looked = time.monotonic()
+        self._lock = threading.Lock()
+        self.renew()
+
+    def _next(self) -> int:
+        while not claim(self._run, epoch := newest_epoch(self._run) + 1):
+            pass
+        return epoch
 
     def renew(self) -> None:
-        """Change the file, if it is time to; a file system that stalls or is full does not stop the run."""
-        if time.monotonic() - self._renewed < RENEW_S:
+        """Change the lease, unless somebody else leads; a full file system does not stop the run."""
+        if not self._lock.acquire(blocking=False):
             return
-        self._renewed, self._count = time.monotonic(), self._count + 1
+        try:
+            self._look()
+            if not (self.is_fenced or self.is_paused):
+                self._count += 1
+                found = {"epoch": self.epoch, "host": os.uname().nodename, "pid": os.getpid()}
+                text = json.dumps(found | {"count": self._count})
+                self._run.lease.write_text(f"{text}\n")
+        except OSError:
+            return
+        finally:
+            self._lock.release()
+
+    def _look(self) -> None:
+        if newest_epoch(self._run) > self.epoch:
+            self.is_fenced = True
+        self._looked = time.monotonic()
+
+    def check(self) -> None:
+        """FencedError where another leads; whoever has not looked for a while looks first."""
+        if time.monotonic() - self._looked > _FRESH_S:
+            with contextlib.suppress(OSError):
+                self._look()
+        if self.is_fenced:
+            raise FencedError(f"{self._run.id}: another supervisor has taken over; this one stands back")
+
+    def verify(self) -> None:
+        """The same, and look in any case: before something that cannot be taken back."""
         with contextlib.suppress(OSError):
-            self._path.write_text(f"{os.uname().nodename} {os.getpid()} {self._count}\n")
-
-    def still_s(self) -> float:
-        """For how long, by our own clock, the file has not changed while we looked."""
-        with contextlib.suppress(OSError):
-            seen = self._path.read_text()
-            if seen != self._seen:
-                self._seen, self._seen_at = seen, time.monotonic()
-        return time.monotonic() - self._seen_at
+            self._look()
+        self.check()
 
 
-def take_over(run: RunDir) -> str:
-    """End a job that has lost its supervisor: one of its agents queues it again, and says what it did.
+class LeaderWriter(LineWriter):
+    """The event log of a run that may change hands: each line names its host, and none is a fenced one's."""
 
-    Without that the rest of the allocation would stay, as a ghost, until its time limit.
-    """
-    allocation = find_allocation(os.environ)
-    if allocation is None or not allocation.is_batch:
-        return "the supervisor is gone"
-    claim = run.path / f"takeover-{allocation.id}-{allocation.restarts}"
-    try:
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    except FileExistsError:
-        return "the supervisor is gone; another agent sees to it"
-    host = os.uname().nodename
-    told = f"the supervisor did not answer any more; the agent of {host} has"
-    try:
-        allocation.requeue()
-    except SiteError as error:
-        message = f"{told} ended the job: {error}"
-        record = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
-        write_json(run.exit, record | {"step": None, "ended": time.time()})
-        process.run(["scancel", allocation.id], timeout_s=60)
-        return message
-    return f"{told} queued the job again"
+    def __init__(self, path: Path, verify: Callable[[], None]) -> None:
+        self._verify = verify
+        verify()
+        super().__init__(path)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; FencedError where another leads."""
+        self._verify()
+        super().write(record | {"host": os.uname().nodename})
+
+
+Move = Literal["wait", "bid", "claim", "withdraw"]
+
+
+class Vigil:
+    """What an agent makes of silence; it trusts no clock but its own."""
+
+    def __init__(self, position: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._stagger_s = STAGGER_S * min(position, _MOST_STAGGERED)
+        self._heard = clock()
+        self._sign: str | None = None
+        self._still_since = self._heard
+        self._bid_at: float | None = None
+
+    def heard(self) -> None:
+        """The supervisor has said something."""
+        self._heard, self._sign, self._bid_at = self._clock(), None, None
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long nothing was heard."""
+        return self._clock() - self._heard
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is time to look at the lease."""
+        return self.quiet_s > QUIET_S
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the ranks here must end: by now others may have gone on without them."""
+        return self.quiet_s > LEADERLESS_S
+
+    def look(self, sign: str) -> Move:
+        """What to do, now that the run directory shows this.
+
+        `bid`: write something there, and go on looking. `withdraw`: the supervisor lives after all.
+        """
+        now = self._clock()
+        if sign != self._sign:
+            moved = self._sign is not None
+            self._sign, self._still_since = sign, now
+            if moved and self._bid_at is not None:
+                self._bid_at = None
+                return "withdraw"
+            return "wait"
+        if not self.is_orphaned or now - self._still_since < LEADERLESS_S + self._stagger_s:
+            return "wait"
+        if self._bid_at is None:
+            return "bid"
+        return "claim" if now - self._bid_at > CONFIRM_S else "wait"
+
+    def bidden(self) -> None:
+        """The bid stands: from now on the lease is looked at once more."""
+        self._bid_at = self._clock()
+
+    def refused(self) -> None:
+        """Nobody is to take over now: begin again."""
+        self._bid_at, self._still_since = None, self._clock()
+
+
+def sign_of(run: RunDir) -> str:
+    """What stands in the run directory of its leader: as long as it stays the same, nobody leads."""
+    return f"{newest_epoch(run)} {json.dumps(read_lease(run))}"

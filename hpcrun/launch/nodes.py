@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import selectors
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun import process
-from hpcrun.errors import SiteError
+from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
-from hpcrun.launch.lease import Lease
+from hpcrun.launch.heard import Heard
+from hpcrun.launch.lease import FencedError
 from hpcrun.launch.node import NodeRanks
 from hpcrun.launch.preflight import LONGEST_S, Ask, answer
-from hpcrun.launch.pulse import Pulse
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_HELLO_S = 120.0
-_BEAT_S = 1.0
-_SILENCE_S = 10.0
-"""An agent speaks every second; one that is silent for so long is lost."""
-_SILENT = f"its agent has said nothing for {_SILENCE_S:g} s"
 _ANSWER_S = 15.0
-_LEAVE_S = 5.0
+_DUMP_S = 1.0
+"""The answer comes soon after the time that the agents have for it."""
 
 
 class Nodes(Protocol):
@@ -93,6 +85,12 @@ class Nodes(Protocol):
 
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """End whatever is left of the attempt, the launcher apart; says what could not be ended."""
+
+    def call_back(self) -> None:
+        """Try to have lost nodes back for an attempt to come; takes no time."""
+
+    def verify(self) -> None:
+        """FencedError where another supervisor has taken the run over."""
 
     def close(self) -> None:
         """Let the nodes go."""
@@ -189,159 +187,79 @@ class ThisNode:
         process.reap_orphans(keep=launcher)
         return [f"process {pid}" for pid in stuck]
 
+    def call_back(self) -> None:
+        """Who loses this host does not ask."""
+
+    def verify(self) -> None:
+        """A run on one host dies with it: nobody takes it over."""
+
     def close(self) -> None:
         """Nothing is held between attempts."""
 
 
-class _Agent:
-    """One agent, through the two pipes of the command that has started it."""
-
-    def __init__(self, node: str, child: subprocess.Popen[bytes], log: Path) -> None:
-        self.node, self.child, self.log = node, child, log
-        self.heard = time.monotonic()
-        self.is_lost = False
-        self._waiting = b""
-        assert child.stdout is not None
-        os.set_blocking(child.stdout.fileno(), False)
-
-    @property
-    def output(self) -> int:
-        assert self.child.stdout is not None
-        return self.child.stdout.fileno()
-
-    def tell(self, **order: Any) -> None:
-        if self.is_lost:
-            return  # its pipe would fill up, and we would wait
-        assert self.child.stdin is not None
-        # One that is gone is noticed where its answers are read.
-        with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.write((json.dumps(order) + "\n").encode())
-            self.child.stdin.flush()
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """What it has said; `{"kind": "gone"}` is the last."""
-        try:
-            while data := os.read(self.output, 65536):
-                self._waiting += data
-        except BlockingIOError:
-            closed = False
-        else:
-            closed = True
-        *lines, self._waiting = self._waiting.split(b"\n")
-        for line in lines:
-            self.heard = time.monotonic()
-            # What a site's prolog prints comes this way too.
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict) and "kind" in message:
-                    yield message
-        if closed:
-            yield {"kind": "gone"}
-
-    def last_words(self) -> str:
-        try:
-            lines = self.log.read_text(errors="replace").split("\n")
-        except OSError:
-            return ""
-        said = [line.strip() for line in lines if line.strip()]
-        return f"; it said last: {said[-1][:300]}" if said else ""
-
-
 class AgentNodes:
-    """Several nodes, each with an agent that was started there by the given command."""
+    """Several nodes, each with an agent."""
 
-    def __init__(
-        self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str], run: RunDir
-    ) -> None:
-        logs = run.agent_logs
-        logs.mkdir(mode=0o700, exist_ok=True)
-        self._lease, self._pulse = Lease(run), Pulse(run)
-        self._selector = selectors.EpollSelector()
-        self._agents: dict[str, _Agent] = {}
-        self._placement = Placement(())
+    def __init__(self, crew: Crew, run: RunDir) -> None:
+        self._crew, self._losses, self._heard = crew, len(crew.lost), Heard(run)
+        self._attempt, self._placement = 0, Placement(())
         self._up: set[int] = set()
         self._met: set[int] = set()
         self._ended: set[int] = set()
-        self._beaten = 0.0
-        self.lost: list[NodeLost] = []
-        """The nodes that do not answer any more, first one first."""
-        try:
-            for node, command in commands.items():
-                self._open(node, command, environ, logs / f"{node}.log")
-            self._hello = self._await("hello", _HELLO_S)
-        except BaseException:
-            self.close()
-            raise
 
-    def _open(self, node: str, command: Sequence[str], environ: Mapping[str, str], log: Path) -> None:
-        with log.open("ab") as errors:
-            child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=dict(environ),
-                start_new_session=True,
-            )
-        self._agents[node] = _Agent(node, child, log)
-        self._selector.register(self._agents[node].output, selectors.EVENT_READ, node)
+    @property
+    def lost(self) -> list[NodeLost]:
+        """The nodes that have ceased to answer, first one first."""
+        return self._crew.lost
 
-    def _await(self, kind: str, timeout_s: float) -> dict[str, dict[str, Any]]:
-        """One answer of this kind from every agent that lives; SiteError names those that give none."""
+    def _await(self, kind: str, timeout_s: float, attempt: int | None = None) -> dict[str, dict[str, Any]]:
+        """One answer of this kind, about this attempt or the newest, from every agent that lives."""
+        about = self._attempt if attempt is None else attempt
         answers: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
-        began = time.monotonic()
-        while waited := [one for one in self._agents.values() if one.node not in answers and not one.is_lost]:
-            self._selector.select(0.1)
-            self._lease.renew()
-            for agent in waited:
-                for message in agent.messages():
-                    if message["kind"] == kind:
-                        answers[agent.node] = message
-                    elif message["kind"] == "gone":
-                        if kind == "hello":
-                            words = f"the agent of node {agent.node} did not start{agent.last_words()}"
-                            raise SiteError(f"{words}; log: {agent.log}")
-                        self._lose(agent, f"its agent ended{agent.last_words()}")
-                silent_s = time.monotonic() - max(agent.heard, began)
-                if kind != "hello" and not agent.is_lost and silent_s > _SILENCE_S:
-                    self._lose(agent, _SILENT)
+        asked = self._crew.living
+        while any(one.node not in answers and not one.is_lost for one in asked):
+            for agent, message in self._crew.pump(0.1):
+                if message["kind"] == kind and message.get("attempt") == about:
+                    answers[agent.node] = message
+            self._new_losses()
             if time.monotonic() > deadline:
-                nodes = ", ".join(one.node for one in waited)
-                if kind == "hello":
-                    raise SiteError(f"no agent answered on {nodes} within {timeout_s:g} s")
                 break
         return answers
 
-    def _lose(self, agent: _Agent, why: str) -> NodeLost:
-        agent.is_lost = True
-        self._selector.unregister(agent.output)
-        self._ended |= set(self._placement.on(agent.node))
-        self.lost.append(NodeLost(agent.node, why, time.time()))
-        return self.lost[-1]
+    def _new_losses(self) -> list[NodeLost]:
+        """Who was lost since the last call; the ranks there have ended."""
+        for agent, why in self._crew.troubles():
+            self._crew.lose(agent, why)
+        new = self._crew.lost[self._losses :]
+        self._losses += len(new)
+        for one in new:
+            self._ended |= set(self._placement.on(one.node))
+        return new
 
     @property
     def alive(self) -> tuple[str, ...]:
-        """The nodes whose agent still answers."""
-        return tuple(node for node, agent in self._agents.items() if not agent.is_lost)
+        """The nodes whose agent answers."""
+        return tuple(agent.node for agent in self._crew.living)
 
     @property
     def addresses(self) -> dict[str, tuple[str, str]]:
         """What Slurm has told every agent about its place, where it has."""
-        told = {node: said["address"] for node, said in self._hello.items()}
+        said = {node: one.hello for node, one in self._crew.members.items()}
+        told = {node: hello["address"] for node, hello in said.items() if hello}
         return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
 
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Have every agent look at its node."""
-        for agent in self._agents.values():
+        for agent in self._crew.members.values():
             agent.tell(do="preflight", **ask.as_json())
-        return self._await("preflight", LONGEST_S + _ANSWER_S)
+        return self._await("preflight", LONGEST_S + _ANSWER_S, ask.attempt)
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""
-        self._placement = placement
+        self._attempt, self._placement = attempt.number, placement
         self._up, self._met, self._ended = set(), set(), set()
-        for agent in self._agents.values():
+        for agent in self._crew.members.values():
             ranks = placement.on(agent.node)
             agent.tell(do="watch", attempt=attempt.number, ranks=ranks, hears=hears)
         # The ranks are started only when everybody looks: what was there before can then be told from theirs.
@@ -352,11 +270,11 @@ class AgentNodes:
 
     def start(self, node: str, argv: Sequence[str], log: Path) -> None:
         """Start a process of the launcher's on a node."""
-        self._agents[node].tell(do="start", argv=list(argv), log=str(log))
+        self._crew.members[node].tell(do="start", attempt=self._attempt, argv=list(argv), log=str(log))
 
     def fileno(self) -> int:
         """Becomes readable when an agent has something to tell."""
-        return self._selector.fileno()
+        return self._crew.fileno()
 
     @property
     def _expected(self) -> set[int]:
@@ -378,27 +296,20 @@ class AgentNodes:
         return self._expected <= self._ended
 
     def news(self, *, look: bool) -> Iterator[Happening]:
-        """What the agents have seen."""
-        self._beat()
-        for agent in [one for one in self._agents.values() if not one.is_lost]:
-            for message in agent.messages():
-                happening = decode(message)
-                if happening is not None:
-                    self._note(happening)
-                    yield happening
-                elif message["kind"] == "gone":
-                    yield self._lose(agent, f"its agent ended{agent.last_words()}")
-            if not agent.is_lost and time.monotonic() - agent.heard > _SILENCE_S:
-                yield self._lose(agent, _SILENT)
+        """What the agents have seen of this attempt."""
+        for _, message in self._crew.pump(0.0):
+            if message.pop("attempt", None) != self._attempt:
+                continue
+            happening = decode(message)
+            if happening is not None:
+                self._note(happening)
+                yield happening
+        yield from self._new_losses()
+        self._heard.show({one.node: one.heard for one in self._crew.living})
 
-    def _beat(self) -> None:
-        """Say that we are there: to the agents, and in the run directory."""
-        self._lease.renew()
-        if time.monotonic() - self._beaten > _BEAT_S:
-            self._beaten = time.monotonic()
-            for agent in self._agents.values():
-                agent.tell(do="beat")
-            self._pulse.show({node: self._agents[node].heard for node in self.alive})
+    def verify(self) -> None:
+        """FencedError where another supervisor has taken over."""
+        self._crew.verify()
 
     def _note(self, happening: OnNode) -> None:
         match happening:
@@ -411,53 +322,46 @@ class AgentNodes:
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
-        for agent in self._agents.values():
+        for agent in self._crew.members.values():
             if rank is None or self._placement.ranks[rank] == agent.node:
-                agent.tell(do="signal", number=number, rank=rank)
+                agent.tell(do="signal", attempt=self._attempt, number=number, rank=rank)
 
     def rest(self, seconds: float) -> None:
         """Let time pass; what an agent says meanwhile is heard."""
-        self._selector.select(seconds)
-        for _ in self.news(look=False):
+        for _ in self._crew.pump(seconds):
             continue
+        self._new_losses()
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every agent see to its own ranks; those of one that does not answer are missing."""
-        for agent in self._agents.values():
-            agent.tell(do="dump", timeout_s=timeout_s)
-        answers = self._await("dumped", timeout_s + _BEAT_S)
+        for agent in self._crew.members.values():
+            agent.tell(do="dump", attempt=self._attempt, timeout_s=timeout_s)
+        answers = self._await("dumped", timeout_s + _DUMP_S)
         return {int(rank): seen for one in answers.values() for rank, seen in one["ranks"].items()}
 
     def kill(self) -> None:
         """End the ranks at once."""
-        for agent in self._agents.values():
-            agent.tell(do="kill")
+        for agent in self._crew.members.values():
+            agent.tell(do="kill", attempt=self._attempt)
 
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """Have every agent end what is left; the launcher on this host is not theirs to end."""
-        for agent in self._agents.values():
+        for agent in self._crew.members.values():
             spared = [launcher] if agent.node == os.uname().nodename else []
-            agent.tell(do="clear", spared=spared)
-        answers = self._await("cleared", timeout_s + _ANSWER_S)
+            agent.tell(do="clear", attempt=self._attempt, spared=spared)
+        try:
+            answers = self._await("cleared", timeout_s + _ANSWER_S)
+        except FencedError:
+            # The others do what their new supervisor says, and the agent of this node has been told to.
+            return []
         return [
             f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
         ]
 
+    def call_back(self) -> None:
+        """Try to have lost nodes back for an attempt to come; takes no time."""
+        self._crew.call_back()
+
     def close(self) -> None:
         """End the agents."""
-        for agent in self._agents.values():
-            agent.tell(do="leave")
-            assert agent.child.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                agent.child.stdin.close()
-        deadline = time.monotonic() + _LEAVE_S
-        for agent in self._agents.values():
-            try:
-                agent.child.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill_tree(agent.child.pid)
-                agent.child.kill()
-                agent.child.wait()
-            assert agent.child.stdout is not None
-            agent.child.stdout.close()
-        self._selector.close()
+        self._crew.close()

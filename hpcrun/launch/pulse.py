@@ -1,49 +1,43 @@
-"""When the supervisor has last heard of the agents, for those that show it to others."""
+"""A pulse: signs of life that go on while a process is busy, and stop when it hangs."""
 
 from __future__ import annotations
 
-import contextlib
-import json
+import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
-from hpcrun.errors import UsageError
-from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import RunDir
+PATIENCE_S = 120.0
+"""A main loop that has not come by for so long hangs.
 
-_EVERY_S = 5.0
+Slurm's commands may take a minute, and a file system that fails over two: neither is a reason to be given up.
+"""
 
 
 class Pulse:
-    """A small file that is written over and over, where somebody looks at it."""
+    """Does something over and over, in a thread of its own, for as long as the main loop comes by.
 
-    def __init__(self, run: RunDir) -> None:
-        self._path = run.telemetry / "heard.json"
-        self._is_wanted = run.telemetry.is_dir()
-        self._shown = 0.0
+    A thread, because the main loop waits for Slurm's commands and for the file system; and one that stops
+    without the main loop, because whoever decides nothing any more must not look alive for ever.
+    """
 
-    def show(self, heard: Mapping[str, float]) -> None:
-        """Write down when each node was heard of (monotonic), if it is time to; what fails is let go."""
-        now = time.monotonic()
-        if not self._is_wanted or now - self._shown < _EVERY_S:
-            return
-        self._shown = now
-        ages = {node: round(max(0.0, now - at), 3) for node, at in heard.items()}
-        aside = self._path.with_suffix(".new")
-        # Not synced: it is worth nothing a moment later, and must not hold up the supervisor.
-        with contextlib.suppress(OSError):
-            aside.write_text(json.dumps({"time": time.time(), "ages": ages}), encoding="utf-8")
-            aside.replace(self._path)
+    def __init__(self, every_s: float, do: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
+        self._every_s, self._do, self._patience_s = every_s, do, patience_s
+        self._came_by = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._thread.start()
 
+    def come_by(self) -> None:
+        """The main loop is here."""
+        self._came_by = time.monotonic()
 
-def heard_s(run: RunDir) -> dict[str, float]:
-    """For how long each node has not been heard of; empty where nobody has written it down."""
-    found: Any = None
-    with contextlib.suppress(UsageError, OSError):
-        found = read_json(run.telemetry / "heard.json")
-    try:
-        since = max(0.0, time.time() - float(found["time"]))
-        return {str(node): float(age) + since for node, age in found["ages"].items()}
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return {}
+    def _beat(self) -> None:
+        while not self._over.is_set():
+            if time.monotonic() - self._came_by < self._patience_s:
+                self._do()
+            self._over.wait(self._every_s)
+
+    def stop(self, timeout_s: float = 1.0) -> None:
+        """Beat no more; a thread that the file system holds is left to itself."""
+        self._over.set()
+        self._thread.join(timeout_s)

@@ -17,8 +17,12 @@ from hpcrun.fabric.read import find_fabric, from_addresses
 from hpcrun.fabric.traffic import traffic_of
 from hpcrun.launch.allocation import Allocation, find_allocation
 from hpcrun.launch.command import STEP_VARIABLE, template_words
+from hpcrun.launch.crew import Crew
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
+from hpcrun.launch.lease import Leadership
 from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
+from hpcrun.launch.succession import Succession
+from hpcrun.launch.wire import address_here
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import ask_topology
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
@@ -120,18 +124,29 @@ class Site:
         return options
 
     @contextmanager
-    def nodes(self, run: RunDir) -> Iterator[Nodes]:
-        """The nodes, with an agent on each where there are to be any, for as long as the block lasts."""
-        if self.allocation is None or self.is_here:
+    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
+        """The nodes, with an agent on each where there are to be any, for as long as the block lasts.
+
+        With a `succession` the agents are there already, and were another supervisor's.
+        """
+        if self.allocation is None or (self.is_here and succession is None):
             yield ThisNode(run)
             return
+        names = self.allocation.nodes
         environ = step_environment(without_world(with_our_package(os.environ)))
-        commands = self.allocation.agent_commands(run, self.allocation.nodes)
-        nodes = AgentNodes(commands, environ, run)
+        address = address_here(self.cluster.network.interface if self.cluster else None, names)
+        leadership = Leadership(run, succession.epoch if succession else None)
+        crew = Crew(run, leadership, address, names, succession.former if succession else "")
         try:
-            yield nodes
+            if succession is None:
+                crew.start(self.allocation.agent_steps(run, names), environ)
+            else:
+                crew.adopt()
+            again = self.allocation
+            crew.call_back_with(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
+            yield AgentNodes(crew, run)
         finally:
-            nodes.close()
+            crew.close()
 
 
 def find_site(cluster: str | None) -> Site:

@@ -194,6 +194,10 @@ def _words(name: str, event: Record) -> str:
             return f"rank {event.get('rank')} on {event.get('node')} {how}"
         case "dump":
             return _stacks(event.get("groups"))
+        case "takeover":
+            return (
+                f"the supervisor on {event.get('former')} is gone; {event.get('host')} goes on with the run"
+            )
         case "launcher ended":
             status = event.get("wait_status")
             return f"the launcher {describe_status(status)}" if _is_status(status) and status else ""

@@ -20,9 +20,10 @@ from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
+from hpcrun.launch.lease import FencedError, LeaderWriter
 from hpcrun.launch.lemons import Sighting, note_sightings
 from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.ownership import hold, sweep_leftovers
+from hpcrun.launch.ownership import hold, succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
@@ -30,12 +31,13 @@ from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
+from hpcrun.launch.succession import Succession, stand_back
 from hpcrun.launch.telemetry import told_of
 from hpcrun.launch.watchdog import Watchdog
 from hpcrun.launch.world import without_world
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import LineReader, LineWriter, write_json, write_whole
+from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, create_run
 from hpcrun.specs.secrets import read_secrets
 from hpcrun.units import parse_time
@@ -57,12 +59,15 @@ class Supervisor:
         site: Site | None = None,
         command: Callable[[Attempt], Sequence[str]] | None = None,
         limits: Limits | None = None,
+        succession: Succession | None = None,
     ) -> None:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
         self._site, self._limits = site or Site(), limits or Limits()
+        self._succession = succession
         self._began_at = 0
         self._excluded: set[str] = set()
         self._lost: set[str] = set()
+        self._verify: Callable[[], None] = lambda: None
         self._command = command
         self._watchdog = Watchdog(prepared.spec)
         self._fruitless = 0
@@ -76,10 +81,16 @@ class Supervisor:
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
-        with hold(run), told_of(run, prepared.spec, self._site, self._observer.note):
+        owned = succeed(run) if self._succession else hold(run)
+        with owned, told_of(run, prepared.spec, self._site, self._observer.note):
             try:
-                with self._site.nodes(run) as nodes:
+                with self._site.nodes(run, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)
+            except FencedError as fenced:
+                # The run is another's, and so is its record; our end would be the end of the job under it.
+                self._observer.note(str(fenced))
+                stand_back(run, self._is_told_to_end)
+                raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 record_exit(run, "failed", failure.exit_code, str(failure))
@@ -90,14 +101,23 @@ class Supervisor:
         self._observer.finished(outcome)
         return outcome
 
+    def _is_told_to_end(self) -> bool:
+        """Whether we got a signal because Slurm ends the job: then nobody needs us to keep it."""
+        allocation = self._site.allocation
+        return bool(self._inbox.read()) and (allocation is None or allocation.fate() != "running")
+
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """One attempt after the other, for as long as there is reason for another one here."""
+        self._verify = nodes.verify
+        outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
         while True:
-            attempt = self._open(run)
-            stopped = self._preflight(attempt, nodes)
-            if stopped is not None:
-                return self._close(stopped)
-            outcome = self._run_attempt(attempt, launcher, nodes)
+            if outcome is None:
+                attempt = self._open(run)
+                outcome = self._preflight(attempt, nodes)
+                if outcome is not None:
+                    return self._close(outcome)
+                outcome = self._run_attempt(attempt, launcher, nodes)
+            self._verify()
             cause = recover.cause_of(outcome)
             if cause not in recover.FAULTS:
                 return self._close(outcome)
@@ -120,8 +140,10 @@ class Supervisor:
             }
             self._event(run, "relaunch", outcome, **more)
             self._observer.note(f"{outcome.message}; going on{fit} from step {recover.saved_step(run)}")
+            nodes.call_back()
             if not self._rest(recover.back_off_s(self._fruitless), nodes):
                 return self._close(outcome, "it was asked to stop")
+            outcome = None
 
     def _tell_fault(self, outcome: Outcome, cause: recover.Cause) -> None:
         """An event with what is known of a fault; the attempts in a row that saved nothing are counted."""
@@ -217,6 +239,7 @@ class Supervisor:
             "started": time.time(),
             "slurm_job": None if allocation is None else allocation.job,
             "restarts": None if allocation is None else allocation.restarts,
+            "taken_over": None if self._succession is None else self._succession.epoch,
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
@@ -246,7 +269,7 @@ class Supervisor:
             can_save=spec.retries is not None,
             stragglers=spec.watch.stragglers,
         )
-        events = LineWriter(attempt.run.events)
+        events = LeaderWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics
         reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
@@ -299,6 +322,7 @@ class Supervisor:
         if cause is not None:
             self._event(run, "requeue", outcome, cause=cause)
             return outcome
+        self._verify()
         told = told or (refused if outcome.attempt > 1 else "")
         message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
         record_exit(run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
@@ -312,7 +336,7 @@ class Supervisor:
             write_json(outcome.run.attempt(outcome.attempt).outcome, record | more | after)
 
     def _event(self, run: RunDir, event: str, outcome: Outcome, **more: Any) -> None:
-        events = LineWriter(run.events)
+        events = LeaderWriter(run.events, self._verify)
         now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
         events.write(now | {"event": event} | more)
         events.close()
@@ -329,6 +353,7 @@ class Supervisor:
         refused = recover.refusal(run, spec, cause, outcome, self._progress(outcome), in_place=False)
         # Where the ranks have not even started, Slurm would give the same nodes again.
         ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
+        self._verify()
         if refused is None:
             away = exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
             try:

@@ -26,6 +26,7 @@ _SUPERVISOR: _Kinds = {
     "started": _NUMBER,
     "slurm_job": int,
     "restarts": int,
+    "taken_over": int,
 }
 _EXIT: _Kinds = {"status": str, "exit_code": int, "message": str, "attempt": int, "ended": _NUMBER}
 _REPLICAS: _Kinds = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
@@ -120,6 +121,11 @@ class View:
         if self.has_begun and own is not None:
             return own, None, one.cluster if one and one.job == own else ""
         return (one.job, None, one.cluster) if one and one.job is not None else None
+
+    @property
+    def is_taken_over(self) -> bool:
+        """Whether another node has gone on with the run, so that the batch shell leads to nobody any more."""
+        return self.has_begun and self.supervisor.get("taken_over") is not None
 
     @property
     def is_queued_again(self) -> bool:

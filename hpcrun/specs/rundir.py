@@ -193,6 +193,21 @@ class RunDir:
         return self.path / "lock"
 
     @property
+    def lease(self) -> Path:
+        """Changed by the supervisor every second, for as long as it leads the run."""
+        return self.path / "lease"
+
+    @property
+    def epochs(self) -> Path:
+        """A file for each supervisor that has led the run, made by it alone."""
+        return self.path / "epochs"
+
+    @property
+    def leader(self) -> Path:
+        """Where the supervisor listens, and the secret that its agents show."""
+        return self.path / "leader.json"
+
+    @property
     def exit(self) -> Path:
         """How the run ended; absent while it goes on."""
         return self.path / "exit.json"

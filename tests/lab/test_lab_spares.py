@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
+import pytest
+
+from hpcrun.launch.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
@@ -62,14 +67,107 @@ def test_what_fails_twice_in_the_same_way_is_not_tried_again(desk: Desk) -> None
     assert ended["message"].endswith("not tried again: it failed twice in the same way, without progress")
 
 
-def test_a_lost_batch_host_leaves_no_ghost(desk: Desk) -> None:
-    # The count is kept outside: it shows that the second attempt has begun.
-    mark = desk.path / "mark"
-    body = f'[ -e {mark} ] && exit 0; sleep 1; [ "$RANK" = 0 ] && touch {mark}; sleep 300'
-    run = desk.submit("name=ghost", "resources={nodes: 2, spares: 1}", "--", "sh", "-c", body)
-    desk.until(mark.exists, run)
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run.events) if line["event"] == name]
+
+
+def undisturbed(desk: Desk) -> RunDir:
+    """The same job on one node, where nothing happens to it."""
+    (desk.path / "job.yaml").write_text(JOB)
+    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
+    return next(RunDir(path) for path in desk.runs.iterdir())
+
+
+def nothing_is_left(desk: Desk) -> bool:
+    return desk.lab.run(["squeue", "-h"]).stdout == ""
+
+
+def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
+    before = undisturbed(desk)
+    run = desk.submit("job.yaml")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    off = time.time()
     desk.lab.node("n01").power_off()
+    desk.until(lambda: bool(events(run, "takeover")), run)
+    took = events(run, "takeover")[0]
+    assert (took["former"], took["epoch"]) == ("n01", 2)
+    assert took["host"] in ("n02", "n03")
     assert desk.ended(run, 200)["status"] == "done", story(run)
-    who = records(run, "attempts/*/supervisor.json")
-    assert [one["restarts"] for one in who] == [0, 1]
-    assert who[1]["host"] != "n01"
+    assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
+    second = records(run, "attempts/2/placement.json")[0]
+    assert sorted(second["nodes"]) == ["n02", "n03"]
+    assert [one["restarts"] for one in records(run, "attempts/*/supervisor.json")] == [0, 0]
+    assert steps(run) == steps(before)
+    assert events(run, "fault")[0]["nodes"] == ["n01"]
+    desk.until(lambda: nothing_is_left(desk), run)
+    first_new = next(line["time"] for line in read_lines(run.metrics) if line["attempt"] == 2)
+    print(f"takeover after {took['time'] - off:.1f} s, first new step after {first_new - off:.1f} s")
+    told = desk.hpcrun("events", run.id).stdout
+    assert f"the supervisor on n01 is gone; {took['host']} goes on with the run" in told
+    ledger = read_ledger(run)
+    times = [line["time"] for line in read_lines(run.events)]
+    assert ledger.wall_s == pytest.approx(times[-1] - times[0], abs=0.5)
+    assert [(one.cause, one.node) for one in ledger.faults] == [("node", "n01")]
+
+
+def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "train.steps=100000", "checkpoint.every=0")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    desk.lab.node("n01").power_off()
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    assert "to save and go on" in desk.hpcrun("save", run.id).stdout
+    desk.until(lambda: any(line.get("kind") == "save" for line in read_lines(run.metrics)), run)
+    state = json.loads(desk.hpcrun("status", run.id, "--json").stdout)
+    assert (state["state"], state["attempt"]) == ("running", 2)
+    desk.hpcrun("stop", run.id)
+    assert desk.ended(run)["status"] == "saved", story(run)
+    desk.until(lambda: nothing_is_left(desk), run)
+
+
+ONE_STEP = """
+import os, sys
+from pathlib import Path
+from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.crew import Crew
+from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.lease import Leadership
+from hpcrun.launch.wire import address_here
+from hpcrun.specs.rundir import RunDir
+
+run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)
+address = address_here(None, allocation.nodes)
+crew = Crew(run, Leadership(run), address, allocation.nodes)
+steps = allocation.agent_steps(run, allocation.nodes, most=2)
+crew.start(steps, step_environment(os.environ))
+print(len(steps), *sorted(one.node for one in crew.living))
+crew.close()
+"""
+
+
+def test_above_a_number_of_nodes_one_step_has_all_agents(desk: Desk) -> None:
+    words = ["salloc", "--nodes=3", "python", "-c", ONE_STEP, str(desk.path)]
+    done = desk.lab.run(words, cwd=desk.path)
+    assert done.stdout == "1 n01 n02 n03\n", done.stderr
+    assert (desk.path / "agents" / "step.log").exists()
+
+
+def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
+    before = undisturbed(desk)
+    run = desk.submit("job.yaml")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    cut = time.time()
+    # It still sees the run directory, which all nodes of the lab share: only its own doubt holds it back.
+    desk.lab.node("n01").cut_link()
+    desk.until(lambda: bool(events(run, "takeover")), run)
+    took = events(run, "takeover")[0]
+    desk.lab.node("n01").restore_link()
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    desk.until(lambda: nothing_is_left(desk), run)
+    assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
+    assert steps(run) == steps(before)
+    told = list(read_lines(run.events))
+    assert {line["host"] for line in told[: told.index(took)]} == {"n01"}
+    assert {line["host"] for line in told[told.index(took) :]} == {took["host"]}
+    assert "another supervisor has taken over; this one stands back" in story(run)
+    print(f"takeover after {took['time'] - cut:.1f} s")

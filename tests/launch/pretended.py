@@ -21,6 +21,7 @@ from hpcrun.launch.nodes import Nodes, ThisNode
 from hpcrun.launch.preflight import Ask
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.site import Site
+from hpcrun.launch.succession import Succession
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, in_blocks
@@ -84,7 +85,7 @@ class PretendedSite(Site):
         return Hydra(agents=False, interface=None)
 
     @contextmanager
-    def nodes(self, run: RunDir) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
         yield self.pretended
 
     def place(

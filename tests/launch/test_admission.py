@@ -29,6 +29,7 @@ from hpcrun.launch.preflight import Ask
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.story import story
+from hpcrun.launch.succession import Succession
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec
@@ -161,7 +162,7 @@ class Rack(places.Site):
         return Hydra()
 
     @contextmanager
-    def nodes(self, run: RunDir) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
         assert self.allocation is not None
         yield Pretended(run, self.allocation.nodes, self.answers)
 

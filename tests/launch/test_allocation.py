@@ -8,6 +8,7 @@ import pytest
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.specs.rundir import RunDir
 
 JOB = Allocation(61, ("n01", "n02"), "61", is_batch=True, restarts=0)
 SHOWN = """JobId=61 JobName=count
@@ -79,3 +80,15 @@ def test_where_we_stand_is_read_from_the_environment() -> None:
     )
     with pytest.raises(SiteError, match="SLURM_JOB_NODELIST"):
         find_allocation(environ | {"SLURM_JOB_NODELIST": "n[01"})
+
+
+def test_agents_get_a_step_each_or_one_for_all(tmp_path: Path) -> None:
+    nodes = [f"n{number:02d}" for number in range(1, 5)]
+    apart = JOB.agent_steps(RunDir(tmp_path), nodes, most=4)
+    assert list(apart) == [(node,) for node in nodes]
+    assert apart["n03",][-7:-6] == ["--nodelist=n03"]
+    together = JOB.agent_steps(RunDir(tmp_path), nodes, most=3)
+    (words,) = together.values()
+    assert list(together) == [tuple(nodes)]
+    for word in ("--nodes=4", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--nodelist=n[01-04]"):
+        assert word in words

@@ -113,6 +113,30 @@ def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
     assert slurm.cancelled[1:] == ["scancel --state=RUNNING --batch --signal=TERM -M north 7"]
 
 
+def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subprocess.Popen[str]) -> None:
+    """The batch shell of the job is gone with its host."""
+    who = here(supervisor) | {"host": "n02"}
+    run = begin(make(Submission(1.0, job=7)), job=7, taken_over=2, **who)
+    slurm.queue(("7", "RUNNING"))
+    slurm.path.joinpath("srun").write_text(
+        f'#!/bin/sh\necho "srun $*" >> {slurm.path}/calls\nPATH=/usr/bin:/bin\n'
+        'while [ "$1" != sh ]; do shift; done\nexec "$@"\n'
+    )
+    slurm.path.joinpath("srun").chmod(0o755)
+    assert save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and go on"]
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.readline() == "SIGUSR1\n"
+    assert stop(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
+    assert supervisor.stdout.readline() == "SIGTERM\n"
+    assert slurm.cancelled == []
+    calls = (slurm.path / "calls").read_text()
+    assert "srun --jobid=7 --overlap --nodes=1 --ntasks=1 --nodelist=n02" in calls
+    # Another process may have its number by now.
+    again = begin(make(Submission(1.0, job=7)), job=7, taken_over=2, **{**who, "start_ticks": 1})
+    with pytest.raises(SiteError, match="it has ended just now"):
+        save(again)
+
+
 def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> None:
     run = make(Submission(1.0, job=9, array="0-4"))
     write_json(run.sweep, [{"train.lr": 0.1}] * 5)

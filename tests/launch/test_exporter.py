@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpcrun.launch.exporter import Exporter, figures_of
 from hpcrun.launch.exposition import Figures, render_exposition
-from hpcrun.launch.pulse import Pulse, heard_s
+from hpcrun.launch.heard import Heard, heard_s
 from hpcrun.mesh import Degrees
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
@@ -227,7 +227,7 @@ def test_a_run_goes_on_counting_where_its_last_job_stood(run: RunDir, make: Make
 
 def test_when_agents_were_heard_of_is_told_in_ages(run: RunDir) -> None:
     now = time.monotonic()
-    Pulse(run).show({"n01": now, "n02": now - 7})
+    Heard(run).show({"n01": now, "n02": now - 7})
     ages = heard_s(run)
     assert (0 <= ages["n01"] < 5, 7 <= ages["n02"] < 12) == (True, True)
     for damaged in ("", "[]", '{"time": 1}', '{"time": "x", "ages": {}}', '{"time": 1, "ages": {"n": "x"}}'):

@@ -6,17 +6,17 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch import nodes, recover
+from hpcrun.launch import crew as crews
+from hpcrun.launch import recover
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.crew import Crew
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.lease import Lease
-from hpcrun.launch.nodes import AgentNodes
+from hpcrun.launch.lease import Leadership
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.job import JobSpec
@@ -98,65 +98,36 @@ def test_what_a_killed_program_has_started_goes_with_it(site: Site) -> None:
     assert [one.pid for one in tree if process.is_alive(one)] == []
 
 
-def agents(*programs: str) -> AgentNodes:
+def start_agents(*programs: str) -> None:
     """Agents whose command is this text of Python's, on n1, n2, …"""
-    commands = {f"n{at}": [sys.executable, "-c", text] for at, text in enumerate(programs, 1)}
-    return AgentNodes(commands, dict(os.environ), create_run("r"))
+    run = create_run("r")
+    names = [f"n{at}" for at in range(1, len(programs) + 1)]
+    crew = Crew(run, Leadership(run), "127.0.0.1", names)
+    steps: dict[tuple[str, ...], list[str]] = {
+        (node,): [sys.executable, "-c", text] for node, text in zip(names, programs, strict=True)
+    }
+    try:
+        crew.start(steps, os.environ)
+    finally:
+        crew.close()
 
 
-HELLO = """
-import json, sys
-print("a prolog of the site's speaks here too", flush=True)
-print(json.dumps({"kind": "hello", "node": "n", "pid": 1, "address": ["", ""]}), flush=True)
-sys.stdin.read()
-"""
+SILENT = "import sys; sys.stdin.read()"
 
 
-def test_an_agent_that_does_not_start_is_named_with_its_last_words() -> None:
+def test_an_agent_that_does_not_start_is_named_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crews, "_HELLO_S", 1.0)
+    monkeypatch.setattr(crews, "_LEAVE_S", 0.2)
     broken = "raise SystemExit('srun: error: n2: task 0: cannot create step')"
     with pytest.raises(SiteError) as refused:
-        agents(HELLO, broken)
+        start_agents(SILENT, broken)
     assert str(refused.value).startswith(
         "the agent of node n2 did not start; it said last: srun: error: n2: task 0: cannot create step; log: "
     )
 
 
 def test_agents_that_stay_silent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "_HELLO_S", 1.0)
-    monkeypatch.setattr(nodes, "_LEAVE_S", 0.2)
-    silent = "import sys; sys.stdin.read()"
-    with pytest.raises(SiteError, match=r"^no agent answered on n1, n3 within 1 s$"):
-        agents(silent, 'print(\'{"kind": "hello"}\', flush=True); ' + silent, silent)
-
-
-class Clock:
-    """A clock that goes when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
-
-
-def test_a_skewed_clock_makes_no_supervisor_look_dead(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    clock, run = Clock(monkeypatch), RunDir(tmp_path)
-    writer, reader = Lease(run), Lease(run)
-
-    def renewed(stamp: float) -> float:
-        clock.now += 30
-        writer.renew()
-        os.utime(run.path / "lease", (stamp, stamp))
-        return reader.still_s()
-
-    # What the writer's host believes the time to be does not matter, only that the file goes on changing.
-    assert [renewed(stamp) for stamp in (0.0, 4e9, 1.0, 1.0)] == [0.0] * 4
-    clock.now += 30
-    os.utime(run.path / "lease", (5e9, 5e9))
-    assert reader.still_s() == 30.0
-    # One that cannot be read is not one that stands still for ever: it is looked at again.
-    (run.path / "lease").chmod(0o000)
-    clock.now += 5
-    (run.path / "lease").chmod(0o600)
-    writer.renew()
-    assert reader.still_s() == 0.0
+    monkeypatch.setattr(crews, "_HELLO_S", 1.0)
+    monkeypatch.setattr(crews, "_LEAVE_S", 0.2)
+    with pytest.raises(SiteError, match=r"^no agent answered on n1, n2 within 1 s$"):
+        start_agents(SILENT, SILENT)

@@ -1,0 +1,49 @@
+"""When the supervisor has last heard of the agents, for those that show it to others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+
+_EVERY_S = 5.0
+
+
+class Heard:
+    """A small file that is written over and over, where somebody looks at it."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._path = run.telemetry / "heard.json"
+        self._is_wanted = run.telemetry.is_dir()
+        self._shown = 0.0
+
+    def show(self, heard: Mapping[str, float]) -> None:
+        """Write down when each node was heard of (monotonic), if it is time to; what fails is let go."""
+        now = time.monotonic()
+        if not self._is_wanted or now - self._shown < _EVERY_S:
+            return
+        self._shown = now
+        ages = {node: round(max(0.0, now - at), 3) for node, at in heard.items()}
+        aside = self._path.with_suffix(".new")
+        # Not synced: it is worth nothing a moment later, and must not hold up the supervisor.
+        with contextlib.suppress(OSError):
+            aside.write_text(json.dumps({"time": time.time(), "ages": ages}), encoding="utf-8")
+            aside.replace(self._path)
+
+
+def heard_s(run: RunDir) -> dict[str, float]:
+    """For how long each node has not been heard of; empty where nobody has written it down."""
+    found: Any = None
+    with contextlib.suppress(UsageError, OSError):
+        found = read_json(run.telemetry / "heard.json")
+    try:
+        since = max(0.0, time.time() - float(found["time"]))
+        return {str(node): float(age) + since for node, age in found["ages"].items()}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return {}

@@ -1,0 +1,84 @@
+"""What a supervisor knows that goes on with the run of another one, and what that other one does then."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
+from hpcrun.launch.course import Outcome, Status
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.lease import LEADERLESS_S, sign_of
+from hpcrun.specs.records import LineReader, LineWriter, read_json
+from hpcrun.specs.rundir import Attempt, RunDir
+
+_LOOK_S = 1.0
+_STILL_S = 8 * LEADERLESS_S
+"""A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
+
+
+@dataclass(frozen=True)
+class Succession:
+    """The epoch of the supervisor that takes over, and the host of the one before it."""
+
+    epoch: int
+    former: str
+
+    def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> Outcome | None:
+        """How the attempt ended that the former supervisor has left behind; None where it had none.
+
+        What it did not write down any more is written here, so that the account of the run still adds up.
+        """
+        attempts = run.attempts()
+        if not attempts or attempts[-1].outcome.exists():
+            return None
+        attempt = attempts[-1]
+        step = _step(attempt)
+        result = read_json(attempt.result)
+        if isinstance(result, dict) and result.get("attempt") == attempt.number:
+            is_saved = result.get("status") == "saved"
+            status: Status = "saved" if is_saved else "done"
+            at = "" if step is None else f" at step {step}"
+            code = EXIT_SAVED if is_saved else EXIT_DONE
+            outcome = Outcome(run, attempt.number, status, code, f"{status}{at}", step, result)
+        else:
+            names = tuple(one.node for one in lost) or (self.former,)
+            why = lost[0].why if lost else "its supervisor did not answer any more"
+            message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
+            outcome = Outcome(run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, lost=names)
+        self._tell(run, outcome, lost)
+        return outcome
+
+    def _tell(self, run: RunDir, outcome: Outcome, lost: Sequence[NodeLost]) -> None:
+        events = LineWriter(run.events)
+
+        def write(event: str, **more: object) -> None:
+            now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
+            events.write(now | {"event": event} | more | {"host": os.uname().nodename})
+
+        write("takeover", epoch=self.epoch, former=self.former)
+        for one in lost if outcome.lost else ():
+            write("node lost", node=one.node, why=one.why)
+        write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        events.close()
+
+
+def _step(attempt: Attempt) -> int | None:
+    lines = LineReader(attempt.run.metrics).read()
+    own = [one for one in lines if one.get("attempt") == attempt.number and one.get("kind", "step") == "step"]
+    step = own[-1].get("step") if own else None
+    return step if isinstance(step, int) else None
+
+
+def stand_back(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
+    """Wait, and do nothing else, until the run has ended, nobody leads it any more, or the job ends."""
+    sign, since = "", time.monotonic()
+    while run.read_exit() is None and time.monotonic() - since < _STILL_S and not is_told_to_end():
+        with suppress(OSError):
+            seen = sign_of(run)
+            if seen != sign:
+                sign, since = seen, time.monotonic()
+        time.sleep(_LOOK_S)

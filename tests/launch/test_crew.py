@@ -1,0 +1,264 @@
+"""Real agents on this host, each for a node of its own name, and the supervisor's side of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun import process
+from hpcrun.launch import crew as crews
+from hpcrun.launch.crew import Crew
+from hpcrun.launch.happenings import NodeLost, RankEnded
+from hpcrun.launch.lease import FencedError, Leadership, claim, read_leader
+from hpcrun.launch.nodes import AgentNodes
+from hpcrun.launch.site import with_our_package
+from hpcrun.launch.wire import Badge, WireError, join
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.rundir import RunDir
+
+NODES = ("n01", "n02", "n03")
+RANK = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+
+
+@dataclass
+class Place:
+    """A run, its agents, and whoever leads it."""
+
+    run: RunDir
+    agents: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
+    opened: list[Crew] = field(default_factory=list)
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-P", "-m", "hpcrun", "_agent", str(self.run.path)]
+
+    def environ(self, node: str) -> Mapping[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        return {**with_our_package(kept), "SLURMD_NODENAME": node}
+
+    def agent(self, node: str) -> subprocess.Popen[bytes]:
+        self.run.agent_logs.mkdir(exist_ok=True)
+        child = subprocess.Popen(self.command(), stdin=subprocess.PIPE, env=self.environ(node))
+        self.agents.setdefault(node, []).append(child)
+        return child
+
+    def lead(self, *nodes: str, missing: str = "", epoch: int | None = None) -> AgentNodes:
+        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing)
+        self.opened.append(crew)
+        crew.adopt()
+        return AgentNodes(crew, self.run)
+
+    def launch(self, nodes: AgentNodes, number: int, *placed: str) -> list[int]:
+        """Start a rank on each of these nodes by its agent; their pids."""
+        attempt = self.run.attempt(number).create()
+        nodes.watch(attempt, Placement(placed), f"hpcrun-{os.urandom(8).hex()}")
+        for rank, node in enumerate(placed):
+            mark = self.run.path / f"pid-{number}-{rank}"
+            words = ["env", f"HPCRUN_RUN_ID={self.run.id}", f"HPCRUN_ATTEMPT={number}", f"PMI_RANK={rank}"]
+            nodes.start(node, [*words, sys.executable, "-c", RANK, str(mark)], self.run.path / "log")
+            until(lambda mark=mark: mark.exists() and mark.read_text() != "")  # type: ignore[misc]
+        return [int((self.run.path / f"pid-{number}-{rank}").read_text()) for rank in range(len(placed))]
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(crews, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(crews, "_GRACE_S", 3.0)
+    monkeypatch.setattr(crews, "_DOUBT_S", 1.5)
+    monkeypatch.setattr(crews, "_SUCCESSOR_S", 2.0)
+    made = Place(RunDir(tmp_path / "run"))
+    made.run.path.mkdir()
+    yield made
+    for crew in made.opened:
+        crew.close()
+    for child in [child for each in made.agents.values() for child in each]:
+        child.kill()
+        child.wait()
+        assert child.stdin is not None
+        child.stdin.close()
+    process.kill_all(process.processes_with_env("HPCRUN_RUN_ID", made.run.id))
+
+
+def is_alive(pid: int) -> bool:
+    found = process.identify(pid)
+    return found is not None and process.is_alive(found)
+
+
+def news(nodes: AgentNodes) -> list[Any]:
+    return list(nodes.news(look=True))
+
+
+def test_orders_reach_the_node_and_its_ranks_deaths_come_back(place: Place) -> None:
+    for node in NODES[:2]:
+        place.agent(node)
+    nodes = place.lead(*NODES[:2])
+    assert nodes.alive == NODES[:2]
+    pids = place.launch(nodes, 1, "n01", "n02")
+    time.sleep(0.3)  # for the agents to take hold of them
+    os.kill(pids[1], signal.SIGKILL)
+    ended = until(lambda: [one for one in news(nodes) if isinstance(one, RankEnded)])
+    assert [(one.rank, one.pid) for one in ended] == [(1, pids[1])]
+    assert nodes.clear(5, 0) == []
+    assert not is_alive(pids[0])
+    nodes.close()
+    place.opened.clear()
+    assert [place.agents[node][0].wait(5) for node in NODES[:2]] == [0, 0]
+
+
+def test_a_connection_that_breaks_is_made_again(place: Place) -> None:
+    place.agent("n01")
+    nodes = place.lead("n01")
+    pids = place.launch(nodes, 1, "n01")
+    member = place.opened[0].members["n01"]
+    first = member.session.channel
+    assert first is not None
+    first._connection.shutdown(2)
+    until(lambda: news(nodes) or member.session.channel not in (first, None))
+    assert nodes.lost == []
+    assert is_alive(pids[0])
+    nodes.kill()
+    assert until(lambda: news(nodes))[0].pid == pids[0]
+
+
+def test_a_dead_agent_is_lost_after_the_grace(place: Place) -> None:
+    for node in NODES:
+        place.agent(node)
+    nodes = place.lead(*NODES)
+    place.launch(nodes, 1, "n01", "n02")
+    place.agents["n02"][0].kill()
+    lost = until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
+    assert [one.node for one in lost] == ["n02"]
+    assert nodes.alive == ("n01", "n03")
+
+
+def test_a_silent_agent_is_lost_and_comes_back_for_the_next_attempt(place: Place) -> None:
+    for node in NODES:
+        place.agent(node)
+    nodes = place.lead(*NODES)
+    (first, second) = place.launch(nodes, 1, "n01", "n02")
+    place.agents["n02"][0].send_signal(signal.SIGSTOP)
+    lost = until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
+    assert [one.node for one in lost] == ["n02"]
+    place.agents["n02"][0].send_signal(signal.SIGCONT)
+    until(lambda: news(nodes) or "n02" in nodes.alive)
+    # It was told to clear up what it had of the attempt that went on without it.
+    until(lambda: not is_alive(second))
+    assert is_alive(first)
+    nodes.clear(5, 0)
+    assert place.launch(nodes, 2, "n02")
+
+
+def test_of_two_agents_of_a_node_the_newest_stays(place: Place) -> None:
+    old = place.agent("n01")
+    nodes = place.lead("n01")
+    (pid,) = place.launch(nodes, 1, "n01")
+    new = place.agent("n01")
+    lost = until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
+    assert lost[0].why == "another agent has come in its place"
+    assert old.wait(10) == 0
+    assert not is_alive(pid)
+    until(lambda: news(nodes) or place.opened[0].members["n01"].has_answered)
+    assert place.launch(nodes, 2, "n01")
+    assert new.poll() is None
+    leader, replaced = read_leader(place.run), place.opened[0].members["n01"].replaced
+    assert leader is not None
+    (late,) = replaced - {""}
+    refused: list[str] = []
+
+    def come_late() -> None:
+        try:
+            join((leader.address, leader.port), leader.secret, Badge(place.run.id, 1, "n01", late, 0))
+        except WireError as error:
+            refused.append(str(error))
+
+    caller = threading.Thread(target=come_late)
+    caller.start()
+    until(lambda: news(nodes) or refused)
+    caller.join()
+    assert new.poll() is None
+
+
+def test_a_new_supervisor_finds_cleared_nodes_and_the_old_one_stops(place: Place) -> None:
+    for node in NODES[:2]:
+        place.agent(node)
+    old = place.lead(*NODES[:2])
+    pids = place.launch(old, 1, "n01", "n02")
+    assert claim(place.run, 2)
+    with pytest.raises(FencedError):
+        old.verify()
+    new = place.lead(*NODES, missing="n03", epoch=2)
+    assert new.alive == NODES[:2]
+    assert [one.node for one in new.lost] == ["n03"]
+    assert not any(map(is_alive, pids))
+    assert old.clear(1, 0) == []
+    # The old one lets go of what is not its own any more.
+    old.close()
+    assert place.launch(new, 2, "n02", "n01")
+
+
+def test_whoever_loses_most_of_its_agents_waits_for_a_successor(place: Place) -> None:
+    for node in NODES:
+        place.agent(node)
+    nodes = place.lead(*NODES)
+    place.launch(nodes, 1, "n01", "n02", "n03")
+    for node in NODES[1:]:
+        place.agents[node][0].send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    paused: list[bool] = []
+    crew = place.opened[0]
+    pump = crew.pump
+
+    def watched(timeout_s: float) -> Any:
+        paused.append(crew._leadership.is_paused)
+        return pump(timeout_s)
+
+    crew.pump = watched  # type: ignore[method-assign]
+    lost = until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
+    # Nobody came: they have failed, and it goes on deciding by itself.
+    assert sorted(one.node for one in lost) == ["n02", "n03"]
+    assert time.monotonic() - began > 3
+    assert any(paused)
+    assert not crew._leadership.is_paused
+    for node in NODES[1:]:
+        place.agents[node][0].send_signal(signal.SIGCONT)
+
+
+def test_a_supervisor_in_doubt_steps_back_when_another_has_come(place: Place) -> None:
+    for node in NODES:
+        place.agent(node)
+    nodes = place.lead(*NODES)
+    for node in NODES[1:]:
+        place.agents[node][0].send_signal(signal.SIGSTOP)
+    assert claim(place.run, 2)
+    with pytest.raises(FencedError):
+        until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
+    assert nodes.lost == []
+    for node in NODES[1:]:
+        place.agents[node][0].send_signal(signal.SIGCONT)
+
+
+def test_agents_outside_of_a_batch_job_end_with_their_supervisor(place: Place) -> None:
+    child = place.agent("n01")
+    nodes = place.lead("n01")
+    (pid,) = place.launch(nodes, 1, "n01")
+    assert child.stdin is not None
+    child.stdin.close()
+    assert child.wait(10) == 0
+    assert not is_alive(pid)

@@ -1,0 +1,240 @@
+"""Who is let in at a supervisor's gate, and that what two sides tell each other arrives once and in order."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hpcrun.errors import SiteError
+from hpcrun.launch import wire
+from hpcrun.launch.wire import Badge, Channel, Gate, Guest, Session, WireError, address_here, join
+
+SECRET = "a" * 64
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate(HERE, SECRET, "run-1", 3, ["n01", "n02"])
+    yield made
+    made.close()
+
+
+def badge(
+    node: str = "n01", *, epoch: int = 3, run: str = "run-1", session: str = "s", seen: int = 0
+) -> Badge:
+    return Badge(run, epoch, node, session, seen)
+
+
+def wait(gate: Gate, seconds: float = 5.0) -> list[Guest]:
+    """Attend to the gate until somebody may come in, or the time is over."""
+    with selectors.EpollSelector() as selector:
+        selector.register(gate, selectors.EVENT_READ)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            selector.select(0.02)
+            if guests := gate.arrivals():
+                return guests
+    return []
+
+
+class Caller(threading.Thread):
+    """Somebody who wants to come in."""
+
+    def __init__(self, gate: Gate, secret: str, who: Badge) -> None:
+        super().__init__()
+        self.result: tuple[Channel, int] | None = None
+        self.error = ""
+        self._words = (gate.address, gate.port), secret, who
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = join(*self._words, timeout_s=3)
+        except WireError as error:
+            self.error = str(error)
+
+
+def let_in(gate: Gate, who: Badge, seen: int = 0) -> tuple[Channel, Channel]:
+    """Both ends of a connection of this agent's."""
+    caller = Caller(gate, SECRET, who)
+    (guest,) = wait(gate)
+    ours = guest.admit(seen)
+    caller.join()
+    assert caller.result is not None
+    assert caller.result[1] == seen
+    return ours, caller.result[0]
+
+
+def receive(take: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + 5
+    while len(found) < count and time.monotonic() < end:
+        found += take()
+        time.sleep(0.005)
+    return found
+
+
+def test_both_sides_know_the_secret_and_talk(gate: Gate) -> None:
+    ours, theirs = let_in(gate, badge(seen=4), seen=7)
+    ours.send({"do": "beat"})
+    theirs.send({"kind": "beat", "text": "ü" * 100_000})
+    assert receive(theirs.receive, 1) == [{"do": "beat"}]
+    assert receive(ours.receive, 1)[0]["text"] == "ü" * 100_000
+    theirs.close()
+    assert receive(ours.receive, 1) == []
+    assert ours.is_closed
+    ours.close()
+
+
+@pytest.mark.parametrize(
+    ("secret", "who"),
+    [
+        ("b" * 64, badge()),
+        (SECRET, badge("n03")),
+        (SECRET, badge(epoch=2)),
+        (SECRET, badge(epoch=4)),
+        (SECRET, badge(run="run-2")),
+    ],
+    ids=["another secret", "another node", "an old epoch", "a new epoch", "another run"],
+)
+def test_who_is_not_of_this_run_and_epoch_stays_outside(gate: Gate, secret: str, who: Badge) -> None:
+    caller = Caller(gate, secret, who)
+    assert wait(gate, 0.3) == []
+    caller.join()
+    assert "did not let us in" in caller.error
+
+
+def test_a_supervisor_without_the_secret_is_left_at_once() -> None:
+    with socket.create_server((HERE, 0)) as server:
+        with_other = "b" * 64
+
+        def pretend() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(b'{"nonce": "00"}\n')
+                said = json.loads(connection.makefile().readline())
+                proof = badge().proof(with_other, "leader", ("00", said["nonce"]), 0)
+                connection.sendall(json.dumps({"seen": 0, "proof": proof}).encode() + b"\n")
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(WireError, match="does not know the run's secret"):
+            join((HERE, server.getsockname()[1]), SECRET, badge())
+        thread.join()
+
+
+def test_what_was_said_once_opens_no_door_again(gate: Gate) -> None:
+    said: list[bytes] = []
+    with socket.create_connection((gate.address, gate.port)) as first:
+        assert wait(gate, 0.1) == []
+        nonce = json.loads(first.makefile().readline())["nonce"]
+        proof = badge().proof(SECRET, "agent", (nonce, "11"))
+        words = {"node": "n01", "session": "s", "epoch": 3, "seen": 0, "nonce": "11", "proof": proof}
+        said.append(json.dumps(words).encode() + b"\n")
+        first.sendall(said[0])
+        (guest,) = wait(gate)
+        guest.refuse()
+    with socket.create_connection((gate.address, gate.port)) as second:
+        assert wait(gate, 0.1) == []
+        second.sendall(said[0])
+        assert wait(gate, 0.2) == []
+        assert second.makefile().readline() != ""  # the challenge, which is another one now
+        assert second.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\n",
+        b"[]\n",
+        b'{"node": ["n01"], "session": {}}\n',
+        b"[" * 4000 + b"\n",
+        b"x" * 100_000,
+    ],
+    ids=["http", "tls", "no object", "odd values", "deep", "no end"],
+)
+def test_nonsense_does_no_harm(gate: Gate, words: bytes) -> None:
+    with socket.create_connection((gate.address, gate.port)) as stranger:
+        stranger.sendall(words)
+        assert wait(gate, 0.2) == []
+        ours, theirs = let_in(gate, badge())
+        ours.close()
+        theirs.close()
+
+
+def test_strangers_who_say_nothing_are_shown_out(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.1)
+    crowd = [socket.create_connection((gate.address, gate.port)) for _ in range(100)]
+    assert wait(gate, 0.05) == []
+    ours, theirs = let_in(gate, badge())
+    time.sleep(0.15)
+    assert gate.arrivals() == []
+    for one in crowd:
+        one.settimeout(2)
+        assert one.makefile().read().count("\n") <= 1  # at most the challenge, and the end
+        one.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_line_without_end_closes_the_connection(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MOST_BYTES", 1000)
+    ours, theirs = let_in(gate, badge())
+    theirs.send({"kind": "x" * 2000})
+    assert receive(ours.receive, 1) == []
+    assert ours.is_closed
+    ours.close()
+    theirs.close()
+
+
+def test_a_new_connection_loses_and_doubles_nothing(gate: Gate) -> None:
+    leader, agent = Session(), Session()
+    ours, theirs = let_in(gate, badge())
+    leader.attach(ours, 0)
+    agent.attach(theirs, 0)
+    leader.say(do="watch")
+    leader.say(do="start")
+    assert receive(agent.hear, 2) == [{"do": "watch"}, {"do": "start"}]
+    agent.say(kind="watching")
+    # It breaks with words on the way, and others are said meanwhile.
+    ours.close()
+    theirs.close()
+    leader.say(do="kill")
+    agent.say(kind="ended")
+    leader.detach()
+    agent.detach()
+    ours, theirs = let_in(gate, badge(seen=agent.seen), seen=leader.seen)
+    leader.attach(ours, agent.seen)
+    agent.attach(theirs, leader.seen)
+    assert receive(agent.hear, 1) == [{"do": "kill"}]
+    assert receive(leader.hear, 2) == [{"kind": "watching"}, {"kind": "ended"}]
+    # Who has not yet been told that a message was seen sends it again.
+    ours.close()
+    theirs.close()
+    leader.detach()
+    agent.detach()
+    ours, theirs = let_in(gate, badge())
+    leader.attach(ours, 0)
+    agent.attach(theirs, 0)
+    leader.say(do="leave")
+    assert receive(agent.hear, 1) == [{"do": "leave"}]
+    agent.beat(kind="beat")
+    assert receive(leader.hear, 1) == [{"kind": "beat"}]
+    leader.detach()
+    agent.detach()
+
+
+def test_the_address_is_never_that_of_every_interface() -> None:
+    assert address_here("lo") == "127.0.0.1"
+    assert address_here("nosuch0") not in ("0.0.0.0", "::")
+    with pytest.raises(SiteError, match="cannot listen here for the agents"):
+        Gate("192.0.2.1", SECRET, "run-1", 1, [])
