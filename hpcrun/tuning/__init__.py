@@ -1,0 +1,1 @@
+"""Tuning: communication settings with reasons, and what to expect of them."""
