@@ -47,6 +47,7 @@ VERBS = {
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, export"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
     "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
+    "tune": Verb("hpcrun.cli.tune", "communication settings, and what to expect of them"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
     "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
 }

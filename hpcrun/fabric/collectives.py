@@ -47,9 +47,7 @@ class Pace(NamedTuple):
         # Of (times + pieces - 1) (latency + bytes_s / pieces), the least is at the root of this.
         best = math.sqrt(bytes_s * (self.times - 1) / self.latency_s) if self.latency_s else _MOST_PIECES
         choices = {1, *(max(1, min(_MOST_PIECES, math.floor(best) + more)) for more in (0, 1))}
-        return min(
-            (self.times + pieces - 1) * (self.latency_s + bytes_s / pieces) for pieces in choices
-        )
+        return min((self.times + pieces - 1) * (self.latency_s + bytes_s / pieces) for pieces in choices)
 
 
 _MOST_PIECES = 1 << 20
@@ -92,9 +90,7 @@ def paces(
     found = _between_nodes(fabric, nodes, members, steps)
     if found is None or inside is None:
         return found
-    return tuple(
-        _with_inside(pace, step, members, inside) for pace, step in zip(found, steps, strict=True)
-    )
+    return tuple(_with_inside(pace, step, members, inside) for pace, step in zip(found, steps, strict=True))
 
 
 def _between_nodes(

@@ -17,6 +17,7 @@ Collective = Literal[
 Algorithm = Literal[
     "ring",
     "whole_ring",
+    "segmented_ring",
     "recursive_doubling",
     "halving_doubling",
     "rabenseifner",
@@ -92,6 +93,12 @@ def _circle(members: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def _whole_ring(count: int) -> list[Round]:
     """Everybody's whole data goes round, and everybody adds up all of it (gloo's plain ring)."""
     return [Round(_circle(range(count)), 1.0, count - 1, reduces=True)]
+
+
+def _segmented_ring(count: int) -> list[Round]:
+    """Two pieces of every rank go round, one behind the other (gloo's chunked ring)."""
+    lap = Round(_circle(range(count)), 1 / (2 * count), 2 * (count - 1))
+    return [lap._replace(reduces=True), lap]
 
 
 def _pairwise(count: int) -> list[Round]:
@@ -207,9 +214,7 @@ def _rabenseifner(count: int) -> list[Round]:
 
 
 def _halving(count: int) -> list[Round]:
-    return _folded(
-        count, lambda powers: [(far, far / (2 * powers[-1]), True) for far in reversed(powers)]
-    )
+    return _folded(count, lambda powers: [(far, far / (2 * powers[-1]), True) for far in reversed(powers)])
 
 
 def _folded(count: int, shares: Callable[[list[int]], list[tuple[int, float, bool]]]) -> list[Round]:
@@ -256,9 +261,7 @@ def _torus(count: int, inner: int) -> list[Round]:
 
 
 def _nested(count: int, inner: int, across: list[Round]) -> list[Round]:
-    near = tuple(
-        pair for start in range(0, count, inner) for pair in _circle(range(start, start + inner))
-    )
+    near = tuple(pair for start in range(0, count, inner) for pair in _circle(range(start, start + inner)))
     lap = Round(near, 1 / inner, inner - 1)
     far = [
         one._replace(
@@ -280,6 +283,7 @@ _ALGORITHMS: Mapping[Collective, Mapping[Algorithm, _Maker]] = {
     "all_reduce": {
         "ring": _flat(_ring(2, True)),
         "whole_ring": _flat(_whole_ring),
+        "segmented_ring": _flat(_segmented_ring),
         "recursive_doubling": _flat(_doubling),
         "halving_doubling": _flat(_halving_doubling),
         "rabenseifner": _flat(_rabenseifner),

@@ -167,9 +167,7 @@ def _at_most(path: str, farthest: str) -> bool:
     return PATHS.index(path) <= PATHS.index(farthest)
 
 
-def _bandwidth(
-    machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph
-) -> float:
+def _bandwidth(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph) -> float:
     """Algorithm bandwidth in GB/s."""
     gathers = collective in ("allgather", "reducescatter")
     bus = _bus(machine, collective, algo, proto, graph)
@@ -249,9 +247,7 @@ def _ll_most(machine: Machine) -> float:
     return constants.LL_MOST[row][machine.column]
 
 
-def _latency(
-    machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph
-) -> float:
+def _latency(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph) -> float:
     """Microseconds."""
     at, nodes, per_node = PROTOS.index(proto), machine.nodes, machine.per_node
     link: Link = "NVL" if _at_most(graph.type_intra, "NVL") else "PCI"

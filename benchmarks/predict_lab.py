@@ -1,0 +1,224 @@
+"""MPICH's allreduce algorithms over two emulated racks: the predicted order against the measured one.
+
+Used by `predict.py --lab`. A ping-pong measures latency and bandwidth of each level of the lab of tests/lab
+(in a node, in a rack, across racks), from which the α-β model predicts; then every algorithm is measured in
+worlds of its own, in turns. Eight ranks that spin on a few cores would time the scheduler: they nap between
+polls, in the ping-pong and in the allreduce alike (MPI_Iallreduce, which has the same algorithms). Latencies are
+taken with all pairs at work, as in a round of a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import harness
+
+from hpcrun.bench.pingpong import Line, fit
+from hpcrun.fabric.collectives import paces
+from hpcrun.fabric.graph import Fabric, Level
+from hpcrun.fabric.rounds import Algorithm
+
+if TYPE_CHECKING:
+    from tests.lab.cluster import Lab
+
+ROOT = Path(__file__).parents[1]
+NODES, RACK = 8, 4
+KIB = 1024
+CALLS = {
+    KIB: 12,
+    4 * KIB: 12,
+    16 * KIB: 12,
+    64 * KIB: 8,
+    256 * KIB: 5,
+    1024 * KIB: 3,
+    4096 * KIB: 2,
+}
+"""Calls of each of the seven sizes in one world."""
+ROUNDS, QUICK_ROUNDS = 7, 3
+WITHIN = 0.25
+"""How much slower than the best the predicted winner may be."""
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "sched_recursive_doubling": "recursive_doubling",
+    "tsp_ring": "ring",
+    "sched_reduce_scatter_allgather": "rabenseifner",
+    "tsp_tree": "preorder_tree",
+}
+"""MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM, and ours; the tree is made MPI_Allreduce's, knomial_1 of 2."""
+
+
+class Racks:
+    """The lab, and programs in it."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self._lab, self._folder = lab, folder
+
+    def run(self, mode: str, words: Sequence[str], size: Sequence[str], env: Mapping[str, str]) -> Any:
+        """The ping-pong program on so many nodes; what it has written."""
+        out = self._folder / "out.json"
+        program = [sys.executable, "-m", "hpcrun.bench.pingpong", mode, str(out), *words]
+        environ = {"PYTHONPATH": str(ROOT), "MPIR_CVAR_COLLECTIVE_FALLBACK": "error", **env}
+        self._lab.run(["srun", "--mpi=pmi2", *size, *program], env=environ, timeout_s=240).require()
+        return json.loads(out.read_text())
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What the ping-pong has found."""
+
+    node: Line
+    rack: Line
+    rack_all: Line
+    across: Line
+    across_all: Line
+    reduce_s_per_byte: float
+
+    def fabric(self) -> Fabric:
+        """Two racks with these levels; the uplink carries what all pairs together got across."""
+        names = tuple(f"n{number:02}" for number in range(1, NODES + 1))
+        units = tuple((f"leaf{at // RACK + 1}", "spine") for at in range(NODES))
+        single = self.across.bandwidth_Bps
+        together = RACK * self.across_all.bandwidth_Bps
+        inner, outer = self.rack_all.latency_s, self.across_all.latency_s
+        leaf = Level("leaf", self.rack_all.bandwidth_Bps, 1.0, inner)
+        spine = Level("spine", single, max(1.0, single * RACK / together), max(0.0, outer - inner))
+        return Fabric(names, (leaf, spine), units)
+
+    def seconds(self, algorithm: Algorithm, size_bytes: int) -> float:
+        """Predicted."""
+        fabric = self.fabric()
+        found = paces(fabric, [fabric.nodes], "all_reduce", algorithm)
+        assert found is not None
+        return sum(one.seconds(size_bytes, self.reduce_s_per_byte) for one in found)
+
+
+def measure_levels(site: Racks) -> Levels:
+    """One world of a rank a node for the racks, one of two ranks for the inside of a node."""
+    inside = site.run("links", ["node:0-1"], ["--nodes=1", "--ntasks-per-node=2"], {})
+    near = ",".join(f"{at}-{at + 1}" for at in range(0, NODES, 2))
+    far = ",".join(f"{at}-{at + RACK}" for at in range(RACK))
+    found = site.run("links", [f"rack:{near}", f"across:{far}"], WORLD, {})
+
+    def line(world: Any, name: str, which: str) -> Line:
+        return fit({int(size): times for size, times in world["links"][name][which].items()})
+
+    return Levels(
+        line(inside, "node", "one"),
+        line(found, "rack", "one"),
+        line(found, "rack", "all"),
+        line(found, "across", "one"),
+        line(found, "across", "all"),
+        found["reduce_s_per_byte"],
+    )
+
+
+WORLD = (f"--nodes={NODES}", "--ntasks-per-node=1")
+
+
+def measure_order(site: Racks, rounds: int) -> dict[str, dict[int, list[float]]]:
+    """By algorithm and size: the median of each world, the algorithms taking turns."""
+    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in CALLS} for name in ALGORITHMS}
+    calls = [f"{size}:{times}" for size, times in CALLS.items()]
+    names = list(ALGORITHMS)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            env = {
+                "MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM": name,
+                "MPIR_CVAR_IALLREDUCE_TREE_TYPE": "knomial_1",
+                "MPIR_CVAR_DEVICE_COLLECTIVES": "none",
+            }
+            for size, times in site.run("allreduce", calls, WORLD, env).items():
+                found[name][int(size)].append(statistics.median(times))
+    return found
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's; no ties are expected of times."""
+    ranks = [[sorted(one).index(value) for value in one] for one in (first, second)]
+    count = len(first)
+    apart = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
+    return 1 - 6 * apart / (count * (count * count - 1))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Between the quartiles."""
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
+
+
+def tell(report: harness.Report, levels: Levels, found: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
+    """A row for each size and algorithm, and the claims."""
+    correlations, errors, scored, good = [], [], 0, 0
+    for size in CALLS:
+        measured = {name: statistics.median(times[size]) for name, times in found.items()}
+        predicted = {name: levels.seconds(ours, size) for name, ours in ALGORITHMS.items()}
+        for name in ALGORITHMS:
+            report.row(
+                what=f"allreduce of {size // KIB} KiB by {name}, ms",
+                stated=harness.spread([1e3 * one for one in found[name][size]]),
+                model=1e3 * predicted[name],
+                error=predicted[name] / measured[name] - 1,
+            )
+            errors.append(abs(math.log(predicted[name] / measured[name])))
+        correlations.append(rank_correlation([*measured.values()], [*predicted.values()]))
+        best, second = sorted(measured, key=lambda name: measured[name])[:2]
+        gap = measured[second] - measured[best]
+        apart = gap > max(spread(found[best][size]), spread(found[second][size]))
+        winner = min(predicted, key=lambda name: predicted[name])
+        loss = measured[winner] / measured[best] - 1
+        scored += apart
+        good += apart and loss <= WITHIN
+        report.row(
+            what=f"allreduce of {size // KIB} KiB: measured best, predicted winner",
+            stated=best,
+            model=winner,
+            error=f"{100 * loss:.0f} % slower, {'scored' if apart else 'not scored: best and second overlap'}",
+        )
+    report.row(
+        what="rank correlation by size, smallest first",
+        stated="",
+        model=", ".join(f"{one:.1f}" for one in correlations),
+        error=f"mean {statistics.mean(correlations):.2f}",
+    )
+    typical = math.exp(statistics.median(errors)) - 1
+    report.row(
+        what="predicted over measured, typical factor off", stated="", model=1 + typical, error=typical
+    )
+    report.claim(
+        f"sizes where the predicted allreduce over two racks is within {100 * WITHIN:.0f} % of the best",
+        f"{good} of {scored} scored, of {len(CALLS)}",
+        "all that are scored",
+        good == scored > 0,
+    )
+
+
+def measure(report: harness.Report, quick: bool) -> None:
+    """Start the lab, measure, and tell."""
+    sys.path.append(str(ROOT))
+    from tests.lab.cluster import Lab, Shape
+
+    folder = Path(tempfile.mkdtemp(prefix="hpcrun-predict-"))
+    try:
+        with Lab(Shape((RACK, NODES - RACK))) as lab:
+            site = Racks(lab, folder)
+            levels = measure_levels(site)
+            for name, line in itertools.islice(vars(levels).items(), 5):
+                report.row(
+                    what=f"ping-pong {name.replace('_', ', pairs: ')}",
+                    stated="",
+                    model=f"{1e6 * line.latency_s:.0f} us, {line.bandwidth_Bps / 1e6:.1f} MB/s a pair",
+                    error="",
+                )
+            found = measure_order(site, QUICK_ROUNDS if quick else ROUNDS)
+    finally:
+        shutil.rmtree(folder)
+    tell(report, levels, found)
