@@ -3,8 +3,8 @@
 Used by `predict.py --lab`. A ping-pong measures latency and bandwidth of each level of the lab of tests/lab
 (in a node, in a rack, across racks), from which the α-β model predicts; then every algorithm is measured in
 worlds of its own, in turns. Eight ranks that spin on a few cores would time the scheduler: they nap between
-polls, in the ping-pong and in the allreduce alike (MPI_Iallreduce, which has the same algorithms). Latencies are
-taken with all pairs at work, as in a round of a collective.
+polls, in the ping-pong and in the allreduce alike (MPI_Iallreduce, which has the same algorithms). Latencies
+are taken with all pairs at work, as in a round of a collective.
 """
 
 from __future__ import annotations
@@ -101,35 +101,45 @@ class Levels:
         return sum(one.seconds(size_bytes, self.reduce_s_per_byte) for one in found)
 
 
-def measure_levels(site: Racks) -> Levels:
-    """One world of a rank a node for the racks, one of two ranks for the inside of a node."""
-    inside = site.run("links", ["node:0-1"], ["--nodes=1", "--ntasks-per-node=2"], {})
-    near = ",".join(f"{at}-{at + 1}" for at in range(0, NODES, 2))
-    far = ",".join(f"{at}-{at + RACK}" for at in range(RACK))
-    found = site.run("links", [f"rack:{near}", f"across:{far}"], WORLD, {})
+Times = dict[str, dict[int, list[float]]]
 
-    def line(world: Any, name: str, which: str) -> Line:
-        return fit({int(size): times for size, times in world["links"][name][which].items()})
 
-    return Levels(
-        line(inside, "node", "one"),
-        line(found, "rack", "one"),
-        line(found, "rack", "all"),
-        line(found, "across", "one"),
-        line(found, "across", "all"),
-        found["reduce_s_per_byte"],
-    )
+class Links:
+    """Ping-pong times of several worlds together, so that one bad moment does not count."""
+
+    def __init__(self) -> None:
+        self._times: Times = {}
+        self._reduce: list[float] = []
+
+    def measure(self, site: Racks) -> None:
+        """One world of a rank a node for the racks, one of two ranks for the inside of a node."""
+        near = ",".join(f"{at}-{at + 1}" for at in range(0, NODES, 2))
+        far = ",".join(f"{at}-{at + RACK}" for at in range(RACK))
+        inside = site.run("links", ["node:0-1"], ["--nodes=1", "--ntasks-per-node=2"], {})
+        found = site.run("links", [f"rack:{near}", f"across:{far}"], WORLD, {})
+        self._reduce.append(found["reduce_s_per_byte"])
+        for name, which in (inside["links"] | found["links"]).items():
+            for mode in ("one", "all"):
+                kept = self._times.setdefault(f"{name} {mode}", {})
+                for size, times in which[mode].items():
+                    kept.setdefault(int(size), []).extend(times)
+
+    def levels(self) -> Levels:
+        """What they say together."""
+        names = ("node one", "rack one", "rack all", "across one", "across all")
+        return Levels(*(fit(self._times[name]) for name in names), statistics.median(self._reduce))
 
 
 WORLD = (f"--nodes={NODES}", "--ntasks-per-node=1")
 
 
-def measure_order(site: Racks, rounds: int) -> dict[str, dict[int, list[float]]]:
-    """By algorithm and size: the median of each world, the algorithms taking turns."""
-    found: dict[str, dict[int, list[float]]] = {name: {size: [] for size in CALLS} for name in ALGORITHMS}
+def measure_order(site: Racks, links: Links, rounds: int) -> Times:
+    """By algorithm and size: the median of each world, the algorithms and the ping-pong taking turns."""
+    found: Times = {name: {size: [] for size in CALLS} for name in ALGORITHMS}
     calls = [f"{size}:{times}" for size, times in CALLS.items()]
     names = list(ALGORITHMS)
     for number in range(rounds):
+        links.measure(site)
         for name in names if number % 2 == 0 else reversed(names):
             env = {
                 "MPIR_CVAR_IALLREDUCE_INTRA_ALGORITHM": name,
@@ -181,7 +191,7 @@ def tell(report: harness.Report, levels: Levels, found: Mapping[str, Mapping[int
             what=f"allreduce of {size // KIB} KiB: measured best, predicted winner",
             stated=best,
             model=winner,
-            error=f"{100 * loss:.0f} % slower, {'scored' if apart else 'not scored: best and second overlap'}",
+            error=f"{100 * loss:.0f} % slower, {'scored' if apart else 'not scored: the best two overlap'}",
         )
     report.row(
         what="rank correlation by size, smallest first",
@@ -210,15 +220,16 @@ def measure(report: harness.Report, quick: bool) -> None:
     try:
         with Lab(Shape((RACK, NODES - RACK))) as lab:
             site = Racks(lab, folder)
-            levels = measure_levels(site)
-            for name, line in itertools.islice(vars(levels).items(), 5):
-                report.row(
-                    what=f"ping-pong {name.replace('_', ', pairs: ')}",
-                    stated="",
-                    model=f"{1e6 * line.latency_s:.0f} us, {line.bandwidth_Bps / 1e6:.1f} MB/s a pair",
-                    error="",
-                )
-            found = measure_order(site, QUICK_ROUNDS if quick else ROUNDS)
+            links = Links()
+            found = measure_order(site, links, QUICK_ROUNDS if quick else ROUNDS)
     finally:
         shutil.rmtree(folder)
+    levels = links.levels()
+    for name, line in itertools.islice(vars(levels).items(), 5):
+        report.row(
+            what=f"ping-pong {name.replace('_', ', pairs: ')}",
+            stated="",
+            model=f"{1e6 * line.latency_s:.0f} us, {line.bandwidth_Bps / 1e6:.1f} MB/s a pair",
+            error="",
+        )
     tell(report, levels, found)

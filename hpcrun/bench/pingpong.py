@@ -3,10 +3,11 @@
     srun ... python -m hpcrun.bench.pingpong links OUT.json NAME:0-1,2-3 [NAME:...]
     srun ... python -m hpcrun.bench.pingpong allreduce OUT.json SIZE:REPETITIONS [...]
 
-`links` lets one pair of each name play ping-pong while all others sleep, which gives the way's own latency and
-bandwidth; then all pairs exchange messages, both directions at once, until the slowest pair is through: that is
-what a round of a collective finds, in which everybody is at work and uplinks are shared. Rank 0 writes the seconds. Ranks nap between polls, as they
-do where cores are fewer than ranks: who spins there takes the core from whom it waits for.
+`links` lets one pair of each name play ping-pong while all others sleep, which gives the way's own latency
+and bandwidth; then all pairs exchange messages, both directions at once, until the slowest pair is through:
+that is what a round of a collective finds, in which everybody is at work and uplinks are shared. Rank 0
+writes the seconds. Ranks nap between polls, as they do where cores are fewer than ranks: who spins there takes the
+core from whom it waits for.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _measure(comm: MPI.Comm, pairs: Sequence[tuple[int, int]], trip: _Trip) -> d
 
 
 def reduce_s_per_byte(comm: MPI.Comm) -> float:
-    """What adding up costs a byte while every rank does it; of single precision, the slowest rank's median."""
+    """What adding up floats costs a byte while every rank does it: the slowest rank's median."""
     import numpy as np
     from mpi4py import MPI
 
@@ -139,7 +140,6 @@ def reduce_s_per_byte(comm: MPI.Comm) -> float:
 def measure_allreduce(comm: MPI.Comm, calls: Mapping[int, int]) -> dict[int, list[float]]:
     """Seconds until the last rank is through, of every call; single precision, out of place."""
     import numpy as np
-    from mpi4py import MPI
 
     found = {}
     for size, times in calls.items():

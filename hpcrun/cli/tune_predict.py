@@ -303,9 +303,8 @@ def _print_log(log: NcclLog) -> None:
     print(f"tuner       {log.tuner or 'none seen'}")
     for name, graph in log.graphs.items():
         speeds = f"{graph.bw_intra:g} GB/s inside a node, {graph.bw_inter:g} between"
-        print(
-            f"graph       {name}: {graph.channels} channels of {speeds}, {graph.type_intra}/{graph.type_inter}"
-        )
+        ways = f"{graph.type_intra}/{graph.type_inter}"
+        print(f"graph       {name}: {graph.channels} channels of {speeds}, {ways}")
     if log.table:
         print(f"table       of {len(log.table)} latencies and bandwidths (`tune predict --log` uses it)")
     for one, calls in sorted(log.chosen.items(), key=lambda pair: (pair[0].collective, pair[0].size_bytes)):

@@ -62,9 +62,8 @@ def collective_s(
 ) -> float | None:
     """Seconds until all groups, given as the node of every rank, are done; None: unknown.
 
-    `size_bytes` is what a rank has before (all_reduce, reduce_scatter, broadcast, reduce, send, all_to_all) or
-    after (all_gather). `send` is from every rank of a group to the next, all at one time. Groups are of one
-    size.
+    `size_bytes` is what a rank has after (all_gather) or before (all others). `send` is from every rank of a
+    group to the next, all at one time. Groups are of one size.
     """
     found = paces(fabric, groups, collective, algorithm)
     return None if found is None else sum(one.seconds(size_bytes) for one in found)

@@ -122,10 +122,9 @@ def _tree(count: int) -> list[Round]:
 
 def _up(down: Iterable[Round]) -> list[Round]:
     """The same tree from the leaves to the root."""
-    turned = [
+    return [
         one._replace(pairs=tuple((b, a) for a, b in one.pairs), reduces=True) for one in reversed([*down])
     ]
-    return turned
 
 
 def _up_and_down(down: Callable[[int], list[Round]]) -> Callable[[int], list[Round]]:

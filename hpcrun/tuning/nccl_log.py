@@ -1,8 +1,8 @@
 """What an NCCL log tells: version, ways, graphs, the cost table, and which algorithm was really taken.
 
-Pure: text in, object out. Formats are those of NCCL's own printing (src/graph/search.cc, src/graph/tuning.cc,
-src/enqueue.cc, src/init.cc) in three generations: up to 2.19 nothing is said of the choice, 2.20 to 2.23 print
-numbers, 2.24 and later names, and 2.31 adds a line of its own. Lines may carry any prefix.
+Pure: text in, object out. Formats are those of NCCL's own printing (src/graph/search.cc and tuning.cc,
+src/enqueue.cc, src/init.cc) in three generations: up to 2.19 nothing is said of the choice, 2.20 to 2.23
+print numbers, 2.24 and later names; 2.31 adds a line of its own. Lines may carry any prefix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _COMM = re.compile(
 )
 _PATTERN = re.compile(
     r"Pattern (?P<pattern>\d+), crossNic \d+, nChannels (?P<channels>\d+), (?:bw|speed)"
-    r" (?P<intra>[\d.]+)/(?P<inter>[\d.]+),(?: nvlink \d+,)? type (?P<type>\w+/\w+), sameChannels (?P<same>\d)"
+    r" (?P<intra>[\d.]+)/(?P<inter>[\d.]+),(?: nvlink \d+,)? type (?P<type>\w+/\w+),"
+    r" sameChannels (?P<same>\d)"
 )
 _CHANNELS = re.compile(r"(?P<count>\d+) coll channels")
 _VIA = re.compile(r"\d+\[\S+?\] -> \d+\[\S+?\](?: \[(?:send|receive)\])? via (?P<way>\S+)")

@@ -1,0 +1,61 @@
+"""The ping-pong: what is fitted to its times, whom it pairs, and a run of it with real MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrun.bench.pingpong import fit, parse_pairs
+from hpcrun.errors import UsageError
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def test_a_line_comes_back() -> None:
+    def times(size: int) -> list[float]:
+        return [5e-6 + size / 2e9, 1.0, 4e-6 + size / 2e9, 6e-6 + size / 2e9, 5e-6 + size / 2e9]
+
+    found = fit({size: times(size) for size in (8, 262_144, 4_194_304)})
+    assert found.latency_s == pytest.approx(5e-6, rel=0.01)
+    assert found.bandwidth_Bps == pytest.approx(2e9)
+
+
+def test_too_little_to_fit() -> None:
+    with pytest.raises(UsageError, match="2 sizes are too few"):
+        fit({8: [1.0], 16: [2.0]})
+    with pytest.raises(UsageError, match="16 bytes took no longer than 8"):
+        fit({1: [1.0], 8: [2.0], 16: [2.0]})
+
+
+def test_pairs() -> None:
+    assert parse_pairs(["near:0-1,2-3", "far:0-2"], 4) == {"near": [(0, 1), (2, 3)], "far": [(0, 2)]}
+    for word in ("near", "near:0", "near:0-1,1-2", "near:0-4", "near:a-b", "near:-1-0"):
+        with pytest.raises(UsageError, match=word):
+            parse_pairs([word], 4)
+
+
+@pytest.mark.parametrize(("mode", "words"), [("links", ["pair:0-1"]), ("allreduce", ["1024:3", "65536:2"])])
+def test_with_mpi(mode: str, words: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    program = [sys.executable, "-m", "hpcrun.bench.pingpong", mode, str(out), *words]
+    done = subprocess.run(
+        [str(BIN / "mpiexec"), "-launcher", "fork", "-n", "2", *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    if mode == "allreduce":
+        assert {size: len(times) for size, times in found.items()} == {"1024": 3, "65536": 2}
+    else:
+        assert found["links"]["pair"]["pairs"] == 1
+        assert all(time > 0 for times in found["links"]["pair"]["one"].values() for time in times)
+        assert found["reduce_s_per_byte"] > 0
