@@ -126,8 +126,11 @@ class Links:
 
     def levels(self) -> Levels:
         """What they say together."""
-        names = ("node one", "rack one", "rack all", "across one", "across all")
-        return Levels(*(fit(self._times[name]) for name in names), statistics.median(self._reduce))
+        node, rack, rack_all, across, across_all = (
+            fit(self._times[name])
+            for name in ("node one", "rack one", "rack all", "across one", "across all")
+        )
+        return Levels(node, rack, rack_all, across, across_all, statistics.median(self._reduce))
 
 
 WORLD = (f"--nodes={NODES}", "--ntasks-per-node=1")
@@ -155,8 +158,8 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's; no ties are expected of times."""
     ranks = [[sorted(one).index(value) for value in one] for one in (first, second)]
     count = len(first)
-    apart = sum((a - b) ** 2 for a, b in zip(*ranks, strict=True))
-    return 1 - 6 * apart / (count * (count * count - 1))
+    apart: int = sum((a - b) * (a - b) for a, b in zip(*ranks, strict=True))
+    return 1.0 - 6.0 * apart / (count * (count * count - 1))
 
 
 def spread(values: Sequence[float]) -> float:

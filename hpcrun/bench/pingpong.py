@@ -6,8 +6,8 @@
 `links` lets one pair of each name play ping-pong while all others sleep, which gives the way's own latency
 and bandwidth; then all pairs exchange messages, both directions at once, until the slowest pair is through:
 that is what a round of a collective finds, in which everybody is at work and uplinks are shared. Rank 0
-writes the seconds. Ranks nap between polls, as they do where cores are fewer than ranks: who spins there takes the
-core from whom it waits for.
+writes the seconds. Ranks nap between polls, as they do where cores are fewer than ranks: who spins there
+takes the core from whom it waits for.
 """
 
 from __future__ import annotations

@@ -176,8 +176,11 @@ def _pipelined_tree(count: int) -> list[Round]:
 
 def _double_tree(count: int) -> list[Round]:
     """Two trees with half of the data each; who is inside one is a leaf of the other."""
+
+    def turn(rank: int) -> int:
+        return (rank + 1) % count if count % 2 else count - 1 - rank
+
     first = _binary_edges(count)
-    turn = (lambda rank: (rank + 1) % count) if count % 2 else (lambda rank: count - 1 - rank)
     second = [(turn(parent), turn(child)) for parent, child in first]
     return [Round((*first, *second), 0.5, _depth(first), pipelined=True)]
 

@@ -88,7 +88,7 @@ Expectations = Mapping[tuple[Algo, Proto], Expected]
 
 def expectations(machine: Machine, collective: NcclCollective) -> dict[tuple[Algo, Proto], Expected]:
     """Of all that is eligible. A machine of one rank has none."""
-    found = {}
+    found: dict[tuple[Algo, Proto], Expected] = {}
     if machine.ranks < 2:
         return found
     for algo, graph in _eligible(machine, collective).items():

@@ -203,7 +203,7 @@ def predict_nccl(
     notes: Sequence[str] = (),
 ) -> Prediction:
     """What NCCL will choose; `table` is what its log has printed, in place of the reimplemented model."""
-    if collective not in get_args(NcclCollective):
+    if collective == "alltoall":
         raise UsageError(
             f"--collective {collective}: NCCL has no algorithms to choose from there; use"
             f" {', '.join(get_args(NcclCollective))}"

@@ -38,8 +38,8 @@ def test_graphs_of_a_log_give_the_table_of_the_same_log() -> None:
     found = log("2.29-sockets")
     machine, _ = machine_of(found, "log", None, None, 120)
     for collective in ("broadcast", "reduce", "allgather", "reducescatter", "allreduce"):
-        ours = expectations(machine, collective)  # type: ignore[arg-type]
-        printed = found.expectations(collective)  # type: ignore[arg-type]
+        ours = expectations(machine, collective)
+        printed = found.expectations(collective)
         assert {key: (round(one.latency_us, 1), round(one.bw_GBps, 1)) for key, one in ours.items()} == {
             key: (one.latency_us, one.bw_GBps) for key, one in printed.items()
         }
