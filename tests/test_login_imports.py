@@ -96,6 +96,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "postmortem RUN",
         "cluster --help",
         "template list",
+        "tune predict --nodes 4 --platform h100-ib400 --plot out.svg",
         "nonsense",
     ],
 )

@@ -39,12 +39,17 @@ class Line(NamedTuple):
     bandwidth_Bps: float
 
 
+def quartile(times: Sequence[float]) -> float:
+    """The lower one: what other work on the machine does to a time is only ever to add to it."""
+    return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
+
+
 def fit(seconds_by_size: Mapping[int, Sequence[float]]) -> Line:
-    """Latency from the smallest size, bandwidth from the slope between the two largest; medians all."""
-    medians = sorted((size, statistics.median(times)) for size, times in seconds_by_size.items())
-    if len(medians) < 3:
-        raise UsageError(f"ping-pong: {len(medians)} sizes are too few for a latency and a bandwidth; use 3")
-    (_, latency), (near, low), (far, high) = medians[0], medians[-2], medians[-1]
+    """Latency from the smallest size, bandwidth from the slope between the two largest."""
+    points = sorted((size, quartile(times)) for size, times in seconds_by_size.items())
+    if len(points) < 3:
+        raise UsageError(f"ping-pong: {len(points)} sizes are too few for a latency and a bandwidth; use 3")
+    (_, latency), (near, low), (far, high) = points[0], points[-2], points[-1]
     if high <= low:
         raise UsageError(f"ping-pong: {far} bytes took no longer than {near}; measure again, with more calls")
     return Line(latency, (far - near) / (high - low))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import SiteError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,12 +137,20 @@ class _Asked:
         if fabric is not None:
             ranks = in_blocks(fabric.nodes, nodes * per_node, per_node).ranks
             return Ground(fabric, ranks, inside, reduce_s)
+        if platform and not (self._topology or self._cluster or self._words):
+            raise UsageError(
+                f"--platform {self.name}: does not say what its network's levels carry; --topology FILE"
+                " --cluster NAME tells it, or a platform FILE.yaml with `levels`"
+            )
         from hpcrun.cli.fabric import network_of
 
         resolved = self._job() if self._words else None
         partition = resolved.spec.resources.partition if resolved else None
         cluster = self._cluster or (resolved.spec.cluster if resolved else None)
-        network = network_of(self._topology, cluster, partition)
+        try:
+            network = network_of(self._topology, cluster, partition)
+        except SiteError as error:
+            raise SiteError(f"{error}; --platform NAME|FILE.yaml needs no cluster") from None
         if resolved is None:
             if len(network.fabric.nodes) < nodes:
                 raise UsageError(f"--nodes {nodes}: the topology has {len(network.fabric.nodes)}")

@@ -18,7 +18,8 @@ BIN = Path(sys.executable).parent
 
 def test_a_line_comes_back() -> None:
     def times(size: int) -> list[float]:
-        return [5e-6 + size / 2e9, 1.0, 4e-6 + size / 2e9, 6e-6 + size / 2e9, 5e-6 + size / 2e9]
+        """With two calls that something else has disturbed."""
+        return [5e-6 + size / 2e9, 1.0, 5e-6 + size / 2e9, 6e-6 + size / 2e9, 5e-6 + size / 2e9]
 
     found = fit({size: times(size) for size in (8, 262_144, 4_194_304)})
     assert found.latency_s == pytest.approx(5e-6, rel=0.01)

@@ -132,6 +132,7 @@ def test_a_picture(tmp_path: Path) -> None:
             "predict --nodes 400 --ranks-per-node 1 --library mpi --topology TREE --cluster PROFILE",
             "--nodes 400",
         ),
+        ("predict --nodes 4 --platform h100-ib400 --library mpi", "does not say what its network's levels"),
         ("predict job.yaml --nodes 4", "--nodes: job.yaml says how many already"),
         ("read nowhere", "nowhere: cannot be read: No such file"),
     ],

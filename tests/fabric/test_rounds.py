@@ -162,6 +162,15 @@ def test_limits_of_large_and_of_small() -> None:
         assert seconds("all_reduce", "ring", count, 0) == pytest.approx(2 * (count - 1) * ALPHA)
 
 
+def test_halves_go_to_the_nearest_first() -> None:
+    there = rounds("all_reduce", "rabenseifner", 8)[:3]
+    assert [(abs(one.pairs[0][0] - one.pairs[0][1]), one.share) for one in there] == [
+        (1, 1 / 2),
+        (2, 1 / 4),
+        (4, 1 / 8),
+    ]
+
+
 def test_a_pipeline_is_cut_into_the_best_number_of_pieces() -> None:
     pace = Pace(1e-6, 1e-10, times=5, pipelined=True)
     for size in (1e3, 1e6, 1e9):
