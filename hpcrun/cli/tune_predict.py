@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hpcrun.tuning.predict import Ground, Kind, Prediction
 
 SCHEMA_VERSION = 1
-_MODEL_VERSION = (2, 30)
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -50,6 +49,9 @@ def predict(
     log: Annotated[
         Path | None, typer.Option(metavar="FILE", help="An NCCL log (INFO; INIT,GRAPH,TUNING).")
     ] = None,
+    nccl_version: Annotated[
+        str, typer.Option(metavar="VERSION", help="With --platform: whose model, such as 2.31.")
+    ] = "2.30",
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
     as_json: _Json = False,
 ) -> None:
@@ -61,7 +63,7 @@ def predict(
     kind, chosen = _kind(collective), _library(library)
     if log is not None and chosen != "nccl":
         raise UsageError(f"--log: an NCCL log says nothing of {library}; leave one of the two out")
-    found = _predict(asked, kind, chosen, wanted, log)
+    found = _predict(asked, kind, chosen, wanted, log, _version(nccl_version))
     if plot is not None:
         _draw(plot, found)
     if as_json:
@@ -169,7 +171,12 @@ class _Asked:
 
 
 def _predict(
-    asked: _Asked, collective: Kind, library: Library, sizes: list[int], path: Path | None
+    asked: _Asked,
+    collective: Kind,
+    library: Library,
+    sizes: list[int],
+    path: Path | None,
+    version: tuple[int, int],
 ) -> Prediction:
     from hpcrun.tuning.predict import predict_alpha_beta
 
@@ -191,16 +198,19 @@ def _predict(
                 "as the cluster's levels say",
                 [note],
             )
+        from hpcrun.tuning.nccl_model import older_than_the_model
         from hpcrun.tuning.predict import predict_nccl
 
-        machine = asked.platform.machine(nodes, per_node, _MODEL_VERSION)
+        machine = asked.platform.machine(nodes, per_node, version)
         if machine is None:
             kind = "one node" if nodes == 1 else "several nodes"
             raise UsageError(
                 f"--platform {asked.name}: NCCL's graphs for {kind} are not known; use --log FILE"
             )
         source = f"{asked.name}: {asked.platform.source}"
-        return predict_nccl(machine, collective, sizes, _errors(asked, library, nodes), source)
+        errors = _errors(asked, library, nodes)
+        notes = older_than_the_model(version)
+        return predict_nccl(machine, collective, sizes, errors, source, notes=notes)
     ground = asked.ground()
     nodes = len({*ground.ranks})
     source = (
@@ -239,6 +249,14 @@ def _kind(word: str) -> Kind:
         if kind == plain:
             return kind
     raise UsageError(f"--collective {word}: is not known; use {', '.join(KINDS)}")
+
+
+def _version(word: str) -> tuple[int, int]:
+    major, _, minor = word.partition(".")
+    minor = minor.partition(".")[0]
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise UsageError(f"--nccl-version {word}: is no version; write 2.30 or 2.30.7")
+    return int(major), int(minor)
 
 
 def _library(word: str) -> Library:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.nccl_constants import ALGOS, PROTOS, SOURCE, Algo, Proto
-from hpcrun.tuning.nccl_model import Expected, Graph, Machine, NcclCollective
+from hpcrun.tuning.nccl_constants import ALGOS, PROTOS, Algo, Proto
+from hpcrun.tuning.nccl_model import Expected, Graph, Machine, NcclCollective, older_than_the_model
 
 _LINE = re.compile(r"(?:^|\s)NCCL (INFO|WARN|TRACE|VERSION) (.*)$")
 _VERSION = re.compile(r"(?:^|\s)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")
@@ -312,8 +312,8 @@ def machine_of(
             raise UsageError(f"{name}: does not tell which GPUs these are; add --platform for them")
         capability = 80
         notes.append("the GPUs are not known: taken as sm80 or newer")
-    if log.release is not None and log.release < (2, 30) and not log.table:
-        notes.append(f"the model is that of {SOURCE}; NCCL {log.version} differs in some constants")
+    if log.release is not None and not log.table:
+        notes += older_than_the_model(log.release)
     graphs = dict(log.graphs)
     if "ring" not in graphs and log.channels:
         graphs["ring"] = Graph(log.channels, 1.0, 1.0)

@@ -102,6 +102,13 @@ def expectations(machine: Machine, collective: NcclCollective) -> dict[tuple[Alg
     return found
 
 
+def older_than_the_model(version: tuple[int, int]) -> list[str]:
+    """What is to be said of a version that the constants are not of."""
+    if version >= (2, 30):
+        return []
+    return [f"the constants are those of NCCL 2.30.7; NCCL {version[0]}.{version[1]} has some others"]
+
+
 def time_us(
     machine: Machine,
     collective: NcclCollective,

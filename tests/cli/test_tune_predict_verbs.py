@@ -84,6 +84,30 @@ def test_a_table_by_a_log_agrees_with_what_was_taken() -> None:
     assert found["notes"] == ["the GPUs are not known: taken as sm80 or newer"]
 
 
+def test_another_version_of_nccl(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    graph = "{channels: 8, bw_intra: 40, bw_inter: 20}"
+    path.write_text(
+        f"about: x\nsource: x\ncapability: 90\ngpus_per_node: 8\nseveral_nodes: {{ring: {graph}}}\n"
+    )
+    words = ("predict", "--nodes", "2", "--platform", str(path), "--sizes", "64G")
+    old, new, ancient = (printed(*words, "--nccl-version", name) for name in ("2.30.7", "2.31", "2.19"))
+    # From 2.31 on a ring of two nodes goes by what a channel carries between them.
+    assert old["rows"][0]["algbw_GBps"] == pytest.approx(2 * new["rows"][0]["algbw_GBps"], rel=0.01)
+    assert old["notes"] == []
+    assert ancient["notes"] == ["the constants are those of NCCL 2.30.7; NCCL 2.19 has some others"]
+    assert "--nccl-version two" in refused(*words, "--nccl-version", "two")
+
+
+def test_mpi_on_a_network_that_was_measured() -> None:
+    words = ("predict", "--nodes", "8", "--ranks-per-node", "1", "--platform", "emulated-racks")
+    found = printed(*words, "--library", "mpi", "--sizes", "1K,4M")
+    assert [row["winner"] for row in found["rows"]] == ["recursive_doubling", "rabenseifner"]
+    assert {row["model_error"] for row in found["rows"]} == {0.65}
+    assert call(*words, "--library", "gloo").stdout.splitlines()[-1].startswith("The model's error here is")
+    assert "NCCL's graphs for several nodes are not known" in refused(*words)
+
+
 def test_an_unknown_platform_gives_only_the_order(profile: str) -> None:
     words = ("predict", "--nodes", "4", "--ranks-per-node", "2", "--topology", TREE, "--cluster", profile)
     result = call(*words, "--sizes", "1K,64M")
