@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 
-from hpcrun.bench.pingpong import Line, fit, quartile
-from hpcrun.fabric.collectives import paces
+from hpcrun.bench.pingpong import Fit, fit, quartile
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.rounds import Algorithm
+from hpcrun.tuning.predict import Ground
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
@@ -74,32 +74,33 @@ class Racks:
 
 @dataclass(frozen=True)
 class Levels:
-    """What the ping-pong has found."""
+    """What the ping-pong has found: pairs alone, and all pairs both ways at once."""
 
-    node: Line
-    rack: Line
-    rack_all: Line
-    across: Line
-    across_all: Line
+    node: Fit
+    rack: Fit
+    rack_all: Fit
+    across: Fit
+    across_all: Fit
     reduce_s_per_byte: float
 
-    def fabric(self) -> Fabric:
-        """Two racks with these levels; the uplink carries what all pairs together got across."""
+    def ground(self) -> Ground:
+        """A rank on each node of two racks."""
+        large, small = self._fabric("large"), self._fabric("small")
+        return Ground(large, large.nodes, None, self.reduce_s_per_byte, small, self.across_all.up_to_bytes)
+
+    def _fabric(self, which: str) -> Fabric:
+        """Levels of small or of large messages; an uplink carries what all pairs together got across."""
+        rack, single, together = (
+            line.small if which == "small" else line.large
+            for line in (self.rack_all, self.across, self.across_all)
+        )
+        most = max(single.bandwidth_Bps, together.bandwidth_Bps)
+        leaf = Level("leaf", rack.bandwidth_Bps, 1.0, rack.latency_s)
+        above = max(0.0, together.latency_s - rack.latency_s)
+        spine = Level("spine", most, most / together.bandwidth_Bps, above)
         names = tuple(f"n{number:02}" for number in range(1, NODES + 1))
         units = tuple((f"leaf{at // RACK + 1}", "spine") for at in range(NODES))
-        single = self.across.bandwidth_Bps
-        together = RACK * self.across_all.bandwidth_Bps
-        inner, outer = self.rack_all.latency_s, self.across_all.latency_s
-        leaf = Level("leaf", self.rack_all.bandwidth_Bps, 1.0, inner)
-        spine = Level("spine", single, max(1.0, single * RACK / together), max(0.0, outer - inner))
         return Fabric(names, (leaf, spine), units)
-
-    def seconds(self, algorithm: Algorithm, size_bytes: int) -> float:
-        """Predicted."""
-        fabric = self.fabric()
-        found = paces(fabric, [fabric.nodes], "all_reduce", algorithm)
-        assert found is not None
-        return sum(one.seconds(size_bytes, self.reduce_s_per_byte) for one in found)
 
 
 Times = dict[str, dict[int, list[float]]]
@@ -218,7 +219,8 @@ def tell_size(
 ) -> None:
     """One size of the allreduce, by algorithm."""
     measured = {name: statistics.median(times) for name, times in found.items()}
-    predicted = {name: levels.seconds(ours, size) for name, ours in ALGORITHMS.items()}
+    ground = levels.ground()
+    predicted = {name: ground.clock("all_reduce", ours)(size) for name, ours in ALGORITHMS.items()}
     for name in ALGORITHMS:
         report.row(
             what=f"allreduce of {size // KIB} KiB by {name}, ms",
@@ -262,11 +264,14 @@ def measure(report: harness.Report, quick: bool) -> None:
     finally:
         shutil.rmtree(folder)
     levels = links.levels()
-    for name, line in itertools.islice(vars(levels).items(), 5):
+    for name, found_line in itertools.islice(vars(levels).items(), 5):
         report.row(
             what=f"ping-pong {name.replace('_', ', pairs: ')}",
             stated="",
-            model=f"{1e6 * line.latency_s:.0f} us, {line.bandwidth_Bps / 1e6:.1f} MB/s a pair",
+            model="; ".join(
+                f"{one} {1e6 * line.latency_s:.0f} us, {line.bandwidth_Bps / 1e6:.1f} MB/s a pair"
+                for one, line in zip(("small", "large"), found_line[:2], strict=True)
+            ),
             error="",
         )
     tell(report, levels, found)

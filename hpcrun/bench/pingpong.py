@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SMALL_BYTES = 8
-LARGE_BYTES = (262_144, 4_194_304)
+LARGE_BYTES = (65_536, 262_144, 4_194_304)
 SMALL_TIMES, LARGE_TIMES, WARM_UP = 60, 4, 1
 NAP_S = 0.0002
 """Between polls."""
@@ -39,20 +39,33 @@ class Line(NamedTuple):
     bandwidth_Bps: float
 
 
+class Fit(NamedTuple):
+    """Two lines: MPI libraries and networks treat small messages otherwise than large ones."""
+
+    small: Line
+    large: Line
+    up_to_bytes: int
+    """The largest of the small ones."""
+
+
 def quartile(times: Sequence[float]) -> float:
     """The lower one: what other work on the machine does to a time is only ever to add to it."""
     return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
 
 
-def fit(seconds_by_size: Mapping[int, Sequence[float]]) -> Line:
-    """Latency from the smallest size, bandwidth from the slope between the two largest."""
+def fit(seconds_by_size: Mapping[int, Sequence[float]]) -> Fit:
+    """A line through the two smallest sizes, and one through the two largest."""
     points = sorted((size, quartile(times)) for size, times in seconds_by_size.items())
-    if len(points) < 3:
-        raise UsageError(f"ping-pong: {len(points)} sizes are too few for a latency and a bandwidth; use 3")
-    (_, latency), (near, low), (far, high) = points[0], points[-2], points[-1]
+    if len(points) < 4:
+        raise UsageError(f"ping-pong: {len(points)} sizes are too few for two lines; use 4")
+    (first, latency), (second, later), *_, (near, low), (far, high) = points
     if high <= low:
         raise UsageError(f"ping-pong: {far} bytes took no longer than {near}; measure again, with more calls")
-    return Line(latency, (far - near) / (high - low))
+    bandwidth = (far - near) / (high - low)
+    large = Line(max(0.0, low - near / bandwidth), bandwidth)
+    # What is lost in the grain of the polls is taken to go as the large ones do.
+    small = Line(latency, (second - first) / (later - latency) if later > latency else bandwidth)
+    return Fit(small, large, second)
 
 
 def parse_pairs(words: Sequence[str], ranks: int) -> dict[str, list[tuple[int, int]]]:

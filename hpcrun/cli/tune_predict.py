@@ -138,7 +138,10 @@ class _Asked:
         reduce_s = 1 / (platform.reduce_GBps * 1e9) if platform and platform.reduce_GBps else 0.0
         if fabric is not None:
             ranks = in_blocks(fabric.nodes, nodes * per_node, per_node).ranks
-            return Ground(fabric, ranks, inside, reduce_s)
+            assert platform is not None
+            small = platform.small_fabric(nodes)
+            up_to = platform.small_messages.up_to_bytes if platform.small_messages else 0
+            return Ground(fabric, ranks, inside, reduce_s, small, up_to)
         if platform and not (self._topology or self._cluster or self._words):
             raise UsageError(
                 f"--platform {self.name}: does not say what its network's levels carry; --topology FILE"

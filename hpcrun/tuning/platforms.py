@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -48,6 +49,13 @@ class NetworkLevel(_Section):
     nodes: int | None = Field(default=None, ge=1, description="below one unit; default: all")
 
 
+class SmallSpec(_Section):
+    """What small messages find: libraries and networks treat them otherwise than large ones."""
+
+    up_to_bytes: int = Field(ge=1)
+    levels: list[NetworkLevel] = Field(min_length=1)
+
+
 class InsideSpec(_Section):
     """What a rank's way to the others on its node carries."""
 
@@ -83,6 +91,7 @@ class PlatformSpec(_Section):
     one_node: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
     several_nodes: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
     levels: list[NetworkLevel] = []
+    small_messages: SmallSpec | None = None
     inside: InsideSpec | None = None
     reduce_GBps: float | None = Field(default=None, gt=0, description="at which a rank adds up")
     errors: list[ErrorSpec] = []
@@ -106,16 +115,23 @@ class PlatformSpec(_Section):
 
     def fabric(self, nodes: int) -> Fabric | None:
         """Nodes filled into the units of its levels in order; None where no levels are known."""
-        if not self.levels:
+        return self._fabric(nodes, self.levels)
+
+    def small_fabric(self, nodes: int) -> Fabric | None:
+        """The same as small messages find it; None where that is no different."""
+        return self._fabric(nodes, self.small_messages.levels) if self.small_messages else None
+
+    def _fabric(self, nodes: int, specs: Sequence[NetworkLevel]) -> Fabric | None:
+        if not specs:
             return None
         names = tuple(f"node{number}" for number in range(1, nodes + 1))
         units = tuple(
-            tuple(f"{level.name}{at // level.nodes + 1 if level.nodes else 1}" for level in self.levels)
+            tuple(f"{level.name}{at // level.nodes + 1 if level.nodes else 1}" for level in specs)
             for at in range(nodes)
         )
         levels = tuple(
             Level(level.name, level.bandwidth_GBps * _GB, level.oversubscription, level.latency_us / 1e6)
-            for level in self.levels
+            for level in specs
         )
         return Fabric(names, levels, units, source=self.about)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.collectives import Inside, paces
+from hpcrun.fabric.collectives import Inside, Pace, paces
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.rounds import NESTED, Algorithm, Collective
+from hpcrun.fabric.rounds import NESTED, Algorithm, Collective, rounds
 from hpcrun.tuning.nccl_constants import SOURCE, Algo, Proto
 from hpcrun.tuning.nccl_model import Expected, Machine, NcclCollective, expectations, time_us
 from hpcrun.tuning.platforms import ErrorSpec, Library
@@ -235,6 +235,31 @@ class Ground:
     """The node of every rank."""
     inside: Inside | None = None
     reduce_s_per_byte: float = 0.0
+    small: Fabric | None = None
+    """What messages up to `small_bytes` find there, where that differs."""
+    small_bytes: int = 0
+
+    def clock(self, collective: Collective, algorithm: Algorithm, inner: int = 1) -> Callable[[float], float]:
+        """Seconds by size; all levels must be known. Every round goes by the size of its messages."""
+
+        def of(fabric: Fabric) -> tuple[Pace, ...]:
+            found = paces(fabric, [self.ranks], collective, algorithm, inner=inner, inside=self.inside)
+            assert found is not None
+            return found
+
+        large = of(self.fabric)
+        small = of(self.small) if self.small else large
+        shares = [one.share for one in rounds(collective, algorithm, len(self.ranks), inner)]
+
+        def seconds(size_bytes: float) -> float:
+            return sum(
+                (few if share * size_bytes <= self.small_bytes else many).seconds(
+                    size_bytes, self.reduce_s_per_byte
+                )
+                for share, few, many in zip(shares, small, large, strict=True)
+            )
+
+        return seconds
 
     @property
     def per_node(self) -> int:
@@ -275,26 +300,14 @@ def predict_alpha_beta(
             continue
         if algorithm == "recursive_doubling" and collective == "allgather" and not _power_of_two(ground):
             continue
-        found = paces(
-            ground.fabric,
-            [ground.ranks],
-            _FABRIC_NAMES[collective],
-            algorithm,
-            inner=inner or 1,
-            inside=ground.inside,
-        )
-        assert found is not None
-        known[name] = found
+        known[name] = ground.clock(_FABRIC_NAMES[collective], algorithm, inner or 1)
     if ground.per_node > 1 and ground.inside is None:
         said.append("what stays inside a node counts as free: the platform does not say what it carries")
     factor = bus_factor(collective, len(ground.ranks))
     rows = [
         _row(
             size,
-            {
-                name: sum(one.seconds(size, ground.reduce_s_per_byte) for one in found)
-                for name, found in known.items()
-            },
+            {name: clock(size) for name, clock in known.items()},
             error_of(size),
             factor,
         )
