@@ -136,6 +136,18 @@ def test_every_library_has_algorithms_for_every_collective(library: str, kind: K
         assert not found.timed
 
 
+def test_every_round_goes_by_the_size_of_its_messages() -> None:
+    """Halves of 8 kB are large, quarters and eighths are small."""
+    where = ground(8)
+    slow = Fabric(
+        where.fabric.nodes, (Level("leaf", 1e9, 1.0, 7e-6), where.fabric.levels[1]), where.fabric.units
+    )
+    both = Ground(where.fabric, where.ranks, small=slow, small_bytes=4000)
+    large, small = 2e-6 + 4096 / 10e9, 7e-6 + 2048 / 1e9 + 7e-6 + 1024 / 1e9
+    assert both.clock("all_reduce", "rabenseifner")(8192) == pytest.approx(2 * (large + small))
+    assert both.clock("all_reduce", "recursive_doubling")(1000) == pytest.approx(3 * (7e-6 + 1e-6))
+
+
 def test_the_formulas_of_gloo() -> None:
     """Its plain ring sends everything P - 1 times; the chunked one 2 m (P-1)/P in 4 (P-1) steps."""
     (row,) = predict_alpha_beta(ground(4), "gloo", "allreduce", [10**9], lambda _: None, "").rows
@@ -212,6 +224,10 @@ levels:
   - {name: leaf, bandwidth_GBps: 10, latency_us: 2, nodes: 4}
   - {name: spine, bandwidth_GBps: 10, latency_us: 1, oversubscription: 4}
 inside: {bandwidth_GBps: 40, latency_us: 0.5}
+small_messages:
+  up_to_bytes: 4096
+  levels:
+    - {name: leaf, bandwidth_GBps: 1, latency_us: 2}
 errors:
   - {library: gloo, share: 0.3, source: ours}
 """)
@@ -219,6 +235,9 @@ errors:
     fabric = platform.fabric(8)
     assert fabric is not None
     assert [len(nodes) for nodes in fabric.members(0).values()] == [4, 4]
+    small = platform.small_fabric(8)
+    assert small is not None
+    assert small.levels[0].bandwidth_Bps == 1e9
     assert platform.within is not None
     assert platform.within.bandwidth_Bps == 40e9
     assert platform.machine(2, 8, (2, 30)) is None
