@@ -177,6 +177,24 @@ def measure_allreduce(comm: MPI.Comm, calls: Mapping[int, int]) -> dict[int, lis
     return found
 
 
+def render_links(links: Mapping[str, Any]) -> str:
+    """What the times say of each name, a line each; for the levels of a platform file."""
+    lines = []
+    for name, found in links.items():
+        for mode, words in (("one", "one pair"), ("all", f"{found['pairs']} pairs both ways")):
+            try:
+                line = fit({int(size): times for size, times in found[mode].items()})
+            except UsageError as error:
+                lines.append(f"{name}, {words}: unknown: {error}")
+                continue
+            parts = (
+                f"{which} {1e6 * one.latency_s:.4g} us, {one.bandwidth_Bps / 1e9:.4g} GB/s"
+                for which, one in ((f"up to {line.up_to_bytes} B:", line.small), ("above:", line.large))
+            )
+            lines.append(f"{name}, {words}: {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str]) -> int:
     """See the module."""
     from mpi4py import MPI
@@ -196,6 +214,8 @@ def main(argv: Sequence[str]) -> int:
     found = modes[argv[0]](argv[2:])
     if comm.rank == 0:
         Path(argv[1]).write_text(json.dumps(found), encoding="utf-8")
+        if argv[0] == "links":
+            print(render_links(found["links"]))
     return 0
 
 

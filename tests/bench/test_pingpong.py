@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.bench.pingpong import fit, parse_pairs
+from hpcrun.bench.pingpong import fit, parse_pairs, render_links
 from hpcrun.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,14 @@ def test_too_little_to_fit() -> None:
         fit({1: [1.0], 2: [2.0], 8: [2.0], 16: [2.0]})
 
 
+def test_links_in_words() -> None:
+    times = {"8": [1e-6], "1000": [2e-6], "10000": [3e-6], "20000": [5e-6]}
+    odd = {**times, "20000": [1e-6]}
+    told = render_links({"rack": {"one": times, "all": odd, "pairs": 4}}).splitlines()
+    assert told[0] == "rack, one pair: up to 1000 B: 1 us, 0.992 GB/s; above: 1 us, 5 GB/s"
+    assert told[1].startswith("rack, 4 pairs both ways: unknown: ping-pong: 20000 bytes took no longer")
+
+
 def test_pairs() -> None:
     assert parse_pairs(["near:0-1,2-3", "far:0-2"], 4) == {"near": [(0, 1), (2, 3)], "far": [(0, 2)]}
     for word in ("near", "near:0", "near:0-1,1-2", "near:0-4", "near:a-b", "near:-1-0"):
@@ -69,5 +77,6 @@ def test_with_mpi(mode: str, words: list[str], tmp_path: Path) -> None:
         assert {size: len(times) for size, times in found.items()} == {"1024": 3, "65536": 2}
     else:
         assert found["links"]["pair"]["pairs"] == 1
+        assert "pair, 1 pairs both ways: " in done.stdout
         assert all(time > 0 for times in found["links"]["pair"]["one"].values() for time in times)
         assert found["reduce_s_per_byte"] > 0

@@ -143,6 +143,16 @@ def test_two_levels_take_what_both_take() -> None:
     assert seconds("all_reduce", "torus", g * nodes, m, g, gamma=0) == pytest.approx(inside + across)
 
 
+def test_the_wire_of_four_nodes_with_eight_nics() -> None:
+    """4 GiB over 4 nodes of 8 ranks: 0.75 GiB a rank over the wire, at 50 GB/s a NIC 16.1 ms at best."""
+    names = tuple(f"n{at}" for at in range(4))
+    fabric = Fabric(names, (Level("leaf", 8 * 50e9, 1.0, 0.0),), (("leaf",),) * 4)
+    ranks = [name for name in names for _ in range(8)]
+    found = paces(fabric, [ranks], "all_reduce", "two_level", inner=8)
+    assert found is not None
+    assert sum(one.seconds(4 * 2**30) for one in found) == pytest.approx(16.1e-3, rel=2e-3)
+
+
 def test_limits_of_large_and_of_small() -> None:
     """A ring has full bandwidth and p rounds; two trees have full bandwidth and log p rounds."""
     large = 1e15
