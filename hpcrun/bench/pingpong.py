@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import HpcrunError, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -215,9 +215,14 @@ def main(argv: Sequence[str]) -> int:
     if comm.rank == 0:
         Path(argv[1]).write_text(json.dumps(found), encoding="utf-8")
         if argv[0] == "links":
-            print(render_links(found["links"]))
+            sys.stdout.write(render_links(found["links"]) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except HpcrunError as error:
+        # All ranks have read the same words.
+        sys.stderr.write(f"pingpong: {error}\n")
+        sys.exit(error.exit_code)
