@@ -59,6 +59,13 @@ def test_pairs() -> None:
             parse_pairs([word], 4)
 
 
+def test_a_mistake_is_one_line(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "hpcrun.bench.pingpong", "links", str(tmp_path / "out"), "rack:0-1"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "pingpong: rack:0-1: each of the ranks 0 to 0 may be in one pair\n"
+
+
 @pytest.mark.parametrize(("mode", "words"), [("links", ["pair:0-1"]), ("allreduce", ["1024:3", "65536:2"])])
 def test_with_mpi(mode: str, words: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.json"
