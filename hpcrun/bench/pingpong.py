@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SMALL_BYTES = 8
-LARGE_BYTES = (65_536, 262_144, 4_194_304)
-SMALL_TIMES, LARGE_TIMES, WARM_UP = 60, 4, 1
+LARGE_BYTES = (16_384, 262_144, 4_194_304)
+SMALL_TIMES, LARGE_TIMES, WARM_UP = 40, 6, 1
 NAP_S = 0.0002
 """Between polls."""
 
@@ -130,10 +130,12 @@ def _measure(comm: MPI.Comm, pairs: Sequence[tuple[int, int]], trip: _Trip) -> d
     found = {}
     for size, times in ((SMALL_BYTES, SMALL_TIMES), *((large, LARGE_TIMES) for large in LARGE_BYTES)):
         out, into = bytearray(size), bytearray(size)
-        wait(comm.Ibarrier())
         mine: list[float] = []
-        if comm.rank in partner:
-            mine = [trip(comm, *partner[comm.rank], out, into) for _ in range(times + WARM_UP)]
+        for _ in range(times + WARM_UP):
+            # As a round of a collective: all start together, and links have had a moment's rest.
+            wait(comm.Ibarrier())
+            if comm.rank in partner:
+                mine.append(trip(comm, *partner[comm.rank], out, into))
         gathered = [each[WARM_UP:] for each in comm.gather(mine) or [] if each]
         found[size] = [max(each) for each in zip(*gathered, strict=True)]
     return found
