@@ -109,6 +109,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "tune --help",
         "tune advise JOB",
         "tune checklist roce-spectrum",
+        "tune predict --nodes 4 --platform h100-ib400 --plot out.svg",
         "nonsense",
     ],
 )

@@ -49,7 +49,7 @@ def show(
     topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = False, svg: _Svg = None
 ) -> None:
     """The network as a tree, with what is free where."""
-    network = _network(topology, cluster)
+    network = network_of(topology, cluster)
     if as_json:
         states = {"states": dict(network.states), "bad": dict(network.bad)}
         _print_json(
@@ -67,7 +67,7 @@ def free(topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = 
     """How many nodes are free under each leaf, and which."""
     from hpcrun.hostlist import fold
 
-    network = _network(topology, cluster)
+    network = network_of(topology, cluster)
     by_leaf: dict[str, list[str]] = {}
     for node in network.free:
         above = network.fabric.unit(node, 0) if network.fabric.levels else None
@@ -109,7 +109,7 @@ def place(
         Path(given[0]) if names_job else None, given[1:] if names_job else given, command=context.obj
     )
     spec = resolved.spec
-    network = _network(topology, cluster or spec.cluster, spec.resources.partition)
+    network = network_of(topology, cluster or spec.cluster, spec.resources.partition)
     found = forecast(spec, resolved.plan, network)
     if svg is not None:
         _draw(svg, found, spec.degrees, axis)
@@ -155,7 +155,7 @@ def avoid(
         print(f"{node}  {why}")
 
 
-def _network(topology: Path | None, cluster: str | None, partition: str | None = None) -> Network:
+def network_of(topology: Path | None, cluster: str | None, partition: str | None = None) -> Network:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
     from hpcrun.launch.forecast import look
     from hpcrun.slurm.live import ask_cluster

@@ -6,6 +6,7 @@ import typer
 
 from hpcrun.cli.tune_advise import advise, checklist, uptake
 from hpcrun.cli.tune_lint import explain, lint
+from hpcrun.cli.tune_predict import predict, read
 from hpcrun.errors import UsageError
 
 TAKES_COMMAND = True
@@ -14,7 +15,7 @@ TAKES_COMMAND = True
 app = typer.Typer(
     no_args_is_help=True,
     help="Communication settings: what a job should have and why, what is wrong in an environment, what a"
-    " variable means, what became of it.",
+    " variable means, which algorithm wins, what a log tells.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -27,5 +28,5 @@ def refuse_a_command(context: typer.Context) -> None:
         raise UsageError(f"tune {context.invoked_subcommand} takes no command after `--`")
 
 
-for verb in (advise, lint, explain, checklist, uptake):
+for verb in (advise, lint, explain, predict, read, checklist, uptake):
     app.command()(verb)

@@ -10,9 +10,10 @@ from collections import Counter
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.collectives import Algorithm, Collective, collective_s, rounds
+from hpcrun.fabric.collectives import collective_s
 from hpcrun.fabric.cost import Cost, Loads, cost, sites_of, streams_of
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
+from hpcrun.fabric.rounds import Algorithm, Collective, rounds
 from hpcrun.fabric.traffic import Flow, Pattern, Traffic, declared
 from hpcrun.mesh import AXES, Degrees
 from hpcrun.specs.placement import Placement, in_blocks

@@ -1,0 +1,1 @@
+"""Measurements: sweeps of what the machine really does."""

@@ -1,0 +1,361 @@
+"""`hpcrun tune predict` and `tune read`: which algorithm wins at which size, and what an NCCL log tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.errors import SiteError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpcrun.tuning.nccl_diagnosis import Finding
+    from hpcrun.tuning.nccl_log import NcclLog
+    from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
+    from hpcrun.tuning.predict import Ground, Kind, Prediction
+
+SCHEMA_VERSION = 1
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def predict(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOB [key=value]...]", help="A job file: its ranks where they would stand."),
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of a job.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, metavar="R", help="Default: all GPUs.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE.yaml", help="From the platform table, or your own.")
+    ] = None,
+    topology: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A captured topology, as for `fabric show`.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which profile tells what the levels carry.")
+    ] = None,
+    collective: Annotated[
+        str, typer.Option(help="allreduce, allgather, reducescatter, broadcast, reduce, alltoall.")
+    ] = "allreduce",
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZES", help="1K..1G, or 64K,3M; powers of 1024.")
+    ] = "1K..1G",
+    library: Annotated[str, typer.Option(help="nccl, mpi or gloo.")] = "nccl",
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="An NCCL log (INFO; INIT,GRAPH,TUNING).")
+    ] = None,
+    nccl_version: Annotated[
+        str, typer.Option(metavar="VERSION", help="With --platform: whose model, such as 2.31.")
+    ] = "2.30",
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Which algorithm wins at which size, by how much, and whether the model can tell."""
+    from hpcrun.tuning.predict import parse_sizes
+
+    asked = _Asked(words or [], nodes, ranks_per_node, platform, topology, cluster)
+    wanted = parse_sizes(sizes)
+    kind, chosen = _kind(collective), _library(library)
+    if log is not None and chosen != "nccl":
+        raise UsageError(f"--log: an NCCL log says nothing of {library}; leave one of the two out")
+    found = _predict(asked, kind, chosen, wanted, log, _version(nccl_version))
+    if plot is not None:
+        _draw(plot, found)
+    if as_json:
+        _print_json(found.as_json())
+    else:
+        _print_table(found)
+
+
+def read(
+    path: Annotated[Path, typer.Argument(metavar="LOG", help="What NCCL has printed (NCCL_DEBUG=INFO).")],
+    as_json: _Json = False,
+) -> None:
+    """What an NCCL log tells: version, ways, the algorithms really used, and what its warnings mean."""
+    from hpcrun.tuning.nccl_diagnosis import diagnose
+    from hpcrun.tuning.nccl_log import parse_nccl_log
+
+    log = parse_nccl_log(_text(path))
+    findings = diagnose(log.lines)
+    if as_json:
+        _print_json({**log.as_json(), "findings": [one.as_json() for one in findings]})
+        return
+    if not log.lines and log.version is None:
+        print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
+        return
+    _print_log(log)
+    _print_findings(findings)
+
+
+class _Asked:
+    """Where the ranks are, as it was said on the command line."""
+
+    def __init__(
+        self,
+        words: list[str],
+        nodes: int | None,
+        per_node: int | None,
+        platform: str | None,
+        topology: Path | None,
+        cluster: str | None,
+    ) -> None:
+        from hpcrun.tuning.platforms import find_platform
+
+        self._words, self._topology, self._cluster = words, topology, cluster
+        self.nodes, self.per_node = nodes, per_node
+        self.platform: PlatformSpec | None = find_platform(platform) if platform else None
+        self.name = platform
+        if words and nodes is not None:
+            raise UsageError(f"--nodes: {words[0]} says how many already; leave one of the two out")
+
+    def size(self) -> tuple[int, int]:
+        """Nodes and ranks on each."""
+        if self._words:
+            spec = self._job().spec
+            return -(-spec.ranks // spec.ranks_per_node), spec.ranks_per_node
+        if self.nodes is None:
+            raise UsageError("nothing is said about the ranks; give a JOB, or --nodes N, or --log FILE")
+        known = self.platform.gpus_per_node if self.platform else None
+        per_node = self.per_node or known
+        if per_node is None:
+            raise UsageError("--ranks-per-node: is missing, and no platform says how many GPUs a node has")
+        return self.nodes, per_node
+
+    def ground(self) -> Ground:
+        """Nodes and ranks in the network: the platform's own levels, or the cluster's."""
+        from hpcrun.specs.placement import in_blocks
+        from hpcrun.tuning.predict import Ground
+
+        nodes, per_node = self.size()
+        platform = self.platform
+        fabric = platform.fabric(nodes) if platform and not self._topology else None
+        inside = platform.within if platform else None
+        reduce_s = 1 / (platform.reduce_GBps * 1e9) if platform and platform.reduce_GBps else 0.0
+        if fabric is not None:
+            ranks = in_blocks(fabric.nodes, nodes * per_node, per_node).ranks
+            assert platform is not None
+            small = platform.small_fabric(nodes)
+            up_to = platform.small_messages.up_to_bytes if platform.small_messages else 0
+            return Ground(fabric, ranks, inside, reduce_s, small, up_to)
+        if platform and not (self._topology or self._cluster or self._words):
+            raise UsageError(
+                f"--platform {self.name}: does not say what its network's levels carry; --topology FILE"
+                " --cluster NAME tells it, or a platform FILE.yaml with `levels`"
+            )
+        from hpcrun.cli.fabric import network_of
+
+        resolved = self._job() if self._words else None
+        partition = resolved.spec.resources.partition if resolved else None
+        cluster = self._cluster or (resolved.spec.cluster if resolved else None)
+        try:
+            network = network_of(self._topology, cluster, partition)
+        except SiteError as error:
+            raise SiteError(f"{error}; --platform NAME|FILE.yaml needs no cluster") from None
+        if resolved is None:
+            if len(network.fabric.nodes) < nodes:
+                raise UsageError(f"--nodes {nodes}: the topology has {len(network.fabric.nodes)}")
+            ranks = in_blocks(network.fabric.nodes, nodes * per_node, per_node).ranks
+        else:
+            from hpcrun.launch.forecast import forecast
+
+            ranks = forecast(resolved.spec, resolved.plan, network).placed.placement.ranks
+        return Ground(network.fabric, ranks, inside, reduce_s)
+
+    def _job(self) -> Any:
+        from hpcrun.specs.load import load_job
+
+        names_job = "=" not in self._words[0]
+        return load_job(Path(self._words[0]) if names_job else None, self._words[names_job:])
+
+
+def _predict(
+    asked: _Asked,
+    collective: Kind,
+    library: Library,
+    sizes: list[int],
+    path: Path | None,
+    version: tuple[int, int],
+) -> Prediction:
+    from hpcrun.tuning.predict import predict_alpha_beta
+
+    if path is not None:
+        return _from_log(asked, collective, sizes, path)
+    if library == "nccl":
+        nodes, per_node = asked.size()
+        if asked.platform is None:
+            note = (
+                "nothing is known of NCCL's graphs here (--platform NAME, or --log FILE): α-β times of"
+                " algorithms like NCCL's, good for their order alone"
+            )
+            return predict_alpha_beta(
+                asked.ground(),
+                library,
+                collective,
+                sizes,
+                lambda _: None,
+                "as the cluster's levels say",
+                [note],
+            )
+        from hpcrun.tuning.nccl_model import older_than_the_model
+        from hpcrun.tuning.predict import predict_nccl
+
+        machine = asked.platform.machine(nodes, per_node, version)
+        if machine is None:
+            kind = "one node" if nodes == 1 else "several nodes"
+            raise UsageError(
+                f"--platform {asked.name}: NCCL's graphs for {kind} are not known; use --log FILE"
+            )
+        source = f"{asked.name}: {asked.platform.source}"
+        errors = _errors(asked, library, nodes)
+        notes = older_than_the_model(version)
+        return predict_nccl(machine, collective, sizes, errors, source, notes=notes)
+    ground = asked.ground()
+    nodes = len({*ground.ranks})
+    source = (
+        f"{asked.name}: {asked.platform.source}" if asked.platform else f"levels of {ground.fabric.source}"
+    )
+    return predict_alpha_beta(ground, library, collective, sizes, _errors(asked, library, nodes), source)
+
+
+def _errors(asked: _Asked, library: Library, nodes: int) -> Callable[[int], ErrorSpec | None]:
+    from hpcrun.tuning.platforms import model_error
+
+    return lambda size: model_error(asked.platform, library, nodes, size)
+
+
+def _from_log(asked: _Asked, collective: Kind, sizes: list[int], path: Path) -> Prediction:
+    """By the table in the log, or by the graphs in it."""
+    from hpcrun.tuning.nccl_log import machine_of, parse_nccl_log
+    from hpcrun.tuning.predict import predict_nccl
+
+    log = parse_nccl_log(_text(path))
+    capability = asked.platform.capability if asked.platform else None
+    machine, notes = machine_of(log, str(path), asked.nodes, asked.per_node, capability)
+    if asked.platform is not None:
+        machine = replace(machine, cpu=asked.platform.cpu, nic_latency_us=asked.platform.nic_latency_us)
+    table = log.expectations(collective) if collective != "alltoall" else {}
+    errors = _errors(asked, "nccl", machine.nodes)
+    source = f"{path}, {log.library or 'NCCL'} {log.version or 'of unknown version'}"
+    return predict_nccl(machine, collective, sizes, errors, source, table or None, notes)
+
+
+def _kind(word: str) -> Kind:
+    from hpcrun.tuning.predict import KINDS
+
+    plain = word.lower().replace("_", "").replace("-", "")
+    for kind in KINDS:
+        if kind == plain:
+            return kind
+    raise UsageError(f"--collective {word}: is not known; use {', '.join(KINDS)}")
+
+
+def _version(word: str) -> tuple[int, int]:
+    major, _, minor = word.partition(".")
+    minor = minor.partition(".")[0]
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise UsageError(f"--nccl-version {word}: is no version; write 2.30 or 2.30.7")
+    return int(major), int(minor)
+
+
+def _library(word: str) -> Library:
+    names: tuple[Library, ...] = ("nccl", "mpi", "gloo")
+    for name in names:
+        if name == word.lower():
+            return name
+    raise UsageError(f"--library {word}: is not known; use {', '.join(names)}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; name a file") from None
+
+
+def _draw(path: Path, found: Prediction) -> None:
+    from hpcrun.tuning.plot import plot_svg
+
+    try:
+        path.write_text(plot_svg(found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be written: {error.strerror}; --plot FILE writes elsewhere"
+        ) from None
+    typer.echo(f"hpcrun: drawn in {path}", err=True)
+
+
+def _print_table(found: Prediction) -> None:
+    from hpcrun.tuning.plot import shown_size
+
+    ranks = found.nodes * found.per_node
+    print(f"{found.collective}, {found.library}: {ranks} ranks on {found.nodes} nodes")
+    print(f"by {found.basis}")
+    for note in found.notes:
+        print(f"note: {note}")
+    width = max(len(name) for row in found.rows for name, _ in row.times)
+    if not found.timed:
+        print(f"{'size':>7}  order, the fastest first")
+        for row in found.rows:
+            print(f"{shown_size(row.size_bytes):>7}  {' > '.join(name for name, _ in row.times)}")
+        print("The model's error here is unknown: it stands for the order alone, not for times.")
+        return
+    names = f"{'winner':{width}}  {'second':{width}}"
+    print(f"{'size':>7}  {'time us':>10}  {'algbw':>8}  {'busbw':>8}  {names}  {'margin':>7}  verdict")
+    for row in found.rows:
+        second = row.times[1][0] if len(row.times) > 1 else "-"
+        margin = "-" if row.margin is None else f"{100 * row.margin:.0f} %"
+        print(
+            f"{shown_size(row.size_bytes):>7}  {row.seconds * 1e6:10.4g}  {row.algbw_GBps:8.4g}"
+            f"  {row.busbw_GBps:8.4g}  {row.winner:{width}}  {second:{width}}  {margin:>7}  {row.verdict}"
+        )
+    print("algbw and busbw in GB/s, as nccl-tests defines them")
+    for share, source in dict.fromkeys((r.error.share, r.error.source) for r in found.rows if r.error):
+        print(f"model's error {100 * share:.0f} %: {source}")
+
+
+def _print_log(log: NcclLog) -> None:
+    from hpcrun.tuning.plot import shown_size
+
+    print(f"version     {log.library or 'NCCL'} {log.version or 'unknown'}")
+    shape = f"{log.ranks or '?'} ranks on {log.nodes or '?'} nodes"
+    print(f"world       {shape}" + (f", {log.channels} channels" if log.channels else ""))
+    print(f"network     {log.network or 'unknown'}" + (f": {', '.join(log.nics)}" if log.nics else ""))
+    for way, count in log.ways.most_common():
+        print(f"connection  {way}, {count} times")
+    for name, value in log.env.items():
+        print(f"set         {name}={value}")
+    print(f"tuner       {log.tuner or 'none seen'}")
+    for name, graph in log.graphs.items():
+        speeds = f"{graph.bw_intra:g} GB/s inside a node, {graph.bw_inter:g} between"
+        ways = f"{graph.type_intra}/{graph.type_inter}"
+        print(f"graph       {name}: {graph.channels} channels of {speeds}, {ways}")
+    if log.table:
+        print(f"table       of {len(log.table)} latencies and bandwidths (`tune predict --log` uses it)")
+    for one, calls in sorted(log.chosen.items(), key=lambda pair: (pair[0].collective, pair[0].size_bytes)):
+        channels = f", {one.channels} channels" if one.channels else ""
+        size = shown_size(one.size_bytes)
+        print(f"used        {one.collective} {size}: {one.algo}/{one.proto}{channels}, {calls} calls")
+    if not log.chosen:
+        print("used        unknown: NCCL from 2.20 on says it with NCCL_DEBUG_SUBSYS=TUNING")
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    for one in findings:
+        meaning = one.meaning
+        if meaning.level == "harmless":
+            print(f"harmless    line {one.line}: {meaning.meaning}")
+            continue
+        print(f"{meaning.level:11} line {one.line}, {one.times} times: {one.text}")
+        print(f"            means: {meaning.meaning} (confidence: {meaning.confidence})")
+        print(f"            to do: {meaning.remedy}")
+    if not any(one.meaning.level != "harmless" for one in findings):
+        print("warnings    none that matters")
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))

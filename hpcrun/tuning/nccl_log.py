@@ -1,0 +1,321 @@
+"""What an NCCL log tells: version, ways, graphs, the cost table, and which algorithm was really taken.
+
+Pure: text in, object out. Formats are those of NCCL's own printing (src/graph/search.cc and tuning.cc,
+src/enqueue.cc, src/init.cc) in three generations: up to 2.19 nothing is said of the choice, 2.20 to 2.23
+print numbers, 2.24 and later names; 2.31 adds a line of its own. Lines may carry any prefix.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, get_args
+
+from hpcrun.errors import UsageError
+from hpcrun.tuning.nccl_constants import ALGOS, PROTOS, Algo, Proto
+from hpcrun.tuning.nccl_model import Expected, Graph, Machine, NcclCollective, older_than_the_model
+
+_LINE = re.compile(r"(?:^|\s)NCCL (INFO|WARN|TRACE|VERSION) (.*)$")
+_VERSION = re.compile(r"(?:^|\s)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")
+_COMM = re.compile(
+    r"comm 0x[0-9a-f]+ rank \d+ n[rR]anks (?P<ranks>\d+)(?: nNodes (?P<nodes>\d+) localRanks (?P<local>\d+))?"
+)
+_PATTERN = re.compile(
+    r"Pattern (?P<pattern>\d+), crossNic \d+, nChannels (?P<channels>\d+), (?:bw|speed)"
+    r" (?P<intra>[\d.]+)/(?P<inter>[\d.]+),(?: nvlink \d+,)? type (?P<type>\w+/\w+),"
+    r" sameChannels (?P<same>\d)"
+)
+_CHANNELS = re.compile(r"(?P<count>\d+) coll channels")
+_VIA = re.compile(r"\d+\[\S+?\] -> \d+\[\S+?\](?: \[(?:send|receive)\])? via (?P<way>\S+)")
+_NETWORK = re.compile(r"Using network (?P<name>.+?)\s*$")
+_NICS = re.compile(r"\[\d+\](?P<nic>[^\s:\[\]]+:\S+)")
+_ENV = re.compile(r"(?P<name>NCCL_[A-Z0-9_]+) set by environment to (?P<value>.*?)\.?\s*$")
+_TUNER = re.compile(r"TUNER/Plugin:? ?(?:Using|Plugin name set|Loaded)\S* (?P<name>.+?)\s*$", re.I)
+_CHOSEN = re.compile(
+    r"(?:(?P<call>[A-Za-z]+): )?(?P<bytes>\d+) Bytes -> Algo (?P<algo>\w+)\*? proto (?P<proto>\w+)"
+    r"(?: time (?P<time>[\d.]+))?(?: channel\{Lo\.\.Hi\}=\{(?P<low>\d+)\.\.(?P<high>\d+)\})?"
+)
+_INPUT = re.compile(r"Input: \{.*\.func = (?P<call>\w+),.*\.nBytes = (?P<bytes>\d+),")
+_BEST = re.compile(
+    r"Best tuning \{.*timeUs = (?P<time>[\d.]+),\s*\.algo = (?P<algo>\w+), \.proto = (?P<proto>\w+),"
+    r".*nChannels = (?P<channels>\d+)"
+)
+_CELL = re.compile(r"\s*(?P<latency>[\d.]+)/\s*(?P<bandwidth>[\d.]+)\s*")
+_PATTERNS = {1: "tree", 2: "tree", 3: "tree", 4: "ring", 5: "nvls", 6: "collnet"}
+"""NCCL_TOPO_PATTERN_*: balanced, split and plain tree, ring, NVLS, CollNetDirect."""
+_BALANCED = 1
+
+
+class Chosen(NamedTuple):
+    """What NCCL took for one call."""
+
+    collective: str
+    """As NCCL writes it; `unknown` in logs of 2.20 and 2.21."""
+    size_bytes: int
+    algo: str
+    proto: str
+    channels: int | None = None
+    time_us: float | None = None
+    """What its model expected."""
+
+
+class Line(NamedTuple):
+    """One line of NCCL's, without its prefix."""
+
+    kind: str
+    """INFO, WARN, ..."""
+    text: str
+    number: int
+
+
+@dataclass
+class NcclLog:
+    """All that one log says; what is not in it is None or empty."""
+
+    library: str | None = None
+    version: str | None = None
+    ranks: int | None = None
+    nodes: int | None = None
+    per_node: int | None = None
+    channels: int | None = None
+    network: str | None = None
+    nics: tuple[str, ...] = ()
+    ways: Counter[str] = field(default_factory=Counter)
+    """Connections by their way, such as P2P/CUMEM or NET/IB/0/GDRDMA."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables that NCCL says it has read."""
+    tuner: str | None = None
+    graphs: dict[str, Graph] = field(default_factory=dict)
+    table: dict[tuple[NcclCollective, Algo, Proto], Expected] = field(default_factory=dict)
+    """Latency and bandwidth that its model has worked out; without those it will not take."""
+    chosen: Counter[Chosen] = field(default_factory=Counter)
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def release(self) -> tuple[int, int] | None:
+        """Major and minor version."""
+        if self.version is None or self.library != "NCCL":
+            return None
+        major, minor, *_ = self.version.split(".")
+        return int(major), int(minor)
+
+    def expectations(self, collective: NcclCollective) -> dict[tuple[Algo, Proto], Expected]:
+        """The table's row of one collective."""
+        return {
+            (algo, proto): expected
+            for (call, algo, proto), expected in self.table.items()
+            if call == collective
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values."""
+        return {
+            **{
+                key: getattr(self, key)
+                for key in ("library", "version", "ranks", "nodes", "per_node", "channels", "network")
+            },
+            "nics": list(self.nics),
+            "ways": dict(self.ways),
+            "env": self.env,
+            "tuner": self.tuner,
+            "graphs": {name: vars(graph) for name, graph in self.graphs.items()},
+            "table": [
+                {
+                    "collective": call,
+                    "algo": algo,
+                    "proto": proto,
+                    "latency_us": one.latency_us,
+                    "bw_GBps": one.bw_GBps,
+                }
+                for (call, algo, proto), one in self.table.items()
+            ],
+            "chosen": [{**one._asdict(), "calls": calls} for one, calls in self.chosen.items()],
+        }
+
+
+def parse_nccl_log(text: str) -> NcclLog:
+    """Everything that is recognised; a text without a line of NCCL's gives an empty log."""
+    log = NcclLog()
+    table = _Table()
+    asked: re.Match[str] | None = None
+    best: Counter[Chosen] = Counter()
+    for number, raw in enumerate(text.splitlines(), 1):
+        if log.version is None and (match := _VERSION.search(raw)):
+            log.library, log.version = match["library"], match["version"]
+        found = _LINE.search(raw)
+        if found is None:
+            continue
+        line = Line(found[1], found[2].strip(), number)
+        log.lines.append(line)
+        if match := _INPUT.search(line.text):
+            asked = match
+        elif (match := _BEST.search(line.text)) and asked is not None:
+            best[_best(asked, match)] += 1
+        elif match := _CHOSEN.search(line.text):
+            log.chosen[_chosen(match)] += 1
+        elif "|" in line.text:
+            table.read(line.text, log)
+        else:
+            _read(line.text, log)
+    if not log.chosen:
+        log.chosen = best
+    if log.nodes is None and log.ranks and log.per_node:
+        log.nodes = log.ranks // log.per_node
+    return log
+
+
+def _read(text: str, log: NcclLog) -> None:
+    """One line of those that stand for themselves."""
+    if match := _VIA.search(text):
+        log.ways[match["way"]] += 1
+    elif match := _PATTERN.search(text):
+        _read_graph(match, log)
+    elif match := _COMM.search(text):
+        # The largest communicator is the one that matters.
+        if log.ranks is None or int(match["ranks"]) > log.ranks or log.nodes is None:
+            log.ranks = max(log.ranks or 0, int(match["ranks"]))
+            if match["nodes"]:
+                log.nodes, log.per_node = int(match["nodes"]), int(match["local"])
+    elif match := _CHANNELS.search(text):
+        log.channels = int(match["count"])
+    elif match := _NETWORK.search(text):
+        log.network = match["name"]
+    elif match := _ENV.search(text):
+        log.env[match["name"]] = match["value"]
+    elif text.startswith(("NET/IB : Using", "NET/Socket : Using")) and not log.nics:
+        log.nics = tuple(one["nic"] for one in _NICS.finditer(text.partition("; OOB")[0]))
+    elif "Could not find" not in text and (match := _TUNER.search(text)):
+        log.tuner = match["name"]
+
+
+def _read_graph(match: re.Match[str], log: NcclLog) -> None:
+    name = _PATTERNS.get(int(match["pattern"]))
+    channels = int(match["channels"])
+    if name is None or not channels or name in log.graphs:
+        return
+    intra, _, inter = match["type"].partition("/")
+    log.graphs[name] = Graph(
+        channels,
+        float(match["intra"]),
+        float(match["inter"]),
+        intra,
+        inter,
+        int(match["pattern"]) == _BALANCED,
+        match["same"] == "1",
+    )
+
+
+class _Table:
+    """The table of latencies and bandwidths, in one piece (up to 2.19) or in blocks of three algorithms."""
+
+    def __init__(self) -> None:
+        self._columns: list[tuple[Algo | None, Proto | None]] = []
+
+    def read(self, text: str, log: NcclLog) -> None:
+        """One line with bars."""
+        head, *cells = (part.strip() for part in text.split("|"))
+        if head == "Algorithm":
+            self._columns = [(_algo(cell), proto) for cell in cells if cell for proto in PROTOS]
+        elif head == "Latency/AlgBw":
+            pairs = [cell.partition("/") for cell in cells if cell]
+            self._columns = [(_algo(algo), _proto(proto.strip())) for algo, _, proto in pairs]
+        else:
+            self._read_row(head, cells, log)
+
+    def _read_row(self, head: str, cells: list[str], log: NcclLog) -> None:
+        call = _collective(head)
+        if call is None:
+            return
+        # 2.29 prints the protocols of algorithms that there are not, and cells for some of them.
+        for (algo, proto), cell in zip(self._columns, cells, strict=False):
+            match = _CELL.fullmatch(cell)
+            if algo and proto and match and float(match["bandwidth"]) > 0:
+                expected = Expected(float(match["latency"]), float(match["bandwidth"]))
+                log.table.setdefault((call, algo, proto), expected)
+
+
+def _chosen(match: re.Match[str]) -> Chosen:
+    channels = int(match["high"]) - int(match["low"]) + 1 if match["high"] else None
+    return Chosen(
+        match["call"] or "unknown",
+        int(match["bytes"]),
+        _named(match["algo"], ALGOS, _algo),
+        _named(match["proto"], PROTOS, _proto),
+        channels,
+        float(match["time"]) if match["time"] else None,
+    )
+
+
+def _best(asked: re.Match[str], match: re.Match[str]) -> Chosen:
+    return Chosen(
+        asked["call"],
+        int(asked["bytes"]),
+        _named(match["algo"], ALGOS, _algo),
+        _named(match["proto"], PROTOS, _proto),
+        int(match["channels"]),
+        float(match["time"]),
+    )
+
+
+def _named(word: str, names: tuple[Algo, ...] | tuple[Proto, ...], find: Callable[[str], str | None]) -> str:
+    """A number's name, or the name as it is written everywhere; what is unknown stays as it was printed."""
+    if word.isdigit():
+        return names[int(word)] if int(word) < len(names) else word
+    return find(word) or word
+
+
+def _plain(word: str) -> str:
+    return word.replace("_", "").lower()
+
+
+def _algo(word: str) -> Algo | None:
+    return next((name for name in ALGOS if _plain(name) == _plain(word)), None)
+
+
+def _proto(word: str) -> Proto | None:
+    return next((name for name in PROTOS if _plain(name) == _plain(word)), None)
+
+
+def _collective(word: str) -> NcclCollective | None:
+    return next((name for name in get_args(NcclCollective) if name == _plain(word)), None)
+
+
+def machine_of(
+    log: NcclLog, name: str, nodes: int | None, per_node: int | None, capability: int | None
+) -> tuple[Machine, list[str]]:
+    """What the model needs, from a log; what was asked for goes first. UsageError where something is missing.
+
+    The notes say what the log did not tell and what was taken in its place.
+    """
+    notes: list[str] = []
+    nodes, per_node = nodes or log.nodes, per_node or log.per_node
+    if nodes is None and log.ranks and per_node:
+        nodes = log.ranks // per_node
+    if per_node is None and log.ranks and nodes:
+        per_node = log.ranks // nodes
+    if nodes is None or per_node is None:
+        raise UsageError(f"{name}: does not tell nodes and ranks; add --nodes N --ranks-per-node R")
+    if not log.table and not log.graphs:
+        raise UsageError(
+            f"{name}: has neither NCCL's table nor its graphs; run with NCCL_DEBUG=INFO"
+            " NCCL_DEBUG_SUBSYS=INIT,GRAPH,TUNING"
+        )
+    if log.ranks and log.table and log.ranks != nodes * per_node:
+        raise UsageError(
+            f"{name}: its table is of {log.ranks} ranks, not of {nodes * per_node}; leave out --nodes and"
+            " --ranks-per-node"
+        )
+    if capability is None:
+        if not log.table:
+            raise UsageError(f"{name}: does not tell which GPUs these are; add --platform for them")
+        capability = 80
+        notes.append("the GPUs are not known: taken as sm80 or newer")
+    if log.release is not None and not log.table:
+        notes += older_than_the_model(log.release)
+    graphs = dict(log.graphs)
+    if "ring" not in graphs and log.channels:
+        graphs["ring"] = Graph(log.channels, 1.0, 1.0)
+    version = log.release or (2, 30)
+    return Machine(nodes, per_node, capability, graphs, version=version), notes
