@@ -176,6 +176,8 @@ class Course:
                 seconds = time.monotonic() - self._began
                 self._event("ranks met", seconds=seconds)
                 self._observer.ranks_ready(self._launch.ranks, seconds)
+                if not self._launch.judges_exits:
+                    self._nodes.warm(self._launch.placement.spares)
             case RankEnded(rank, node, pid, status):
                 self._ended.append(happening)
                 self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)

@@ -86,6 +86,9 @@ class Nodes(Protocol):
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """End whatever is left of the attempt, the launcher apart; says what could not be ended."""
 
+    def warm(self, spares: Sequence[str]) -> None:
+        """Have nodes without ranks load what ranks of ours load, so that they need no time for it later."""
+
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
 
@@ -186,6 +189,9 @@ class ThisNode:
         stuck = self._here.clear(timeout_s)
         process.reap_orphans(keep=launcher)
         return [f"process {pid}" for pid in stuck]
+
+    def warm(self, spares: Sequence[str]) -> None:
+        """There are none here."""
 
     def call_back(self) -> None:
         """Who loses this host does not ask."""
@@ -357,6 +363,11 @@ class AgentNodes:
         return [
             f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
         ]
+
+    def warm(self, spares: Sequence[str]) -> None:
+        """Have these nodes load what ranks of ours load; nobody waits for it."""
+        for node in spares:
+            self._crew.members[node].tell(do="warm", attempt=self._attempt)
 
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
