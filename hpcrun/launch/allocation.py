@@ -68,18 +68,18 @@ class Allocation:
         late = record.limit_s is not None and (record.elapsed_s or 0.0) >= record.limit_s - _SLACK_S
         return "time limit" if late else "cancelled"
 
-    def drained(self, nodes: Sequence[str]) -> dict[str, str]:
-        """Those of the job's nodes that an admin has taken out of service, and how; none without an answer.
+    def drained(self) -> dict[str, str] | None:
+        """Those of the job's nodes that an admin has taken out of service, and how; None without an answer.
 
         Slurm lets their jobs go on, but a new attempt may as well do without them.
         """
-        if not nodes:
-            return {}
-        words = ["scontrol", "-o", "show", "node", fold(nodes, suffixes=False)]
+        words = ["scontrol", "-o", "show", "node", fold(self.nodes, suffixes=False)]
         try:
             records = parse_scontrol_nodes(process.run(words, timeout_s=_ASK_S).stdout)
         except (SiteError, UsageError):
-            return {}
+            return None
+        if not records:
+            return None
         return {
             one.name: f"draining{f' ({one.reason})' if one.reason else ''}"
             for one in records

@@ -16,7 +16,7 @@ from hpcrun.launch.lease import LeaderWriter
 from hpcrun.launch.site import Site
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.units import parse_time
 
 
@@ -28,10 +28,10 @@ class Register:
     ) -> None:
         self._spec, self._site, self._note, self._verify = spec, site, note, verify
 
-    def event(self, outcome: Outcome, event: str, **more: Any) -> None:
-        """A line of the run's story, about an attempt that is over."""
-        events = LeaderWriter(outcome.run.events, self._verify)
-        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
+    def event(self, attempt: Attempt, event: str, **more: Any) -> None:
+        """A line of the run's story, before an attempt begins or after it is over."""
+        events = LeaderWriter(attempt.run.events, self._verify)
+        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
         events.write(now | {"event": event} | more)
         events.close()
 
@@ -40,7 +40,7 @@ class Register:
         record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
         more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
         with suppress(OSError):
-            write_json(outcome.run.attempt(outcome.attempt).outcome, record | more | after)
+            write_json(outcome.files.outcome, record | more | after)
 
     def close(self, outcome: Outcome, progress: int | None, refused: str = "") -> Outcome:
         """Record how the last attempt ended, and queue the job again where that is called for.
@@ -51,7 +51,7 @@ class Register:
         if fate == "queued again":
             # A preemption, or somebody's `scontrol requeue`: the run is not over.
             self.attempt(outcome, requeued="preemption")
-            self.event(outcome, "requeue", cause="preemption")
+            self.event(outcome.files, "requeue", cause="preemption")
             return outcome
         if fate == "time limit" and outcome.status != "saved":
             outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
@@ -60,7 +60,7 @@ class Register:
         cause, told = self._queue_again(outcome, progress)
         self.attempt(outcome, requeued=cause)
         if cause is not None:
-            self.event(outcome, "requeue", cause=cause)
+            self.event(outcome.files, "requeue", cause=cause)
             return outcome
         self._verify()
         told = told or (refused if outcome.attempt > 1 else "")

@@ -21,10 +21,16 @@ class Roster:
         self._refused: set[str] = set()
         self._lost: set[str] = set()
 
-    @property
-    def refused(self) -> frozenset[str]:
-        """The nodes that get no ranks, though they may answer."""
-        return frozenset(self._refused)
+    def out(self, nodes: Nodes) -> set[str]:
+        """The nodes that get no ranks now, though they may answer.
+
+        One that came back after it was lost is needed only where others do not hold the whole of what fits.
+        """
+        fresh = [node for node in self.left(nodes) if node not in self._lost]
+        per_node = self._site.per_node(self._prepared.spec)
+        is_enough = fit_on(self._prepared, per_node, len(fresh)).plan == self.fit(nodes).plan
+        is_enough &= len(fresh) >= self.fit(nodes).nodes
+        return self._refused | self._lost if is_enough else set(self._refused)
 
     def left(self, nodes: Nodes) -> list[str]:
         """Those that answer and are not refused, in the allocation's order."""

@@ -15,6 +15,7 @@ from hpcrun.launch.blame import blamed
 from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.drains import Drains
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.lease import FencedError, LeaderWriter
@@ -58,6 +59,7 @@ class Supervisor:
         self._watchdog = Watchdog(prepared.spec)
         self._verify: Callable[[], None] = lambda: None
         self._register = Register(prepared.spec, self._site, observer.note, lambda: self._verify())
+        self._drains: Drains | None = None
         self._began_at = self._fruitless = 0
 
     def run(self) -> Outcome:
@@ -95,8 +97,17 @@ class Supervisor:
         return bool(self._inbox.read()) and (allocation is None or allocation.fate() != "running")
 
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
-        """One attempt after the other, for as long as there is reason for another one here."""
+        """One attempt after the other; what Slurm says of the nodes is known meanwhile."""
         self._verify = nodes.verify
+        self._drains = Drains(self._site.allocation) if self._site.allocation else None
+        try:
+            return self._one_after_another(run, launcher, nodes)
+        finally:
+            if self._drains is not None:
+                self._drains.stop()
+
+    def _one_after_another(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
+        """For as long as there is reason for another attempt here."""
         outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
         while True:
             if outcome is None:
@@ -114,7 +125,7 @@ class Supervisor:
             if refused is not None:
                 return self._close(outcome, refused)
             self._register.attempt(outcome, relaunched=cause)
-            self._register.event(outcome, "relaunch", **self._roster.change(nodes, _attempt_of(outcome)))
+            self._register.event(outcome.files, "relaunch", **self._roster.change(nodes, outcome.files))
             fit, step = self._roster.fit(nodes), recover.saved_step(run)
             self._observer.note(f"{outcome.message}; going on{fit} from step {step}")
             nodes.call_back()
@@ -128,13 +139,14 @@ class Supervisor:
         self._fruitless = 0 if progress else self._fruitless + 1
         is_same = not progress and cause in ("crash", "hang") and recover.is_repeated(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
-        more = {"nodes": list(outcome.lost or outcome.suspects), "rank": outcome.rank}
-        self._register.event(outcome, "fault", cause=cause, kind=kind, message=outcome.message, **more)
+        more: dict[str, Any] = {"nodes": list(outcome.lost or outcome.suspects), "rank": outcome.rank}
+        more |= {"cause": cause, "kind": kind, "message": outcome.message}
+        self._register.event(outcome.files, "fault", **more)
         self._roster.lose(outcome.lost)
         self._roster.avoid(outcome.suspects, nodes)
         if allocation is not None:
             self._remember(blamed(outcome, cause, allocation.job))
-            drained = allocation.drained(self._roster.left(nodes))
+            drained = self._drains.known if self._drains else {}
             for node in self._roster.avoid(drained, nodes):
                 self._observer.note(f"{node} is {drained[node]} in Slurm: a spare takes its place")
 
@@ -158,7 +170,7 @@ class Supervisor:
         if ask is None:
             return None
         found = admission.admit(ask, nodes)
-        admission.record(attempt, found)
+        self._register.event(attempt, "preflight", **found.as_event())
         for text in found.notes(warnings=allocation is not None):
             self._observer.note(text)
         self._roster.refuse(found.refused)
@@ -167,7 +179,10 @@ class Supervisor:
             self._remember(found.sightings(attempt, allocation.job, time.time()))
         if self._roster.shortage(nodes) is None or not (found.refused or gone):
             return None
-        return admission.stopped(attempt, found, self._roster.left(nodes), self._roster.least, gone)
+        stopped = admission.stopped(attempt, found, self._roster.left(nodes), self._roster.least, gone)
+        ended = {"status": stopped.status, "exit_code": stopped.exit_code, "message": stopped.message}
+        self._register.event(attempt, "exit", **ended)
+        return stopped
 
     def _remember(self, seen: Iterable[Sighting]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""
@@ -215,10 +230,10 @@ class Supervisor:
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
-        spec, plan, refused = self._prepared.spec, self._roster.fit(nodes).plan, self._roster.refused
+        spec, plan, out = self._prepared.spec, self._roster.fit(nodes).plan, self._roster.out(nodes)
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-        placement = self._site.place(spec, plan, nodes, refused)
+        placement = self._site.place(spec, plan, nodes, out)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         return self._follow(attempt, placement, launcher, nodes)
@@ -251,10 +266,6 @@ class Supervisor:
             return course.run(self._inbox)
         finally:
             events.close()
-
-
-def _attempt_of(outcome: Outcome) -> Attempt:
-    return outcome.run.attempt(outcome.attempt)
 
 
 def _as_site_error(error: OSError, run: RunDir) -> SiteError:

@@ -55,6 +55,15 @@ def test_a_lost_node_counts_again_once_it_answers_and_a_refused_one_does_not() -
     assert two.change(some(lost="a"), last) == {"excluded": ["b"], "spares_left": 1}
 
 
+def test_a_node_that_came_back_has_ranks_only_where_it_is_needed() -> None:
+    two = roster(2)
+    two.lose(["a"])
+    assert two.out(some()) == {"a"}
+    two.refuse(["b"])
+    assert two.out(some()) == {"a", "b"}
+    assert two.out(some("a", "b", "c")) == {"b"}
+
+
 def test_what_was_lost_and_told_is_not_told_again() -> None:
     two = roster(2)
     nodes = some("c", "d", lost="ab")
