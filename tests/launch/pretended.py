@@ -106,7 +106,7 @@ class PretendedSite(Site):
 
 def pretend(names: Sequence[str]) -> PretendedSite:
     """An allocation of these nodes."""
-    return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), None, PretendedNodes(names))
+    return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), pretended=PretendedNodes(names))
 
 
 def supervise(site: PretendedSite, prepared: Prepared, observer: Any, program: Sequence[str] = ()) -> Outcome:
