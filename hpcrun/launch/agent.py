@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
+from hpcrun.fabric.inventory import take_inventory
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.heir import Heir
@@ -50,6 +51,7 @@ class Agent:
         nodes = allocation.nodes if allocation is not None else ()
         position = nodes.index(self._node) if self._node in nodes else 0
         self._uplink = Uplink(run, self._node, position, self._heir.may_claim if self._heir else None)
+        self._inside = take_inventory().as_json()
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
         self._reported = 0.0
@@ -127,7 +129,7 @@ class Agent:
                 self._clear([])
                 address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
                 hello = {"kind": "hello", "node": self._node, "pid": os.getpid(), "address": address}
-                self._say(hello | {"called": self._is_called_back})
+                self._say(hello | {"called": self._is_called_back, "inside": self._inside})
         return goes_on
 
     def _forget_channel(self) -> None:

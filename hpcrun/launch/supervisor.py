@@ -13,6 +13,7 @@ from typing import Any, Literal
 from hpcrun import process
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_INTERRUPTED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.launch import admission, recover
+from hpcrun.launch.assign import circumstances, decide
 from hpcrun.launch.blame import blamed
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
@@ -247,10 +248,20 @@ class Supervisor:
         plan = fit_on(self._prepared, self._site.per_node(spec), len(left)).plan
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-        placement = self._site.place(spec, plan, nodes, self._excluded)
+        placement = self._bound(self._site.place(spec, plan, nodes, self._excluded), launcher, nodes)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         return self._follow(attempt, placement, launcher, nodes)
+
+    def _bound(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
+        """The placement with what every rank uses of its node."""
+        spec, site = self._prepared.spec, self._site
+        in_slurm = site.allocation is not None
+        around = circumstances(spec, site.cluster, launcher.name, os.environ, in_slurm=in_slurm)
+        bound, notes = decide(placement, nodes.inventories, around)
+        for text in notes:
+            self._observer.note(text)
+        return bound
 
     def _follow(self, attempt: Attempt, placement: Placement, launcher: Launcher, nodes: Nodes) -> Outcome:
         spec = self._prepared.spec
@@ -295,7 +306,7 @@ class Supervisor:
         meeting = {"MASTER_ADDR": f"{placement.ranks[0]}{suffix}", "MASTER_PORT": str(port)}
         if spec.command is None:
             meeting = {}
-        ours = settle(attempt, spec, cluster, placement.nodes, environ | spec.env, self._observer.note)
+        ours = settle(attempt, spec, cluster, placement, environ | spec.env, self._observer.note)
         marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
         # Nobody can take a name that nobody can guess.
         marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
