@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,15 @@ class Inventory:
 def take_inventory(root: Path = Path("/")) -> Inventory:
     """Look at this node, or at the captured tree of one; the CPUs are those of this process."""
     return Inventory(inside(root), frozenset(os.sched_getaffinity(0)))
+
+
+def try_inventory(limit_s: float = 3.0) -> Inventory | None:
+    """That of this node; None where it is not had in time: a driver that is stuck holds whoever asks it."""
+    found: list[Inventory] = []
+    look = threading.Thread(target=lambda: found.append(take_inventory()), name="inventory", daemon=True)
+    look.start()
+    look.join(limit_s)
+    return found[0] if found else None
 
 
 def parse_inventory(said: Any) -> Inventory | None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.fabric.inventory import take_inventory
+from hpcrun.fabric.inventory import try_inventory
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.heir import Heir
@@ -51,7 +51,8 @@ class Agent:
         nodes = allocation.nodes if allocation is not None else ()
         position = nodes.index(self._node) if self._node in nodes else 0
         self._uplink = Uplink(run, self._node, position, self._heir.may_claim if self._heir else None)
-        self._inside = take_inventory().as_json()
+        found = try_inventory()
+        self._inside = found.as_json() if found else None
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
         self._reported = 0.0

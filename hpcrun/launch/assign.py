@@ -40,11 +40,12 @@ def circumstances(
         bound_by = "launcher"
     elif launcher in ("srun", "mpirun") or _may_be_bound(spec, environ):
         bound_by = "either"
-    binds_gpus = launcher == "srun" and cluster is not None and cluster.gpus.bind not in (None, "none")
+    gives_out = cluster is not None and cluster.gpus.request == "gpus-per-task"
+    binds = launcher == "srun" and cluster is not None and cluster.gpus.bind not in (None, "none")
     return Circumstances(
         bound_by,
         uses_gpus=spec.command is not None or spec.device != "cpu",
-        gpus_are_ours=not binds_gpus,
+        gpus_are_ours=not (gives_out or binds),
         gpus_asked=spec.resources.gpus_per_node,
         in_slurm=in_slurm,
         environ=None if launcher == "srun" else dict(environ) | spec.env,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun import process
-from hpcrun.fabric.inventory import Inventory, parse_inventory, take_inventory
+from hpcrun.fabric.inventory import Inventory, parse_inventory, try_inventory
 from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.heard import Heard
@@ -125,8 +125,9 @@ class ThisNode:
 
     @property
     def inventories(self) -> dict[str, Inventory]:
-        """That of this host."""
-        return {os.uname().nodename: take_inventory()}
+        """That of this host, where it can be had."""
+        found = try_inventory()
+        return {os.uname().nodename: found} if found else {}
 
     @property
     def _here(self) -> NodeRanks:

@@ -8,13 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from hpcrun.fabric import inventory
 from hpcrun.fabric.host import fold_cpus, parse_cpus
-from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory
+from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory, try_inventory
 from hpcrun.launch.assign import Circumstances, circumstances, decide
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.nodevalues import render_table, table_of
@@ -69,6 +71,16 @@ def test_an_inventory_travels(tmp_path: Path) -> None:
     assert there is not None
     assert decided(there, 4) == decided(node, 4)
     assert [parse_inventory(said) for said in (None, {}, {"gpus": [{"index": 0}]}, "no")] == [None] * 4
+
+
+def test_a_driver_that_is_stuck_costs_the_binding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = try_inventory()
+    assert here is not None
+    assert here.cpus == frozenset(MINE)
+    stuck = threading.Event()
+    monkeypatch.setattr(inventory, "inside", lambda root: stuck.wait(30))
+    assert try_inventory(0.01) is None
+    stuck.set()
 
 
 def test_a_placement_with_bindings_reads_back(tmp_path: Path) -> None:
@@ -182,6 +194,8 @@ def test_who_binds() -> None:
     cluster = ClusterSpec.model_validate({"name": "c", "gpus": {"bind": "closest"}})
     own = circumstances(job(), cluster, "mpiexec", {}, in_slurm=True)
     assert (own.bound_by, own.gpus_are_ours, own.environ) == ("rank", True, {})
+    dealt = ClusterSpec.model_validate({"name": "c", "gpus": {"request": "gpus-per-task"}})
+    assert not circumstances(job(), dealt, "mpiexec", {}, in_slurm=True).gpus_are_ours
     srun = circumstances(job(), cluster, "srun", {}, in_slurm=True)
     assert (srun.bound_by, srun.gpus_are_ours, srun.environ) == ("either", False, None)
     asked = job(resources={"cpus_per_rank": 2})
