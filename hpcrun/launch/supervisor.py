@@ -11,6 +11,7 @@ from typing import Any, Literal
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError
 from hpcrun.launch import admission, recover
+from hpcrun.launch.assign import circumstances, decide
 from hpcrun.launch.blame import blamed
 from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
@@ -233,10 +234,20 @@ class Supervisor:
         spec, plan, out = self._prepared.spec, self._roster.fit(nodes).plan, self._roster.out(nodes)
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-        placement = self._site.place(spec, plan, nodes, out)
+        placement = self._bound(self._site.place(spec, plan, nodes, out), launcher, nodes)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         return self._follow(attempt, placement, launcher, nodes)
+
+    def _bound(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
+        """The placement with what every rank uses of its node."""
+        spec, site = self._prepared.spec, self._site
+        in_slurm = site.allocation is not None
+        around = circumstances(spec, site.cluster, launcher.name, os.environ, in_slurm=in_slurm)
+        bound, notes = decide(placement, nodes.inventories, around)
+        for text in notes:
+            self._observer.note(text)
+        return bound
 
     def _follow(self, attempt: Attempt, placement: Placement, launcher: Launcher, nodes: Nodes) -> Outcome:
         spec = self._prepared.spec

@@ -30,7 +30,7 @@ def environment_of_ranks(
     # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
     environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(attempt.stacks / NCCL_PIPE))
     environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(attempt.stacks / NCCL_TRACE))
-    ours = settle(attempt, spec, site.cluster, placement.nodes, environ | spec.env, note)
+    ours = settle(attempt, spec, site.cluster, placement, environ | spec.env, note)
     meeting = _meeting(attempt, site, placement) if spec.command is not None else {}
     marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
     # Nobody can take a name that nobody can guess.
