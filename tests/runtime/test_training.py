@@ -335,6 +335,7 @@ def test_a_damaged_save_is_passed_over_and_refused_when_it_is_the_last(laborator
     save, losses = ended.run.checkpoints / "step-00000004", ended.losses()
     # In the second rank's part, so that the first must hear of it.
     flip_a_byte(save / "data-00000.bin", (save / "data-00000.bin").stat().st_size * 3 // 4)
+    ended.run.exit.unlink()  # as if it had been stopped there
     again = laboratory.train("--resume", ended.run.id)
     assert again.code == 0, again.stderr
     (line,) = [line for line in again.stderr.splitlines() if "passed over" in line]
