@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcrun.checkpoint.format import Tensor
 from hpcrun.checkpoint.read import Generation
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _NAMED = {"float8_e4m3fn", "float8_e5m2"}
 """Types that numpy does not know; their bytes can be told apart, but not subtracted."""
@@ -110,7 +107,8 @@ def _measure(name: str, dtype: str, a: bytearray, b: bytearray) -> Difference:
     return Difference(name, "values", float(apart.max()), int(differ.sum()))
 
 
-def _values(data: bytearray, dtype: str) -> np.ndarray[Any, Any]:
+def _values(data: bytearray, dtype: str) -> Any:
+    """The bytes as an array of numpy's."""
     import numpy as np
 
     if dtype == "bfloat16":  # the upper half of a float32

@@ -117,7 +117,7 @@ class Checkpointer:
         state comes last. None where nothing was saved; SiteError where no save is whole.
         """
         while True:
-            chosen = self._control.everywhere(self._choose)
+            chosen = self._control.everywhere(self.choose)
             if chosen is None:
                 return None
             saved = _saved(chosen)
@@ -144,8 +144,8 @@ class Checkpointer:
             _set_rng_state(random_state)
         return Restored(saved, passed_over, newest - saved.step)
 
-    def _choose(self) -> list[Any] | None:
-        """On rank 0: the newest save that was not found damaged, as far as cheap checks can tell."""
+    def choose(self) -> list[Any] | None:
+        """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""
         saves, unreadable = read_saves(self._root)
         found: list[Saved | Unreadable] = [*saves, *unreadable]
         for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
