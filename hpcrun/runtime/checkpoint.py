@@ -6,6 +6,9 @@ Ranks agree through their control alone: training's process groups see nothing o
 from __future__ import annotations
 
 import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ class Checkpointer:
         self._plan: WritePlan | None = None
         self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
+        self._opened: dict[Path, Generation] = {}
 
     def newest(self) -> Saved | None:
         """The newest committed step, the same answer on every rank."""
@@ -117,13 +121,15 @@ class Checkpointer:
         state comes last. None where nothing was saved; SiteError where no save is whole.
         """
         while True:
-            chosen = self._control.everywhere(self.choose)
+            with _no_collection():
+                chosen = self._control.everywhere(self.choose)
             if chosen is None:
                 return None
             saved = _saved(chosen)
             problem, random_state = None, None
             try:
-                random_state = self._load(saved, state, expected)
+                with _no_collection():
+                    random_state = self._load(saved, state, expected)
             except UsageError as error:
                 problem = ["usage", str(error)]
             except SiteError as error:
@@ -151,7 +157,7 @@ class Checkpointer:
         for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
             if one.path in self._damaged:
                 continue
-            problem = _problem_of(one)
+            problem = self._problem_of(one)
             if problem is None:
                 assert isinstance(one, Saved)
                 return _plain(one)
@@ -164,11 +170,27 @@ class Checkpointer:
             " all to start from the beginning"
         )
 
+    def _problem_of(self, saved: Saved | Unreadable) -> _Problem | None:
+        """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
+        if isinstance(saved, Unreadable):
+            return _Problem(f"{saved.path}: is damaged: {saved.problem}", True)
+        if saved.format_version == 1:
+            return None
+        try:
+            # Whoever loads it next need not read its manifest again.
+            self._opened = {saved.path: Generation(saved)}
+        except DamagedError as error:
+            return _Problem(f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}", True)
+        except OSError as error:
+            return _Problem(f"{saved.path}: cannot be read: {error}", False)
+        return None
+
     def _set_damaged_aside(self) -> list[str]:
         """On rank 0: take what is proved damaged out of the committed saves; returns all that was wrong."""
         passed_over = [problem.text for problem in self._damaged.values()]
         for path in [path for path, problem in self._damaged.items() if problem.is_proved]:
-            set_aside(path)
+            with suppress(FileNotFoundError):  # somebody has cleaned up meanwhile
+                set_aside(path)
             del self._damaged[path]
         return passed_over
 
@@ -186,7 +208,7 @@ class Checkpointer:
             check(torchformat.stored_shapes(saved))
             torchformat.load(saved, entries)
         else:
-            with Generation(saved) as generation:
+            with self._opened.pop(saved.path, None) or Generation(saved) as generation:
                 check({name: tensor.shape for name, tensor in generation.manifest.tensors.items()})
                 _check_types(generation, entries)
                 load_into(generation, entries)
@@ -218,21 +240,6 @@ class _Problem:
     """Its bytes are wrong, and not just out of reach for now."""
 
 
-def _problem_of(saved: Saved | Unreadable) -> _Problem | None:
-    """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
-    if isinstance(saved, Unreadable):
-        return _Problem(f"{saved.path}: is damaged: {saved.problem}", True)
-    if saved.format_version == 1:
-        return None
-    try:
-        Generation(saved).close()
-    except DamagedError as error:
-        return _Problem(f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}", True)
-    except OSError as error:
-        return _Problem(f"{saved.path}: cannot be read: {error}", False)
-    return None
-
-
 def _check_entries(
     saved: Saved, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
 ) -> None:
@@ -259,6 +266,18 @@ def _refuse(saved: Saved, verb: str, names: list[str]) -> None:
             f"{saved.path}: {verb} {names[0]}{more}; was the model changed?"
             " Resume with the model of the run, or start a new run with model.weights"
         )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A manifest is many small objects, none of them garbage; looking for some takes a while."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _rng_state() -> Tensor:

@@ -5,7 +5,6 @@ A plan to write holds for as long as the structure does. Making one gathers a fe
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -116,31 +115,35 @@ class _Reader:
     ) -> None:
         self._planner = planner
         self._chunks = sorted(chunks.items(), key=lambda one: one[0][1])
-        self._waiting: dict[Piece, tuple[Tensor, list[ReadItem]]] = {}
+        self._waiting: dict[Piece, tuple[Tensor, Tensor, list[ReadItem]]] = {}
+        self._free: list[Tensor] = []
 
     def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
-        """Every chunk in the order of the files: straight into its tensor, or into one of two buffers."""
-        buffers = itertools.cycle([torch.empty(0, dtype=torch.uint8) for _ in range(2)])
+        """Every chunk in the order of the files: straight into its tensor, or into a buffer."""
         for (piece, place), items in self._chunks:
             target = self._planner.resolve_tensor(items[0])
             whole = len(items) == 1 and tuple(items[0].lengths) == piece.sizes
             if whole and target.is_cpu and target.is_contiguous():
                 yield piece, place, raw_bytes(target)
                 continue
-            buffer = next(buffers)
+            buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
             if buffer.numel() < piece.size_bytes:
-                buffer.resize_(max(CHUNK_BYTES, piece.size_bytes))
+                buffer = torch.empty(piece.size_bytes, dtype=torch.uint8)
             used = buffer[: piece.size_bytes]
-            self._waiting[piece] = (used.view(getattr(torch, piece.dtype)).view(piece.sizes), items)
+            source = used.view(getattr(torch, piece.dtype)).view(piece.sizes)
+            self._waiting[piece] = (source, buffer, items)
             yield piece, place, raw_bytes(used)
 
     def arrived(self, piece: Piece, _into: memoryview) -> None:
         """Copy what was read into a buffer to where it is wanted."""
-        source, items = self._waiting.pop(piece, (None, ()))
+        waiting = self._waiting.pop(piece, None)
+        if waiting is None:
+            return
+        source, buffer, items = waiting
         for item in items:
             part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-            assert source is not None
             self._planner.resolve_tensor(item).copy_(source[part])
+        self._free.append(buffer)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

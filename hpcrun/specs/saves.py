@@ -50,7 +50,7 @@ class Unreadable:
 
 
 def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
-    """The committed steps of a run, oldest first, and those with a damaged record; half-written are left out.
+    """The committed steps of a run, oldest first, and those whose record is damaged; none half-written.
 
     UsageError for a step that a newer hpcrun has written.
     """
@@ -63,7 +63,12 @@ def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
         path = checkpoints / name
         try:
             text = (path / RECORD).read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
+            # A generation gets its name with its record in it, and loses its name before the record.
+            if path.is_dir():
+                unreadable.append(Unreadable(path, f"{RECORD} is missing"))
+            continue
+        except NotADirectoryError:
             continue
         except (OSError, ValueError) as error:
             unreadable.append(Unreadable(path, f"{RECORD} cannot be read: {error}"))

@@ -170,6 +170,7 @@ INJURIES = {
     "half a file of another generation": take_part,
     "missing data": lose("data-00000.bin"),
     "missing manifest": lose(MANIFEST),
+    "missing record": lose(RECORD),
     "record of something else": garbage_record,
 }
 
