@@ -83,9 +83,11 @@ def test_where_a_chunk_lies_is_known_before_its_bytes_are(tmp_path: Path) -> Non
 
 
 def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1 << at % 8
-    path.write_bytes(data)
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << at % 8]))
 
 
 def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
@@ -101,14 +103,15 @@ def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
             places = sorted({*range(1500), *range(4096, 4096 + 600), *chance.sample(range(len(whole)), 400)})
         for at in places:
             flip(path, at)
+            again: list[Saved] = []
             try:
                 again = saved_steps(tmp_path)
                 loaded = load(again[0]) if again else None
             except (DamagedError, UsageError):
                 loaded = None
-            assert loaded in (None, right), f"{name}: byte {at}"
+            assert loaded is None or (loaded == right and again == [saved]), f"{name}: byte {at}"
             found += loaded is None
-            path.write_bytes(whole)
+            flip(path, at)
     assert found > 1500
 
 
