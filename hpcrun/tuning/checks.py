@@ -11,7 +11,7 @@ from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
-from hpcrun.tuning.names import parse_names, render_names, socket_choice
+from hpcrun.tuning.names import parse_devices, render_names, socket_choice
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -39,8 +39,8 @@ class Question:
         """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
         if self.network.hcas:
             return [port for port in self.host.ports if port.device in self.network.hcas]
-        wanted = parse_names(self.host.environ.get("NCCL_IB_HCA", ""))
-        if wanted is not None:
+        wanted = parse_devices(self.host.environ.get("NCCL_IB_HCA", ""))
+        if wanted.entries:
             return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
         return [port for port in self.host.ports if port.is_active]
 
@@ -95,8 +95,8 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("fault", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
-    wanted = parse_names(host.environ.get("NCCL_IB_HCA", ""))
-    if wanted and not wanted.exact and not wanted.excluded:
+    wanted = parse_devices(host.environ.get("NCCL_IB_HCA", ""))
+    if not wanted.exact and not wanted.excludes:
         yield from _wider(host, wanted.names)
     rates = {port.rate_Gbps for port in question.used if port.rate_Gbps}
     if len(rates) > 1:
@@ -110,13 +110,12 @@ def _ports(question: Question) -> Iterator[Finding]:
 
 def _wider(host: Host, names: Sequence[str]) -> Iterator[Finding]:
     """Names that also take devices that were not meant, as mlx5_1 does mlx5_10."""
-    for name in names:
-        start, _, _ = name.partition(":")
+    for start in names:
         devices = {port.device for port in host.ports}
         more = sorted(device for device in devices if device.startswith(start) and device != start)
         if start in devices and more:
-            text = f"NCCL_IB_HCA={name} takes {', '.join(more)} too: names are beginnings"
-            yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={name}")
+            text = f"NCCL_IB_HCA={start} takes {', '.join(more)} too: names are beginnings"
+            yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={start}")
 
 
 def _gids(question: Question) -> Iterator[Finding]:
@@ -243,12 +242,12 @@ def _rdma_mtu(mtu: int) -> int:
 def _sockets(question: Question) -> Iterator[Finding]:
     host = question.host
     text = question.socket_names
-    wanted = parse_names(text)
+    wanted = parse_devices(text)
     if not host.interfaces:
         yield Finding("unknown", "interface", host.node, "its network interfaces cannot be read")
         return
     chosen = socket_choice(host.interfaces, text, question.nccl)
-    if wanted is not None and not wanted.excluded:
+    if wanted.entries and not wanted.excludes:
         said = (
             "NCCL_SOCKET_IFNAME"
             if "NCCL_SOCKET_IFNAME" in host.environ

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hpcrun.tuning.environment import Setting
-from hpcrun.tuning.grammar import FROM_EMPTY, parse_devices, parse_selection, stranded
+from hpcrun.tuning.grammar import FROM_EMPTY, parse_selection, stranded
+from hpcrun.tuning.names import parse_devices
 from hpcrun.tuning.problem import Fault, error, note, show, warning
 from hpcrun.tuning.registry import Version, at, registry, show_version
 from hpcrun.tuning.values import number
