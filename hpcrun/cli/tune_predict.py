@@ -255,11 +255,10 @@ def _kind(word: str) -> Kind:
 
 
 def _version(word: str) -> tuple[int, int]:
-    major, _, minor = word.partition(".")
-    minor = minor.partition(".")[0]
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise UsageError(f"--nccl-version {word}: is no version; write 2.30 or 2.30.7")
-    return int(major), int(minor)
+    from hpcrun.tuning.registry import parse_version
+
+    major, minor, *_ = parse_version(word)
+    return major, minor
 
 
 def _library(word: str) -> Library:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +14,11 @@ from hpcrun.tuning.classes import agreement, decode
 from hpcrun.tuning.fabrics import FabricKind, find_kind
 from hpcrun.tuning.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
 from hpcrun.tuning.names import render_names
+from hpcrun.tuning.registry import Version, release_of, show_version
 from hpcrun.tuning.report import ports_in
 
 _FAMILY_SINCE, _RANGE_SINCE, _TOPOLOGY_SINCE = "NCCL 2.21", "NCCL 2.21", "NCCL 2.6"
 _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
-_LIKELY = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Situation:
     """How many it runs on; 0: not known."""
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the doctor has told of nodes, by node."""
-    nccl: tuple[int, ...] | None = None
+    nccl: Version | None = None
     interfaces: tuple[str, ...] | None = None
     """Those of this host, where it is one of the job's nodes."""
 
@@ -67,22 +65,6 @@ def advise(situation: Situation) -> Settings:
     if not everywhere and not by_node:
         notes.insert(0, "nothing to set: the profile names no interface, devices or traffic class")
     return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
-
-
-def installed_nccl() -> tuple[int, ...] | None:
-    """The NCCL beside this Python, by its package's record; None where there is none."""
-    for name in _LIKELY:
-        try:
-            return parse_version(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """2.21.5 as numbers; None for anything else."""
-    match = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?", text)
-    return tuple(int(part) for part in match.groups() if part) if match else None
 
 
 def _has(situation: Situation, interface: str) -> bool:
@@ -236,13 +218,13 @@ def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Settin
     return []
 
 
-def _in_version(settings: Sequence[Setting], nccl: tuple[int, ...] | None) -> tuple[list[Setting], list[str]]:
+def _in_version(settings: Sequence[Setting], nccl: Version | None) -> tuple[list[Setting], list[str]]:
     """Those that this NCCL reads; the others are told."""
     kept, notes = [], []
     for one in settings:
-        needs = parse_version(one.needs.removeprefix("NCCL "))
+        needs = release_of(one)
         if nccl is not None and needs is not None and nccl < needs:
-            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {'.'.join(map(str, nccl))}")
+            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {show_version(nccl)}")
         else:
             kept.append(one)
     return kept, notes

@@ -15,6 +15,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.host import HostInside, inside, line_of, parse_cpus
 from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
+from hpcrun.tuning.environment import conf_paths, effective, parse_nccl_conf, resolve
 
 Ask = Callable[..., str]
 """A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
@@ -195,17 +196,9 @@ def _environ(text: str) -> dict[str, str]:
 
 def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
-    home = environ.get("HOME", "")
-    named = environ.get("NCCL_CONF_FILE", f"{home}/.nccl.conf" if home else "")
-    found = parse_nccl_conf(_text(root / "etc/nccl.conf"))
-    return found | (parse_nccl_conf(_text(Path(named))) if named else {})
-
-
-def parse_nccl_conf(text: str) -> dict[str, str]:
-    """Lines NAME=VALUE; comments begin with #."""
-    lines = (line.strip() for line in text.splitlines())
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
-    return {name.strip(): value.strip() for name, _, value in pairs if name.strip().startswith("NCCL_")}
+    paths = conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
+    found = effective(resolve([parse_nccl_conf(_text(path), str(path)) for path in paths]))
+    return {name: one.value for name, one in found.items() if one.value is not None and _OURS.match(name)}
 
 
 def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:

@@ -134,7 +134,7 @@ def test_reports_compared(tmp_path: Path) -> None:
         (["compare"], "0 report"),
         (["compare", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--root", "/nowhere"], "--root /nowhere: is no directory"),
-        (["--nccl-version", "new"], "--nccl-version new: is no version"),
+        (["--nccl-version", "new"], "--nccl-version: 'new' is no release of NCCL"),
         (["--since", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--counters", "/nowhere/x.json"], "/nowhere/x.json: cannot be written"),
     ],

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun.cli.tune import app
 from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, UsageError
-from hpcrun.tuning import gather
+from hpcrun.tuning import environment
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(folder)))
-    monkeypatch.setattr(gather, "SITE_CONF", tmp_path / "nccl.conf")
+    monkeypatch.setattr(environment, "SITE_CONF", tmp_path / "nccl.conf")
     monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return folder
@@ -173,6 +173,25 @@ def test_a_job_and_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == EXIT_CHECK_FAILED
     assert "job.yaml:4 NCCL_IB_TIMEOUT: '40' is out of range; allowed: 0 to 31" in result.stdout
     assert "what the job's modules set is not known here" in result.stderr
+
+
+def test_what_hpcrun_adds_to_a_job_is_looked_at_too(tmp_path: Path) -> None:
+    profiles = tmp_path / "site" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "site.yaml").write_text(
+        "name: site\nnetwork: {hcas: [mlx5_0], traffic_class: 106}\nenv: {NCCL_IB_TC: '96'}\n"
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text("command: [./a]\ncluster: site\nresources: {nodes: 2}\nenv: {NCCL_IB_DISABLE: '1'}\n")
+    result = call("explain", "NCCL_IB_HCA", "NCCL_IB_TC", "--job", job)
+    assert "set       hpcrun, profile: network.hcas: =mlx5_0: counts" in result.stdout
+    assert "set       profile site env: 96: counts" in result.stdout
+    assert "hpcrun, profile: network.traffic_class: 106: not looked at: profile site env" in result.stdout
+    result = call("lint", job)
+    assert "hpcrun, profile: network.hcas NCCL_IB_HCA: does nothing: NCCL_IB_DISABLE=1" in result.stdout
+    (profiles / "site.yaml").write_text("name: site\nnetwork: {fabric: infinband}\n")
+    result = call("lint", job)
+    assert "hpcrun sets nothing: profile site: network.fabric: infinband: no such fabric" in result.stderr
 
 
 def test_ranks() -> None:

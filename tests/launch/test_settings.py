@@ -10,13 +10,14 @@ import pytest
 
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.nodevalues import apply_here, render_table, table_of
-from hpcrun.launch.settings import advise_job, settle
+from hpcrun.launch.settings import settle
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.settings import Setting, Settings, read_settings
+from hpcrun.tuning.job import advise_job
 
 HERE = os.uname().nodename.partition(".")[0]
 NODES = ("n1", "n2")

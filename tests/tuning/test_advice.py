@@ -10,10 +10,13 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
 from hpcrun.specs.settings import Settings
-from hpcrun.tuning.advice import Situation, advise, parse_version
+from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.checks import Question
+from hpcrun.tuning.environment import shell_layer
 from hpcrun.tuning.fabrics import kinds
 from hpcrun.tuning.host import look
+from hpcrun.tuning.lint import lint
+from hpcrun.tuning.registry import parse_version
 from hpcrun.tuning.report import examine
 from tests.tuning.trees import lay_out
 
@@ -101,6 +104,31 @@ def test_published_tuning_is_told_and_never_set(kind: str) -> None:
         assert any(note.startswith(f"{name} is not set: ") for note in found.notes)
 
 
+_NETWORK = (
+    "{fabric: KIND, interface: bond0.209, hcas: [mlx5_1, mlx5_10], traffic_class: 104, service_level: 3,"
+    " address_family: ipv6, address_range: 'fd02::/16', nccl_topology: /opt/site/topology.xml}"
+)
+_OPEN_MPI = "mpi: {library: openmpi, launcher: srun, pmi: pmix}"
+
+
+@pytest.mark.parametrize("version", ["2.18.5", "2.20.5", "2.27.5", "2.31.1", None])
+@pytest.mark.parametrize("mpi", ["", _OPEN_MPI])
+@pytest.mark.parametrize("network", ["{fabric: KIND, interface: ib0, hcas: [mlx5_0]}", _NETWORK])
+@pytest.mark.parametrize("kind", kinds())
+def test_lint_has_nothing_against_the_advice(
+    kind: str, network: str, mpi: str, version: str | None, tmp_path: Path
+) -> None:
+    nccl = parse_version(version) if version else None
+    told = reports(tmp_path, n1="roce_healthy", n2="ipv6_only", n3="link_down")
+    found = advise(Situation(cluster(network.replace("KIND", kind), mpi), reports=told, nccl=nccl))
+    for node in ("elsewhere", *found.by_node):
+        layer = shell_layer(values(found) | found.of_node(node), "advice")
+        complaints = [str(one) for one in lint([layer], nccl).findings if one.level != "note"]
+        # An old NCCL has no other way, and the index was looked up at this very node.
+        allowed = "NCCL_IB_GID_INDEX" in found.of_node(node)
+        assert [one for one in complaints if not (allowed and "NCCL_IB_GID_INDEX" in one)] == []
+
+
 def test_clouds() -> None:
     azure = advise(Situation(cluster("{fabric: azure-nd, nccl_topology: /opt/ndv5.xml}")))
     assert values(azure) == {
@@ -176,8 +204,3 @@ def test_damaged_reports_change_nothing() -> None:
 def test_a_fabric_that_is_none() -> None:
     with pytest.raises(UsageError, match=r"profile c: network\.fabric: infinband: no such fabric"):
         advise(Situation(cluster("{fabric: infinband}")))
-
-
-@pytest.mark.parametrize(("text", "version"), [("2.21.5", (2, 21, 5)), ("2.7", (2, 7)), ("new", None)])
-def test_versions(text: str, version: tuple[int, ...] | None) -> None:
-    assert parse_version(text) == version

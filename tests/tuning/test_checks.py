@@ -143,13 +143,13 @@ def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) 
     root = lay_out("wrong-interface", tmp_path / "node")
     (root / "etc").mkdir()
     (root / "etc" / "nccl.conf").write_text(
-        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL = 1\nPATH=/x\n"
+        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL=1\nNCCL_IB_TIMEOUT = 22\nPATH=/x\n"
     )
     assert look(root).environ == {"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_SL": "1", "NCCL_IB_TC": "106"}
     mine = tmp_path / "mine.conf"
     mine.write_text("NCCL_IB_SL=3\n")
     assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
-    assert nccl_files(root, {"HOME": str(tmp_path)}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
+    assert nccl_files(root, {}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
 
 
 def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
