@@ -9,7 +9,7 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
-from hpcrun.specs.settings import Settings
+from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.checks import Question
 from hpcrun.tuning.environment import shell_layer
@@ -127,6 +127,62 @@ def test_lint_has_nothing_against_the_advice(
         # An old NCCL has no other way, and the index was looked up at this very node.
         allowed = "NCCL_IB_GID_INDEX" in found.of_node(node)
         assert [one for one in complaints if not (allowed and "NCCL_IB_GID_INDEX" in one)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("infiniband", {"NCCL_IB_HCA", "NCCL_IB_SL", "NCCL_TOPO_FILE", "UCX_NET_DEVICES", "UCX_IB_SL"}),
+        ("aws-efa", {"NCCL_TOPO_FILE"}),
+        ("tcp", {"NCCL_TOPO_FILE"}),
+    ],
+)
+def test_what_nothing_reads_on_a_fabric_is_told_and_not_set(
+    kind: str, left: set[str], tmp_path: Path
+) -> None:
+    told = reports(tmp_path, n1="link_down")
+    network = _NETWORK.replace("KIND", kind).replace("[mlx5_1, mlx5_10]", "[mlx5_0, mlx5_1]")
+    found = advise(Situation(cluster(network, _OPEN_MPI), reports=told))
+    sockets = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"}
+    assert set(values(found)) == sockets | left
+    idle = [note.partition(" is left out: on ")[0] for note in found.notes if "nothing reads it" in note]
+    assert "NCCL_IB_TC" in idle
+    assert not set(idle) & left
+    assert bool(found.by_node) == (kind == "infiniband")
+
+
+def measured(name: str, value: str, needs: str = "", reason: str = "+12 % at 64 MiB") -> Setting:
+    return Setting(name, value, reason, "sweep of 2026-09-01" if reason else "", needs)
+
+
+def test_what_is_measured_is_set_with_its_figures() -> None:
+    one = measured("NCCL_IB_QPS_PER_CONNECTION", "4")
+    found = advise(Situation(cluster("{fabric: oci}"), measured=(one,)))
+    assert found.everywhere[-1] == one
+    assert not any(note.startswith(one.name) for note in found.notes)
+    assert advise(Situation(cluster(), nodes=1, measured=(one,))).everywhere == (one,)
+
+
+@pytest.mark.parametrize(
+    ("one", "fabric", "why"),
+    [
+        (measured("NCCL_IB_TC", "96"), "oci", "it is a fact of the system here"),
+        (measured("NCCL_BUFFSIZE", "4M"), "oci", "units are not read"),
+        (measured("NCCL_IB_QPS_PER_CONNECTION", "4", reason=""), "oci", "it names no sweep"),
+        (measured("NCCL_IB_QPS_PER_CONNECTION", "4"), "gcp", "the script of Google Cloud"),
+    ],
+)
+def test_no_measured_setting_is_lost_in_silence(one: Setting, fabric: str, why: str) -> None:
+    found = advise(Situation(cluster(f"{{fabric: {fabric}}}"), measured=(one,)))
+    assert one not in found.everywhere
+    told = [note for note in found.notes if note.startswith(f"{one.name}={one.value}, measured, is left out")]
+    assert why in "".join(told)
+
+
+def test_a_measured_setting_that_is_too_new_is_told() -> None:
+    one = measured("NCCL_MIN_CTAS", "16", "NCCL 2.17")
+    found = advise(Situation(cluster(), nccl=(2, 16, 5), measured=(one,)))
+    assert "NCCL_MIN_CTAS is left out: it needs NCCL 2.17, this is 2.16.5" in found.notes
 
 
 def test_clouds() -> None:
