@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hpcrun.fabric.ports import Interface, PciLink, Port
 from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.tuning.adapters import bonded, left_idle, unmapped
 from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
@@ -371,8 +372,15 @@ def _affinity(question: Question) -> Iterator[Finding]:
         yield Finding("unknown", "affinity", ", ".join(unknown), "the NUMA node is not told")
 
 
+def _adapters(question: Question) -> Iterator[Finding]:
+    host, network = question.host, question.network
+    yield from left_idle(host, network)
+    yield from bonded(host, question.used)
+    yield from unmapped(host, network, question.used)
+
+
 _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
-    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity
+    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters
 )  # fmt: skip
 
 

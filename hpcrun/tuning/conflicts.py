@@ -323,6 +323,14 @@ def _open_mpi(view: View) -> Iterator[Told]:
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
             error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
         )
+    elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
+        yield (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
+            note(
+                "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
+                " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all"
+            ),
+        )
 
 
 _RULES: tuple[Callable[[View], Iterator[Told]], ...] = (

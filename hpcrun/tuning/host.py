@@ -21,6 +21,7 @@ Ask = Callable[..., str]
 """A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
 
 _ASK_S = 10.0
+_TOPOLOGY = "var/run/nvidia-topologyd/virtualTopology.xml"
 _SEGMENT = re.compile(r"(nccl-|mpich_|ucx_|torch_|psm_|gloo|vader_segment|sm_segment|sem\.mp-)[\w.+-]*\Z")
 _OURS = re.compile(r"(NCCL_|UCX_|GLOO_|OMPI_MCA_|FI_|MPIR_CVAR_|TORCH_NCCL_)\w*\Z")
 _LIMITS = {
@@ -68,6 +69,10 @@ class Host:
     """Kernel modules; None where the list cannot be read."""
     driver: str = ""
     """The NVIDIA driver's own line."""
+    is_virtual: bool | None = None
+    """Whether it is a virtual machine, by its processors; None where they do not tell."""
+    topology_file: str = ""
+    """The file that NCCL takes by itself for a virtual machine's PCI tree; empty: there is none."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The variables of communication libraries."""
 
@@ -112,6 +117,8 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
         driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
+        is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
+        topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=nccl_files(root, os.environ if live else {}) | _environ(_text(root / "proc/self/environ")),
     )
 
@@ -186,6 +193,12 @@ def _memory(text: str) -> dict[str, int]:
 def _allowed(text: str) -> tuple[int, ...]:
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", text, re.MULTILINE)
     return parse_cpus(match[1]) if match else ()
+
+
+def _is_virtual(text: str) -> bool | None:
+    """By the flag that every hypervisor of x86 sets."""
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return None if match is None else "hypervisor" in match[1].split()
 
 
 def _environ(text: str) -> dict[str, str]:

@@ -42,7 +42,10 @@ CASES = {
     "no-peermem": [("warning", "peermem", "gpu-01")],
     "iommu": [("warning", "pci", "mlx5_0")],
     "pinned": [("warning", "affinity", "gpu-01"), ("warning", "affinity", "GPU 1")],
-    "prefix-trap": [("warning", "port", "mlx5_1")],
+    "prefix-trap": [("warning", "port", "mlx5_1"), ("warning", "port", "mlx5_0:1")],
+    "one-of-two": [("warning", "port", "mlx5_1:1")],
+    "bonded": [("warning", "port", "mlx5_bond_0:1")],
+    "virtual-machine": [("warning", "topology", "gpu-01"), ("unknown", "affinity", "GPU 0")],
     "wrong-interface": [("fault", "interface", "gpu-01")],
     "loopback": [("fault", "interface", "lo")],
     "odd-texts": [
@@ -101,6 +104,27 @@ def test_a_profile_s_class_mends_the_class(tmp_path: Path) -> None:
         "NCCL sends in TC 0 = DSCP 0, not-ECT, priority 0, MPI over UCX in TC 106 = DSCP 26, ECT(0), priority"
         " 3: two queues of the fabric"
     ]
+
+
+def test_an_unlimited_stack_is_told_for_releases_that_it_crashed(tmp_path: Path) -> None:
+    assert "the stack is unlimited" in str(report("small-limits", tmp_path, nccl="2.27.5").findings)
+    assert "the stack" not in str(report("small-limits", tmp_path / "new", nccl="2.30.4").findings)
+
+
+def test_what_the_profile_says_of_adapters_goes_first(tmp_path: Path) -> None:
+    assert found(report("one-of-two", tmp_path, hcas=["mlx5_0"])) == []
+    told = report("virtual-machine", tmp_path / "vm", nccl_topology="/opt/size.xml")
+    assert found(told) == [("unknown", "affinity", "GPU 0")]
+    root = lay_out("virtual-machine", tmp_path / "own")
+    (root / "var/run/nvidia-topologyd").mkdir(parents=True)
+    (root / "var/run/nvidia-topologyd/virtualTopology.xml").write_text("<system/>")
+    assert found(examine(Question(look(root), NetworkSpec()))) == [("unknown", "affinity", "GPU 0")]
+
+
+def test_two_queue_pairs_use_both_links_of_a_bond(tmp_path: Path) -> None:
+    root = lay_out("bonded", tmp_path / "node")
+    (root / "proc/self/environ").write_text("NCCL_IB_TC=106\nNCCL_IB_QPS_PER_CONNECTION=2\n")
+    assert found(examine(Question(look(root), NetworkSpec()))) == []
 
 
 def test_what_sockets_take(tmp_path: Path) -> None:

@@ -119,6 +119,11 @@ def lines(report: Report) -> str:
             "2.27.5",
             "is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1",
         ),
+        (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename=/r OMPI_MCA_coll_tuned_use_dynamic_rules=1",
+            "2.27.5",
+            "note OMPI_MCA_coll_tuned_dynamic_rules_filename: from Open MPI 5 on HAN stands before",
+        ),
         # names
         ("IB_TIMOUT=22", "2.27.5", "error IB_TIMOUT: is not known, and NCCL never complains about that; did"),
         ("WIBBLE=22", "2.27.5", "warning WIBBLE: is not known: no NCCL up to 2.32.3 reads it"),
