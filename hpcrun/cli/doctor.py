@@ -98,7 +98,8 @@ def _look(
     host = _host(root)
     network = profile.network if profile else NetworkSpec()
     uses_ucx = profile is not None and profile.mpi.library == "openmpi"
-    report = examine(Question(host, network, _version(nccl, is_here=host.time is not None), uses_ucx))
+    version = _version(nccl, is_here=host.time is not None)
+    report = examine(Question(host, network, version, uses_ucx, _advised(profile, version, notes)))
     skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
     if as_json:
@@ -145,6 +146,20 @@ def _version(text: str | None, *, is_here: bool) -> tuple[int, ...] | None:
     if text is not None:
         return parse_version(text)
     return find_library(environ=os.environ).version if is_here else None
+
+
+def _advised(
+    profile: ClusterSpec | None, version: tuple[int, ...] | None, notes: list[str]
+) -> dict[str, str]:
+    """What jobs get by the profile; where that is wrong, they get no advice, and a note says so."""
+    from hpcrun.tuning.advice import Situation, advise
+
+    named = profile.env if profile else {}
+    try:
+        return advise(Situation(profile, 0, nccl=version)).environment() | named
+    except UsageError as error:
+        notes.append(f"jobs get no settings: {error}")
+        return named
 
 
 def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:

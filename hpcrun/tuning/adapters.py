@@ -49,7 +49,5 @@ def unmapped(host: Host, network: NetworkSpec, used: Sequence[Port]) -> Iterator
     told = network.nccl_topology or host.environ.get("NCCL_TOPO_FILE") or host.topology_file
     if host.is_virtual and host.inside.gpus and used and not told:
         text = "a virtual machine without a topology file: NCCL cannot see which adapter is near which GPU"
-        remedy = (
-            "network.nccl_topology in the profile: the image has the file for this size of machine"
-        )
+        remedy = "network.nccl_topology in the profile: the image has the file for this size of machine"
         yield Finding("warning", "topology", host.node, text, remedy, "medium")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpcrun.fabric.ports import Interface, PciLink, Port
 from hpcrun.specs.cluster import NetworkSpec
@@ -12,7 +12,7 @@ from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
-from hpcrun.tuning.names import parse_devices, render_names, socket_choice
+from hpcrun.tuning.names import parse_devices, socket_choice
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -34,6 +34,13 @@ class Question:
     network: NetworkSpec
     nccl: tuple[int, ...] | None = None
     uses_ucx: bool = False
+    advised: Mapping[str, str] = field(default_factory=dict)
+    """What hpcrun sets for jobs by the same profile."""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a job on this node has: its own environment, and what hpcrun adds."""
+        return {**self.advised, **self.host.environ}
 
     @property
     def used(self) -> list[Port]:
@@ -48,8 +55,7 @@ class Question:
     @property
     def socket_names(self) -> str:
         """What NCCL_SOCKET_IFNAME says, or will say by the profile; empty: nothing."""
-        by_profile = render_names([self.network.interface]) if self.network.interface else ""
-        return self.host.environ.get("NCCL_SOCKET_IFNAME", by_profile)
+        return self.environ.get("NCCL_SOCKET_IFNAME", "")
 
 
 def check(question: Question) -> tuple[Finding, ...]:
@@ -58,12 +64,11 @@ def check(question: Question) -> tuple[Finding, ...]:
 
 
 def gid_choice(question: Question, port: Port) -> Choice:
-    """What NCCL takes at a port, by the environment of the node, else by the profile."""
-    environ, network = question.host.environ, question.network
+    """What NCCL takes at a port, by what a job has on this node."""
+    environ = question.environ
     index = environ.get("NCCL_IB_GID_INDEX", "")
-    named: Family = "AF_INET6" if network.address_family == "ipv6" else "AF_INET"
-    family: Family = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY", named) == "AF_INET6" else "AF_INET"
-    cidr = environ.get("NCCL_IB_ADDR_RANGE", network.address_range or "")
+    family: Family = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY") == "AF_INET6" else "AF_INET"
+    cidr = environ.get("NCCL_IB_ADDR_RANGE", "")
     return predict(
         port,
         index=int(index) if index.isdecimal() and len(index) < 4 else -1,
@@ -176,11 +181,7 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
 
 
 def _classes(question: Question) -> Iterator[Finding]:
-    host, network = question.host, question.network
-    environ = dict(host.environ)
-    if network.traffic_class is not None:
-        environ.setdefault("NCCL_IB_TC", str(network.traffic_class))
-        environ.setdefault("UCX_IB_TRAFFIC_CLASS", str(network.traffic_class))
+    host, network, environ = question.host, question.network, question.environ
     for port in (one for one in question.used if one.is_roce):
         yield from agreement(environ, port.name, uses_ucx=question.uses_ucx, forced=port.traffic_class)
         for name in port.interfaces:
@@ -190,7 +191,7 @@ def _classes(question: Question) -> Iterator[Finding]:
                 yield Finding("unknown", "pfc", name, "neither dcb nor mlnx_qos tells its PFC state")
             elif not lossless:
                 yield _no_pfc(name, nccl_class(environ))
-            elif trust == "pcp" and (network.traffic_class or environ.get("NCCL_IB_TC")):
+            elif trust == "pcp" and environ.get("NCCL_IB_TC"):
                 text = "trusts the VLAN tag (pcp): a traffic class in the IP header does not count"
                 yield Finding("fault", "trust", name, text, "ask for trust dscp, on the switch port too")
             else:

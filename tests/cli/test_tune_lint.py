@@ -211,7 +211,7 @@ def test_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "NCCL_IB_TC"
     assert told["read"] == "yes, by 2.24.3 (from 2.3 on)"
     assert told["default"] == "0 in 2.24.3 (0; -1 from 2.26 on)"
-    assert told["value"] == "106 is DSCP 26 with ECN bits 2"
+    assert told["value"] == "TC 106 = DSCP 26, ECT(0), priority 3"
     assert told["set"] == "shell: 106: counts"
     assert told["source"] == "NVIDIA's NCCL user guide"
     assert told["kind"].endswith("equal on all ranks")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.specs.cluster import ClusterSpec, NetworkSpec
+from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.checks import Question, check, clock_skew
 from hpcrun.tuning.host import look, nccl_files
 from hpcrun.tuning.report import Report, examine
@@ -16,7 +17,10 @@ from tests.tuning.trees import HOSTS, lay_out
 def report(name: str, tmp_path: Path, *, uses_ucx: bool = False, nccl: str = "", **network: object) -> Report:
     version = tuple(map(int, nccl.split("."))) if nccl else None
     host = look(lay_out(name, tmp_path / "node"))
-    return examine(Question(host, NetworkSpec.model_validate(network), version, uses_ucx))
+    mpi = {"library": "openmpi", "launcher": "srun", "pmi": "pmix"} if uses_ucx else {}
+    profile = ClusterSpec.model_validate({"name": "c", "network": network, "mpi": mpi})
+    advised = advise(Situation(profile, 0, nccl=version)).environment()
+    return examine(Question(host, profile.network, version, uses_ucx, advised))
 
 
 def found(one: Report) -> list[tuple[str, str, str]]:
@@ -99,6 +103,8 @@ def test_a_profile_that_says_ipv6_mends_adapters_without_ipv4(tmp_path: Path) ->
 
 def test_a_profile_s_class_mends_the_class(tmp_path: Path) -> None:
     assert found(report("wrong-class", tmp_path, traffic_class=106, uses_ucx=True)) == []
+    # The class of the fabric's kind is what jobs get.
+    assert found(report("wrong-class", tmp_path / "kind", fabric="roce-spectrum")) == []
     apart = report("wrong-class", tmp_path / "apart", uses_ucx=True)
     assert [one.text for one in apart.findings if one.subject == "mlx5_0:1"] == [
         "NCCL sends in TC 0 = DSCP 0, not-ECT, priority 0, MPI over UCX in TC 106 = DSCP 26, ECT(0), priority"
