@@ -50,12 +50,12 @@ def lines(report: Report) -> str:
         (
             "IB_TC=128",
             "2.27.5",
-            "note IB_TC: is TC 128 = DSCP 32, not-ECT, priority 4; the switches must map it; so that marking",
+            "not-ECT, priority 4; the switches must map it; so that marking",
         ),
         (
             "IB_TC=106",
             "2.27.5",
-            "note IB_TC: is TC 106 = DSCP 26, ECT(0), priority 3; the switches must map it",
+            "note IB_TC: is TC 106 = DSCP 26, ECT(0), priority 3",
         ),
         ("IB_TC=106 UCX_IB_TRAFFIC_CLASS=96", "2.27.5", "warning UCX_IB_TRAFFIC_CLASS: NCCL sends in TC 106"),
         # how several queue pairs are used is the release's default
