@@ -261,6 +261,8 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
             raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
         typer.echo(f"hpcrun: {len(now.values)} counters of {now.node} in {target}", err=True)
     if since is None:
+        if as_json:
+            _print_json({"node": now.node, "counters": len(now.values), "file": str(target)})
         return []
     grown = growth(read_counters(_read_json(since), str(since)), now)
     findings = list(diagnose(grown))

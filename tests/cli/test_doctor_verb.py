@@ -94,7 +94,8 @@ def test_a_clock(tmp_path: Path) -> None:
 
 def test_counters_before_and_after(tmp_path: Path) -> None:
     before, look = lay_out("counters-before", tmp_path / "before"), tmp_path / "before.json"
-    run("--root", before, "--counters", look)
+    taken = parsed(run("--root", before, "--counters", look, "--json"))
+    assert (taken["node"], taken["file"], taken["counters"] > 0) == ("gpu-01", str(look), True)
     calm = run("--root", before, "--since", look)
     assert calm.stdout == "gpu-01: no counter has grown that speaks of trouble\n"
     slow = lay_out("counters-slow-receiver", tmp_path / "after")
