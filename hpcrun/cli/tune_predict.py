@@ -51,7 +51,7 @@ def predict(
         Path | None, typer.Option(metavar="FILE", help="An NCCL log (INFO; INIT,GRAPH,TUNING).")
     ] = None,
     nccl_version: Annotated[
-        str, typer.Option(metavar="VERSION", help="With --platform: whose model, such as 2.31.")
+        str, typer.Option(metavar="X", help="With --platform: whose model, such as 2.31.")
     ] = "2.30",
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
     as_json: _Json = False,

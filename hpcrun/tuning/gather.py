@@ -38,6 +38,10 @@ class Sources:
     """What was named on the command line."""
 
     job: Path | None = None
+    overrides: Sequence[str] = ()
+    """key=value, over the job file."""
+    cluster: str | None = None
+    """Which profile, instead of the job's."""
     script: Path | None = None
     nccl_conf: Sequence[Path] = ()
     """In place of the files that NCCL looks for."""
@@ -82,7 +86,7 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
     if sources.script is not None:
         above.append(parse_script(read_text(sources.script), str(sources.script)))
     if sources.job is not None:
-        job, cluster = _load(sources.job)
+        job, cluster = _load(sources.job, sources.overrides, sources.cluster)
         above += _setup(cluster)
         # What job and profile name is handed into the container; the rest keeps the image's values.
         above += [*image, *_job_layers(job, cluster)]
@@ -139,12 +143,14 @@ def _image(path: Path | None) -> list[Layer]:
     return [] if path is None else [parse_dump(read_text(path), str(path), "container")]
 
 
-def _load(path: Path) -> tuple[ResolvedJob, ClusterSpec | None]:
+def _load(
+    path: Path, overrides: Sequence[str], cluster: str | None
+) -> tuple[ResolvedJob, ClusterSpec | None]:
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
 
-    resolved = load_job(path)
-    name = resolved.spec.cluster
+    resolved = load_job(path, overrides)
+    name = cluster or resolved.spec.cluster
     return resolved, None if name == "local" else find_cluster(None if name in (None, "default") else name)
 
 

@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.job import JobSpec
 from hpcrun.tuning.registry import Version, parse_version, show_version
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.specs.job import JobSpec
 
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _REQUIRED = re.compile(r"(nvidia-nccl-cu\d+)\s*(?:\(==|==)\s*([\w.]+)")

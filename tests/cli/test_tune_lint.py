@@ -187,6 +187,11 @@ def test_what_hpcrun_adds_to_a_job_is_looked_at_too(tmp_path: Path) -> None:
     assert "set       hpcrun, profile: network.hcas: =mlx5_0: counts" in result.stdout
     assert "set       profile site env: 96: counts" in result.stdout
     assert "hpcrun, profile: network.traffic_class: 106: not looked at: profile site env" in result.stdout
+    assert "NCCL_IB_DISABLE" not in call("lint", job, "env={}").stdout
+    (profiles / "other.yaml").write_text("name: other\nnetwork: {service_level: 1}\n")
+    other = call("lint", job, "env={}", "--cluster", "other", "--all").stdout
+    assert "hpcrun, profile: network.service_level NCCL_IB_SL: '1'" in other
+    assert "--cluster: says which profile a job has" in str(call("lint", "--cluster", "other").exception)
     result = call("lint", job)
     assert "hpcrun, profile: network.hcas NCCL_IB_HCA: does nothing: NCCL_IB_DISABLE=1" in result.stdout
     (profiles / "site.yaml").write_text("name: site\nnetwork: {fabric: infinband}\n")
