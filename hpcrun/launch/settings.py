@@ -14,7 +14,7 @@ from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings, write_settings
 from hpcrun.tuning.host import nccl_files
-from hpcrun.tuning.job import advise_job
+from hpcrun.tuning.job import advise_job, follow
 
 
 def settle(
@@ -35,6 +35,7 @@ def settle(
         settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
         if here:
             settings = settings.but_for(nccl_files(Path("/"), environ), "nccl.conf of this node")
+        settings = follow(settings)
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
         note(settings.notes[0])

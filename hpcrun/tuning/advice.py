@@ -300,7 +300,10 @@ def _in_version(settings: Sequence[Setting], nccl: Version | None) -> tuple[list
 
 def _disagreement(cluster: ClusterSpec, settings: Sequence[Setting]) -> list[str]:
     """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
-    environ = {one.name: one.value for one in settings} | dict(cluster.env)
+    environ = {one.name: one.value for one in settings} | cluster.env
+    if "NCCL_IB_TC" in cluster.env and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
+        # MPI goes along with it where only NCCL's is set.
+        environ |= {"UCX_IB_TRAFFIC_CLASS": cluster.env["NCCL_IB_TC"]} | cluster.env
     if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
         return []
     found = agreement(environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi")

@@ -104,7 +104,7 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
         else find_library(sources.nccl_version, environ=values)
     )
     confs = tuple(sources.nccl_conf) or None
-    advice = tuple(_advice(job, cluster, library.version, notes)) if job else ()
+    advice = tuple(_advice(job, cluster, library.version, values, notes)) if job else ()
     return Gathered(
         tuple(bases),
         tuple(above),
@@ -170,17 +170,25 @@ def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[
 
 
 def _advice(
-    job: ResolvedJob, cluster: ClusterSpec | None, version: Version | None, notes: list[str]
+    job: ResolvedJob,
+    cluster: ClusterSpec | None,
+    version: Version | None,
+    environ: Mapping[str, str],
+    notes: list[str],
 ) -> Iterator[Layer]:
     """What `submit` adds; a profile that is wrong there costs these settings, and a note says so."""
-    from hpcrun.tuning.job import advise_job
+    from hpcrun.tuning.job import advise_job, foresee
 
     try:
         found = advise_job(job.spec, cluster, nccl=version)
+        led = foresee(job.spec, cluster, environ, version).environment()
     except UsageError as error:
         notes.append(f"hpcrun sets nothing: {error}")
         return
-    settings = (Setting(one.name, one.value, "hpcrun", f"hpcrun, {one.source}") for one in found.everywhere)
+    settings = (
+        Setting(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
+        for one in found.everywhere
+    )
     yield Layer("hpcrun", tuple(settings), fills=True)
 
 

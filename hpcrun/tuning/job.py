@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from hpcrun.slurm.sbatch import submission_environment
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
-from hpcrun.specs.settings import Settings
+from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.environment import effective, resolve
 from hpcrun.tuning.library import library_of_job
 from hpcrun.tuning.registry import Version
 from hpcrun.tuning.report import read_reports
 from hpcrun.tuning.script import parse_script
+
+_LEADS = {"UCX_IB_TRAFFIC_CLASS": "NCCL_IB_TC", "UCX_IB_SL": "NCCL_IB_SL"}
 
 
 def advise_job(
@@ -62,7 +66,20 @@ def foresee(
     if cluster is not None:
         settings = settings.but_for(cluster.env, f"env of profile {cluster.name}")
         settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
-    return settings.but_for(submission_environment(environ)[0], "this shell")
+    return follow(settings.but_for(submission_environment(environ)[0], "this shell"))
+
+
+def follow(settings: Settings) -> Settings:
+    """The same, with MPI's class and level as NCCL's stand: where somebody has set those, ours go along."""
+    stands = {one.name: one for one in settings.overruled}
+
+    def led(one: Setting) -> Setting:
+        lead = stands.get(_LEADS.get(one.name, ""))
+        if lead is None or lead.value == one.value or not re.fullmatch("[0-9]{1,3}", lead.value):
+            return one
+        return replace(one, value=lead.value, reason=f"as {lead.name} stands", source=lead.by)
+
+    return replace(settings, everywhere=tuple(map(led, settings.everywhere)))
 
 
 def _exported(cluster: ClusterSpec) -> dict[str, str]:

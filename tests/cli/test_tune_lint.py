@@ -188,10 +188,16 @@ def test_what_hpcrun_adds_to_a_job_is_looked_at_too(tmp_path: Path) -> None:
     assert "set       profile site env: 96: counts" in result.stdout
     assert "hpcrun, profile: network.traffic_class: 106: not looked at: profile site env" in result.stdout
     assert "NCCL_IB_DISABLE" not in call("lint", job, "env={}").stdout
+    (profiles / "site.yaml").write_text(
+        "name: site\nnetwork: {traffic_class: 106}\nenv: {NCCL_IB_TC: '96'}\n"
+        "mpi: {library: openmpi, launcher: srun, pmi: pmix}\n"
+    )
+    assert "0 warnings" in call("lint", job, "env={}").stdout, "MPI goes along"
     (profiles / "other.yaml").write_text("name: other\nnetwork: {service_level: 1}\n")
     other = call("lint", job, "env={}", "--cluster", "other", "--all").stdout
     assert "hpcrun, profile: network.service_level NCCL_IB_SL: '1'" in other
     assert "--cluster: says which profile a job has" in str(call("lint", "--cluster", "other").exception)
+    (profiles / "site.yaml").write_text("name: site\nnetwork: {hcas: [mlx5_0]}\n")
     result = call("lint", job)
     assert "hpcrun, profile: network.hcas NCCL_IB_HCA: does nothing: NCCL_IB_DISABLE=1" in result.stdout
     (profiles / "site.yaml").write_text("name: site\nnetwork: {fabric: infinband}\n")
