@@ -10,6 +10,7 @@ from hpcrun.errors import UsageError
 from hpcrun.launch.nodevalues import render_table, table_of
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings, write_settings
@@ -21,7 +22,7 @@ def settle(
     attempt: Attempt,
     spec: JobSpec,
     cluster: ClusterSpec | None,
-    nodes: tuple[str, ...],
+    placement: Placement,
     environ: Mapping[str, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
@@ -31,6 +32,7 @@ def settle(
     settings, not the job.
     """
     try:
+        nodes = placement.nodes
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
         settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
         if here:
@@ -43,5 +45,5 @@ def settle(
         if lost.value != lost.ours:
             note(str(lost))
     write_settings(attempt.settings, settings)
-    write_whole(table_of(attempt), render_table(settings))
+    write_whole(table_of(attempt), render_table(settings, placement))
     return settings.environment()
