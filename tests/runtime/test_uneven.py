@@ -112,7 +112,7 @@ name: elastic
 model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
 data: {text: TEXT, seq_len: 32, holdout: 0.2}
 parallel: {dp_shard: 3}
-train: {steps: 12, mbs: 1, gbs: 12, lr: 3e-3, warmup: 2, eval: {sequences: 24}}
+train: {steps: 48, mbs: 1, gbs: 12, lr: 3e-3, warmup: 2, eval: {sequences: 24}}
 checkpoint: {every: 2}
 resources: {nodes: 3}
 device: cpu
