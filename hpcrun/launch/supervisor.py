@@ -82,12 +82,13 @@ class Supervisor:
         if prepared.resume is None:
             record_origin(run, prepared.spec)
         owned = succeed(run) if self._succession else hold(run)
-        with owned, told_of(run, prepared.spec, self._site, self._observer.note):
+        with owned, told_of(run, prepared.spec, self._site, self._observer.note) as hand_over:
             try:
                 with self._site.nodes(run, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
+                hand_over()
                 self._observer.note(str(fenced))
                 stand_back(run, self._is_told_to_end)
                 raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
