@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from hpcrun import process
 from hpcrun.launch import crew as crews
 from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import NodeLost, RankEnded
-from hpcrun.launch.lease import FencedError, Leadership, claim, read_leader
+from hpcrun.launch.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
 from hpcrun.launch.nodes import AgentNodes
 from hpcrun.launch.site import with_our_package
 from hpcrun.launch.wire import Badge, WireError, join
@@ -262,3 +263,29 @@ def test_agents_outside_of_a_batch_job_end_with_their_supervisor(place: Place) -
     child.stdin.close()
     assert child.wait(10) == 0
     assert not is_alive(pid)
+
+
+def test_where_slurm_ends_the_job_ranks_without_a_supervisor_end_at_once(place: Place) -> None:
+    agent = place.agent("n01")
+    nodes = place.lead("n01")
+    (pid,) = place.launch(nodes, 1, "n01")
+    agent.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert is_alive(pid)  # what the signal means is the supervisor's to say
+    for pulse in place.opened[0]._pulses:
+        pulse.stop()
+    until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+
+
+def test_what_ranks_have_left_in_memory_goes_before_the_next_attempt(place: Place) -> None:
+    place.agent("n01")
+    nodes = place.lead("n01")
+    left = Path(f"/dev/shm/mpich_shm_{os.urandom(4).hex()}_0")
+    left.touch()
+    try:
+        record = place.run.attempt(1).create().rank_record(0)
+        record.write_text(json.dumps({"node": os.uname().nodename, "shm": [str(left)], "started": 0.0}))
+        place.launch(nodes, 2, "n01")
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
