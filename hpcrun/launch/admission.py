@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -174,5 +175,5 @@ def _came_to_nothing(run: RunDir) -> int:
 def _write_event(attempt: Attempt, event: str, content: Mapping[str, Any]) -> None:
     events = LineWriter(attempt.run.events)
     now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
-    events.write({**now, "event": event, **content})
+    events.write({**now, "event": event, **content, "host": os.uname().nodename})
     events.close()
