@@ -152,7 +152,7 @@ class Supervisor:
         self._fruitless = 0 if progress else self._fruitless + 1
         is_same = not progress and cause in ("crash", "hang") and recover.is_repeated(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
-        nodes = outcome.lost or outcome.suspects
+        nodes = outcome.suspects or outcome.lost
         more = {"nodes": list(nodes), "rank": outcome.rank, "message": outcome.message}
         self._event(run, "fault", outcome, cause=cause, kind=kind, **more)
 
