@@ -21,6 +21,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.heir import Heir
 from hpcrun.launch.node import NodeRanks
@@ -96,8 +97,7 @@ class Agent:
         # Where Slurm ends the job as well there is not the time to look whether the supervisor comes back.
         is_orphaned = vigil.is_orphaned or (self._is_told_to_end and vigil.is_quiet)
         if is_orphaned and self._ranks is not None:
-            sys.stderr.write("hpcrun: the supervisor does not answer; the ranks here are ended\n")
-            sys.stderr.flush()
+            say("the supervisor does not answer; the ranks here are ended")
             self._end_ranks(self._ranks)
         if self._heir is None:
             # Outside of a batch job the supervisor is somebody's command, and ends with it.

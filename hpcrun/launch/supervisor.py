@@ -18,6 +18,7 @@ from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.elsewhere import exclusion, keep_away
+from hpcrun.launch.endurance import patiently
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.lease import FencedError, LeaderWriter
@@ -222,13 +223,18 @@ class Supervisor:
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
         spec = self._prepared.spec
-        run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
-        attempt = run.next_attempt()
+        attempt = run.coming_attempt()
         self._began_at = recover.saved_step(run)
-        write_whole(run.spec, render_job(spec))
-        write_json(attempt.supervisor, self._identity())
+
+        def furnish() -> None:
+            run.exit.unlink(missing_ok=True)
+            attempt.create()
+            write_whole(run.spec, render_job(spec))
+            write_json(attempt.supervisor, self._identity())
+
+        patiently(furnish)
         return attempt
 
     def _identity(self) -> dict[str, Any]:
@@ -334,7 +340,8 @@ class Supervisor:
         record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
         more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
         with suppress(OSError):
-            write_json(outcome.run.attempt(outcome.attempt).outcome, record | more | after)
+            path = outcome.run.attempt(outcome.attempt).outcome
+            patiently(lambda: write_json(path, record | more | after))
 
     def _event(self, run: RunDir, event: str, outcome: Outcome, **more: Any) -> None:
         events = LeaderWriter(run.events, self._verify)
@@ -381,7 +388,7 @@ def record_exit(
     record = {"status": status, "exit_code": exit_code, "message": message, "attempt": attempt, "step": step}
     # Where even this cannot be written, the message on the terminal says so.
     with suppress(OSError):
-        write_json(run.exit, record | {"ended": time.time()})
+        patiently(lambda: write_json(run.exit, record | {"ended": time.time()}))
 
 
 def _as_site_error(error: OSError, run: RunDir) -> SiteError:

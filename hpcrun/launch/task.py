@@ -14,6 +14,7 @@ from typing import Any
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.endurance import say
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.prepare import prepare
@@ -37,8 +38,7 @@ class BatchLog:
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        sys.stderr.write(f"hpcrun: {text}\n")
-        sys.stderr.flush()
+        say(text)
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met."""
@@ -62,7 +62,12 @@ def run_submitted(folder: str) -> int:
     """Run the pickle that submitit has put there for this job, which is run_task; gives its exit code."""
     # It loads numpy where there is one, which a login node is spared.
     process_job = importlib.import_module("submitit.core.submission").process_job
-    process_job(folder)
+    try:
+        process_job(folder)
+    except OSError:
+        # Where its own record of the result cannot be written, ours, or the code alone, says how it went.
+        if not _codes:
+            raise
     return _codes.pop()
 
 
