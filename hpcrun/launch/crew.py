@@ -9,7 +9,7 @@ import secrets
 import selectors
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Member:
         self.node, self.log, self._clock = node, log, clock
         self.session, self.id = Session(), ""
         self._heard = clock()
+        self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = False
         self.hello: dict[str, Any] = {}
         """What it has said about itself."""
@@ -103,9 +104,11 @@ class Member:
             self.children[-1].kill()
 
     def last_words(self) -> str:
-        """What its log ends with."""
+        """What its log ends with, of what was said while we lead."""
         try:
-            lines = self.log.read_text(errors="replace").split("\n")
+            with self.log.open(errors="replace") as file:
+                file.seek(self._said_before)
+                lines = file.read().split("\n")
         except OSError:
             return ""
         said = [line.strip() for line in lines if line.strip()]
@@ -116,9 +119,18 @@ class Crew:
     """Agents that come to our gate, one a node."""
 
     def __init__(
-        self, run: RunDir, leadership: Leadership, address: str, nodes: Sequence[str], missing: str = ""
+        self,
+        run: RunDir,
+        leadership: Leadership,
+        address: str,
+        nodes: Sequence[str],
+        missing: str = "",
+        gone: Collection[str] = (),
     ) -> None:
-        """`missing`: the node whose supervisor we come after; its agent is not waited for."""
+        """`missing`: the node whose supervisor we come after; `gone`: those that were lost before.
+
+        Their agents are not waited for; if they come, they are let in.
+        """
         self._logs = run.agent_logs
         self._logs.mkdir(mode=0o700, exist_ok=True)
         self._leadership = leadership
@@ -135,6 +147,8 @@ class Crew:
         self._selector.register(self._gate, selectors.EVENT_READ)
         self._pulses = [Pulse(RENEW_S, leadership.renew), Pulse(_BEAT_S, self._beat)]
         self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
+        for node in self.members.keys() & {*gone} - {missing}:
+            self.members[node].is_lost, self.members[node].losses = True, 1
         if missing in self.members:
             self.lose(self.members[missing], "its supervisor did not answer any more")
         Leader(leadership.epoch, address, self._gate.port, secret, os.uname().nodename).publish(run)

@@ -12,7 +12,7 @@ from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.course import Outcome, Status
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.lease import LEADERLESS_S, sign_of
-from hpcrun.specs.records import LineReader, LineWriter, read_json
+from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _LOOK_S = 1.0
@@ -64,6 +64,24 @@ class Succession:
             write("node lost", node=one.node, why=one.why)
         write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         events.close()
+
+
+def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
+    """The nodes that the newest allocation has lost, and those left out for what was seen of them."""
+    attempt, goes_on = 0, True
+    lost: set[str] = set()
+    out: set[str] = set()
+    for event in read_lines(run.events):
+        number = event.get("attempt")
+        if isinstance(number, int) and number > attempt:
+            if not goes_on:  # in another allocation
+                lost, out = set(), set()
+            attempt, goes_on = number, False
+        if event.get("event") == "node lost":
+            lost.add(str(event.get("node")))
+        elif event.get("event") == "relaunch":
+            goes_on, out = True, {str(node) for node in event.get("excluded", ())}
+    return frozenset(out & lost), frozenset(out - lost)
 
 
 def _step(attempt: Attempt) -> int | None:

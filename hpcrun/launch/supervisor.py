@@ -32,7 +32,7 @@ from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
-from hpcrun.launch.succession import Succession, stand_back
+from hpcrun.launch.succession import Succession, left_out, stand_back
 from hpcrun.launch.telemetry import told_of
 from hpcrun.launch.watchdog import Watchdog
 from hpcrun.launch.world import without_world
@@ -112,6 +112,8 @@ class Supervisor:
         """One attempt after the other, for as long as there is reason for another one here."""
         self._verify = nodes.verify
         outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
+        if self._succession:
+            self._avoid(left_out(run)[1], nodes)
         while True:
             if outcome is None:
                 attempt = self._open(run)

@@ -52,8 +52,10 @@ class Place:
         self.agents.setdefault(node, []).append(child)
         return child
 
-    def lead(self, *nodes: str, missing: str = "", epoch: int | None = None) -> AgentNodes:
-        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing)
+    def lead(
+        self, *nodes: str, missing: str = "", gone: tuple[str, ...] = (), epoch: int | None = None
+    ) -> AgentNodes:
+        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing, gone)
         self.opened.append(crew)
         crew.adopt()
         return AgentNodes(crew, self.run)
@@ -212,6 +214,31 @@ def test_a_new_supervisor_finds_cleared_nodes_and_the_old_one_stops(place: Place
     # The old one lets go of what is not its own any more.
     old.close()
     assert place.launch(new, 2, "n02", "n01")
+
+
+def test_nodes_that_were_lost_before_are_not_waited_for_nor_lost_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "_ADOPT_S", 600.0)
+    place.agent("n02")
+    nodes = place.lead(*NODES, missing="n01", gone=("n01", "n03"), epoch=2)
+    assert nodes.alive == ("n02",)
+    assert [one.node for one in nodes.lost] == ["n01"]
+    place.agent("n03")
+    until(lambda: news(nodes) or "n03" in nodes.alive)
+
+
+def test_last_words_are_those_that_were_said_to_this_supervisor(place: Place) -> None:
+    place.run.agent_logs.mkdir()
+    log = place.run.agent_logs / "n01.log"
+    log.write_text("hpcrun: the supervisor does not answer\n")
+    place.agent("n01")
+    place.lead("n01")
+    member = place.opened[0].members["n01"]
+    assert member.last_words() == ""
+    with log.open("a") as file:
+        file.write("Out of memory\n")
+    assert member.last_words() == "; it said last: Out of memory"
 
 
 def test_whoever_loses_most_of_its_agents_waits_for_a_successor(place: Place) -> None:
