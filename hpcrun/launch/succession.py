@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
+from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome, Status
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.lease import LEADERLESS_S, sign_of
+from hpcrun.launch.lease import LEADERLESS_S, RENEW_S, claim, newest_epoch, read_lease, sign_of
+from hpcrun.launch.ownership import hold, succeed, supervisor_of
 from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _LOOK_S = 1.0
+_MOVES_S = 2.5 * RENEW_S
+"""A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
+_ENDS_S = LEADERLESS_S + 4.0
+"""So long the ranks of a supervisor that was fenced may still take to end."""
 _STILL_S = 8 * LEADERLESS_S
 """A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
 
@@ -64,6 +70,38 @@ class Succession:
             write("node lost", node=one.node, why=one.why)
         write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         events.close()
+
+
+@contextmanager
+def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Own a run inside the block; TakenError where another supervisor does.
+
+    But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
+    may live on, and the run is ours. It finds our epoch, and its ranks end.
+    """
+    former = supervisor_of(run)
+    is_ours = allocation is not None and former.get("slurm_job") == allocation.job
+    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and _is_led(run)):
+        with hold(run):
+            yield
+        return
+    note(f"the supervisor on {former.get('host')}, from before the job was queued again, lives; it is fenced")
+    while not claim(run, newest_epoch(run) + 1):
+        pass
+    time.sleep(_ENDS_S)
+    with succeed(run):
+        yield
+
+
+def _is_led(run: RunDir) -> bool:
+    """Whether somebody leads the run at this moment."""
+    seen = read_lease(run)
+    until = time.monotonic() + _MOVES_S
+    while seen and time.monotonic() < until:
+        time.sleep(_LOOK_S / 4)
+        if read_lease(run) != seen:
+            return True
+    return False
 
 
 def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:

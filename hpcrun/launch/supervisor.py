@@ -24,7 +24,7 @@ from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.lease import FencedError, LeaderWriter
 from hpcrun.launch.lemons import Sighting, note_sightings
 from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.ownership import hold, succeed, sweep_leftovers
+from hpcrun.launch.ownership import succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
@@ -32,7 +32,7 @@ from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.snapshot import record_origin
-from hpcrun.launch.succession import Succession, left_out, stand_back
+from hpcrun.launch.succession import Succession, left_out, own, stand_back
 from hpcrun.launch.telemetry import told_of
 from hpcrun.launch.watchdog import Watchdog
 from hpcrun.launch.world import without_world
@@ -82,8 +82,9 @@ class Supervisor:
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
-        owned = succeed(run) if self._succession else hold(run)
-        with owned, told_of(run, prepared.spec, self._site, self._observer.note) as hand_over:
+        note = self._observer.note
+        owned = succeed(run) if self._succession else own(run, self._site.allocation, note)
+        with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
                 with self._site.nodes(run, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)

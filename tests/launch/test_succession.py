@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.succession import left_out
+from hpcrun.launch import succession
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.lease import FencedError, Leadership
+from hpcrun.launch.ownership import TakenError, hold
+from hpcrun.launch.pulse import Pulse
+from hpcrun.launch.succession import left_out, own
+from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 
 LOST = (1, "node lost", {"node": "n3"})
@@ -34,3 +40,33 @@ def test_who_is_left_out(
     lines = [{"attempt": attempt, "event": event} | more for attempt, event, more in events]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [*map(set, left_out(run))] == [lost, suspect]
+
+
+def job(number: int, restarts: int) -> Allocation:
+    return Allocation(number, ("n1", "n2"), str(number), is_batch=True, restarts=restarts)
+
+
+def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "_ENDS_S", 0.1)
+    said: list[str] = []
+    run = RunDir(tmp_path)
+    write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
+    with hold(run):
+        old = Leadership(run)
+        pulse = Pulse(0.1, old.renew)
+        for other in (job(7, 0), job(8, 1), None):  # itself, somebody's resume, and a laptop
+            with pytest.raises(TakenError), own(run, other, said.append):
+                pass
+        old.verify()
+        with own(run, job(7, 1), said.append):
+            with pytest.raises(FencedError):
+                old.verify()
+            with pytest.raises(TakenError), hold(run):
+                pass
+        pulse.stop()
+    assert said == ["the supervisor on n1, from before the job was queued again, lives; it is fenced"]
+    # One that is gone is waited for in vain.
+    with own(run, job(7, 2), said.append):
+        assert len(said) == 1
