@@ -138,7 +138,8 @@ class Course:
 
     def run(self, inbox: Inbox) -> Outcome:
         """Start the attempt, follow it to its end, and leave nothing of it behind."""
-        self._event("launch", ranks=self._launch.ranks, command=list(self._launch.command))
+        launch = self._launch
+        self._event("launch", ranks=launch.ranks, command=list(launch.command), job=launch.job)
         running = RunningAttempt(self._launch, inbox, self._nodes)
         try:
             verdict = self._follow(running)

@@ -54,6 +54,7 @@ class Timeline:
         names = [event.get("event") for event in events]
         launch = names.index("launch") if "launch" in names else 0
         self._before, self._events = events[:launch], events[launch:]
+        self.job = job_of(self._events[0]) if self._events else ""
         self._places = _places(self._events)
         self._clocks = _clocks(self._events, self._places)
         self.begin = _begin(self._events, lines)
@@ -124,8 +125,7 @@ class Timeline:
             return "queued"
         if "relaunch" in previous.marks or any(one.get("event") == "relaunch" for one in self._before):
             return "recovery"
-        # Whoever ended without a word was lost with its node, and Slurm has queued it again.
-        return "stopped" if "exit" in previous.marks else "queued"
+        return "stopped" if "exit" in previous.marks else gap_without_word(previous.job, self.job)
 
     @property
     def is_failed(self) -> bool:
@@ -183,6 +183,20 @@ class Timeline:
         for name in ("productive", "lost", *of.values()):
             spans[name] = scale * math.fsum(seconds for bucket, seconds in named if bucket == name)
         return max(0.0, window - told)
+
+
+def job_of(launch: Record) -> str:
+    """The Slurm job of an attempt by its launch, `none` outside of Slurm; empty where it is not known."""
+    return str(launch["job"] or "none") if "job" in launch else ""
+
+
+def gap_without_word(before: str, after: str) -> str:
+    """The bucket of the time after an attempt that ended without a word, by the jobs of the two.
+
+    Such a supervisor was lost with its node, and Slurm queued the same job again; or somebody has resumed it.
+    """
+    is_another = before and after and before != after
+    return "stopped" if is_another or after == "none" else "queued"
 
 
 def timelines(events: Iterable[Record], metrics: Iterable[Record]) -> list[Timeline]:
