@@ -40,7 +40,7 @@ class Launch:
     stragglers: Literal["off", "report", "replace"] = "report"
     """What is done about nodes that are slower than the others."""
     job: int | None = None
-    """The Slurm job that it is part of."""
+    """The batch job that it is part of, which Slurm may queue again."""
 
     @property
     def ranks(self) -> int:

@@ -278,7 +278,7 @@ class Supervisor:
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
             stragglers=spec.watch.stragglers,
-            job=self._site.allocation.job if self._site.allocation else None,
+            job=self._site.allocation.job if self._site.allocation and self._site.is_batch else None,
         )
         events = LeaderWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics

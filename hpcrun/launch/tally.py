@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.launch.ledger import BUCKETS
-from hpcrun.launch.timeline import gap_without_word, is_count, job_of
+from hpcrun.launch.timeline import gap_between, is_count, job_of
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
@@ -63,8 +63,8 @@ class Tally:
     """Up to here (wall clock) all time is counted."""
     gap: str = "stopped"
     """The bucket of the time between two attempts."""
-    job: str = ""
-    """Of the newest attempt."""
+    job: str | None = None
+    """Of the newest attempt; None before the first."""
     reached: int = 0
     is_met: bool = False
     has_stepped: bool = False
@@ -164,7 +164,8 @@ class Tally:
     def _launch(self, event: Record, now: float) -> None:
         if not self.is_over:
             self._fault("supervisor lost", self.seen or now)
-            self.gap = gap_without_word(self.job, job_of(event))
+        if self.gap == "stopped" and self.job is not None:
+            self.gap = gap_between(self.job, job_of(event), is_over=self.is_over)
         if self.gap == "stopped":
             self.recovering_since = None  # a person came between
         self._pass(now, self.gap)

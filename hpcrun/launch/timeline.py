@@ -125,7 +125,7 @@ class Timeline:
             return "queued"
         if "relaunch" in previous.marks or any(one.get("event") == "relaunch" for one in self._before):
             return "recovery"
-        return "stopped" if "exit" in previous.marks else gap_without_word(previous.job, self.job)
+        return gap_between(previous.job, self.job, is_over="exit" in previous.marks)
 
     @property
     def is_failed(self) -> bool:
@@ -186,17 +186,19 @@ class Timeline:
 
 
 def job_of(launch: Record) -> str:
-    """The Slurm job of an attempt by its launch, `none` outside of Slurm; empty where it is not known."""
+    """The batch job of an attempt by its launch, `none` without one; empty where it is not known."""
     return str(launch["job"] or "none") if "job" in launch else ""
 
 
-def gap_without_word(before: str, after: str) -> str:
-    """The bucket of the time after an attempt that ended without a word, by the jobs of the two.
+def gap_between(before: str, after: str, *, is_over: bool) -> str:
+    """The bucket of the time between attempts of these jobs, where no event says what came between.
 
-    Such a supervisor was lost with its node, and Slurm queued the same job again; or somebody has resumed it.
+    Slurm queues the same job again; another one, or none, is somebody's. `is_over`: the first told its end.
     """
-    is_another = before and after and before != after
-    return "stopped" if is_another or after == "none" else "queued"
+    if before and after:
+        return "queued" if before == after != "none" else "stopped"
+    # Whoever ended without a word was most likely lost with its node.
+    return "stopped" if is_over or after == "none" else "queued"
 
 
 def timelines(events: Iterable[Record], metrics: Iterable[Record]) -> list[Timeline]:

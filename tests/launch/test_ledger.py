@@ -238,8 +238,9 @@ def test_a_supervisor_that_vanished_is_a_fault_and_its_host_s_absence_is_waiting
     ("before", "after", "bucket"),
     [(7, 7, "queued"), (7, 8, "stopped"), (None, None, "stopped"), (None, 7, "stopped")],
 )
-def test_after_a_supervisor_that_vanished_only_the_same_job_was_in_the_queue(
-    before: int | None, after: int | None, bucket: str
+@pytest.mark.parametrize("has_told", [False, True], ids=["without a word", "with an end"])
+def test_where_no_event_says_so_only_the_same_job_was_in_the_queue(
+    before: int | None, after: int | None, bucket: str, *, has_told: bool
 ) -> None:
     run = Run()
     for job, first in ((before, 1), (after, 4)):
@@ -247,6 +248,8 @@ def test_after_a_supervisor_that_vanished_only_the_same_job_was_in_the_queue(
         run.events[-2]["job"] = job
         run.steps(first, 3)
         if first == 1:
+            if has_told:
+                run.event("exit", status="interrupted", exit_code=130, message="")
             run.passes(bucket, 300)
     run.steps(4, 6)
     run.ends()
