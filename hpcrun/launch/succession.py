@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -54,7 +55,11 @@ class Succession:
             names = tuple(one.node for one in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
             message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
-            outcome = Outcome(run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, lost=names)
+            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            message += "; it was asked to save and stop" if stop else ""
+            outcome = Outcome(
+                run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, lost=names
+            )
         self._tell(run, outcome, lost)
         return outcome
 
@@ -120,6 +125,16 @@ def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
         elif event.get("event") == "relaunch":
             goes_on, out = True, {str(node) for node in event.get("excluded", ())}
     return frozenset(out & lost), frozenset(out - lost)
+
+
+def _is_to_stop(attempt: Attempt) -> bool:
+    """Whether somebody has asked the run to stop since the attempt began."""
+    wish, began = read_json(attempt.run.wish), read_json(attempt.supervisor)
+    events = read_lines(attempt.run.events)
+    told = [one for one in events if one.get("attempt") == attempt.number and one.get("event") == "signal"]
+    if any(one.get("signal") in ("SIGTERM", "SIGINT") for one in told):
+        return True
+    return bool(wish and began) and wish["time"] > began["started"]
 
 
 def _step(attempt: Attempt) -> int | None:

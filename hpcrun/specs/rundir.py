@@ -208,6 +208,11 @@ class RunDir:
         return self.path / "leader.json"
 
     @property
+    def wish(self) -> Path:
+        """When somebody has asked it to save and stop; for a supervisor that comes after another."""
+        return self.path / "stop.json"
+
+    @property
     def exit(self) -> Path:
         """How the run ended; absent while it goes on."""
         return self.path / "exit.json"

@@ -13,7 +13,8 @@ from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.lease import FencedError, Leadership
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.pulse import Pulse
-from hpcrun.launch.succession import left_out, own
+from hpcrun.launch.recover import cause_of
+from hpcrun.launch.succession import Succession, left_out, own
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -70,3 +71,18 @@ def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
     # One that is gone is waited for in vain.
     with own(run, job(7, 2), said.append):
         assert len(said) == 1
+
+
+@pytest.mark.parametrize("way", ["heard", "not heard", "before", "not at all"])
+def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path, way: str) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.attempt(1).create().supervisor, {"started": 100.0})
+    told = {"attempt": 1, "event": "signal", "signal": "SIGTERM" if way == "heard" else "SIGUSR1"}
+    run.events.write_text(json.dumps(told) + "\n")
+    if way in ("not heard", "before"):
+        write_json(run.wish, {"time": 101.0 if way == "not heard" else 99.0})
+    outcome = Succession(2, "n1").last_attempt(run, ())
+    assert outcome is not None
+    wanted = way in ("heard", "not heard")
+    assert (outcome.stop is not None, "asked to save and stop" in outcome.message) == (wanted, wanted)
+    assert (cause_of(outcome) is None) == wanted
