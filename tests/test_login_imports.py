@@ -13,6 +13,7 @@ import pytest
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.shipped import shipped
+from tests.checkpoint.generations import save
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "mpi4py", "numpy", "transformers", "tokenizers", "safetensors"}
@@ -36,6 +37,7 @@ def run(runs_root: Path) -> RunDir:
     attempt.log(0).write_text("step 1\n", encoding="utf-8")
     record = {"step": 1, "attempt": 1, "loss": 2.5, "time": 0.0}
     run.metrics.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    save(run.checkpoints, 2)
     return run
 
 
@@ -98,6 +100,10 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "data prepare TEXT --out tokens.bin",
         "ckpt --help",
         "ckpt ls RUN",
+        "ckpt inspect RUN",
+        "ckpt verify RUN",
+        "ckpt diff RUN 2 2",
+        "ckpt gc RUN",
         "postmortem RUN",
         "chaos --help",
         "cluster --help",

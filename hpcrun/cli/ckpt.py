@@ -1,49 +1,231 @@
-"""`hpcrun ckpt`: what a run has saved, and taking it elsewhere."""
+"""`hpcrun ckpt`: what a run has saved, whether it is whole, and taking it elsewhere."""
 
 from __future__ import annotations
 
 import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from hpcrun.checkpoint.read import Generation
+    from hpcrun.specs.saves import Saved
+
+SCHEMA_VERSION = 1
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Look at saved steps and export them.",
+    help="Look at saved steps, prove them, clean up, export.",
 )
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
+_Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
+_Step = Annotated[int | None, typer.Option(help="which saved step; default the newest")]
 
 
 @app.command("ls")
-def list_steps(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False
-) -> None:
-    """List the saved steps of a run."""
-    from hpcrun.specs.rundir import find_run
-    from hpcrun.specs.saves import saved_steps
+def list_steps(run: _Run, as_json: _Json = False) -> None:
+    """List the saved steps of a run, and whether their files are there in the right sizes."""
+    from hpcrun.checkpoint.commit import DAMAGED, problem_of
+    from hpcrun.specs.saves import read_saves
 
-    found = saved_steps(find_run(run).checkpoints)
+    checkpoints = _checkpoints(run)
+    found, unreadable = read_saves(checkpoints)
+    steps = [_as_json(saved, problem_of(saved)) for saved in found]
+    damaged = [{"path": str(one.path), "problem": one.problem} for one in unreadable]
+    damaged += [
+        {"path": str(path), "problem": "set aside when a restart found it damaged"}
+        for path in sorted(checkpoints.glob(f"{DAMAGED}*"))
+    ]
     if as_json:
-        steps = [
-            {"step": s.step, "samples": s.position, "world_size": s.world_size, "path": str(s.path)}
-            for s in found
-        ]
-        print(json.dumps({"schema_version": 1, "steps": steps}))
+        _print_json({"steps": steps, "damaged": damaged})
         return
-    for saved in found:
-        ranks = f"{saved.world_size} rank{'s' * (saved.world_size > 1)}"
-        print(f"step {saved.step}  {saved.position} samples  {ranks}  {saved.path}")
+    for one in steps:
+        size = _amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
+        ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
+        facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
+        print("  ".join((*facts, one["path"])) + (f"  {one['problem']}" if one["problem"] else ""))
+    for broken in damaged:
+        print(f"damaged  {broken['path']}  {broken['problem']}")
+
+
+@app.command()
+def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
+    """Show what a saved step holds: tensors with type, shape, size and files."""
+    from hpcrun.checkpoint.format import file_name
+    from hpcrun.checkpoint.read import Generation
+
+    saved = _of_format_2(_choose(run, step))
+    with Generation(saved) as generation:
+        manifest = generation.manifest
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "size_bytes": tensor.size_bytes,
+            "chunks": len(tensor.chunks),
+            "files": sorted({file_name(manifest.parts[place.part].file) for _, place in tensor.chunks}),
+        }
+        for name, tensor in manifest.tensors.items()
+    ]
+    files: list[dict[str, Any]] = [
+        {"name": file_name(n), "size_bytes": size} for n, size in enumerate(saved.file_bytes)
+    ]
+    if as_json:
+        _print_json({**_as_json(saved, None), "files": files, "tensors": tensors})
+        return
+    print(f"{saved.path}: step {saved.step}, generation {saved.generation}, structure {saved.structure}")
+    for one in files:
+        print(f"{one['name']}  {_amount(one['size_bytes'])}")
+    for tensor in tensors:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
+        pieces = f"{tensor['chunks']} chunk{'s' * (tensor['chunks'] != 1)}"
+        where = ", ".join(tensor["files"])
+        facts = (tensor["name"], tensor["dtype"], shape, _amount(tensor["size_bytes"]), pieces, where)
+        print("  ".join(facts))
+
+
+@app.command()
+def verify(
+    run: _Run,
+    step: Annotated[int | None, typer.Option(help="which saved step; default all")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Read every byte of the saved steps and compare it with its hash; exit code 1 for any damage.
+
+    Of one damaged step it also says whether an older one is whole.
+    """
+    from hpcrun.errors import EXIT_CHECK_FAILED
+    from hpcrun.specs.saves import read_saves
+
+    found, unreadable = read_saves(_checkpoints(run))
+    wanted = found if step is None else [_choose(run, step)]
+    results = [_verified(saved) for saved in reversed(wanted)]
+    results += [
+        {"step": None, "path": str(one.path), "state": "damaged", "damages": [one.problem]}
+        for one in unreadable
+        if step is None
+    ]
+    if step is not None and results[0]["state"] == "damaged":
+        for older in reversed([saved for saved in found if saved.step < step]):
+            results.append(_verified(older))
+            if results[-1]["state"] == "whole":
+                break
+    bad = [one for one in results if one["state"] == "damaged"]
+    whole = [one["step"] for one in results if one["state"] == "whole"]
+    if as_json:
+        _print_json({"saves": results, "newest_whole_step": max(whole, default=None)})
+    else:
+        _print_verified(results, bad, whole)
+    if bad:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _print_verified(results: list[dict[str, Any]], bad: list[dict[str, Any]], whole: list[int]) -> None:
+    for one in results:
+        name = f"step {one['step']}" if one["step"] is not None else one["path"]
+        print(f"{name}: {one['state']}" + (f", {one['note']}" if one.get("note") else ""))
+        for damage in one["damages"]:
+            print(f"  {damage}")
+    if bad and whole:
+        print(f"newest whole save: step {max(whole)}; train --resume goes on from there")
+    elif bad:
+        print("no save was found whole")
+    elif not results:
+        print("no saved step")
+
+
+@app.command()
+def diff(
+    run: _Run,
+    step: Annotated[int, typer.Argument(help="a saved step of RUN")],
+    other: Annotated[int, typer.Argument(metavar="STEP2", help="the step to compare it with")],
+    of: Annotated[str | None, typer.Option("--of", metavar="RUN2", help="STEP2 is of this run")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Compare two saved steps: which tensors differ, and by how much at most; exit code 1 if any does."""
+    from dataclasses import asdict
+
+    from hpcrun.checkpoint.compare import differences
+    from hpcrun.checkpoint.read import Generation
+    from hpcrun.errors import EXIT_CHECK_FAILED
+
+    pair = [_of_format_2(_choose(run, step)), _of_format_2(_choose(of or run, other))]
+    with Generation(pair[0]) as first, Generation(pair[1]) as second:
+        same = len(first.manifest.tensors)
+        with _progress(f"step {step} and {other}", _raw_bytes(first)) as show:
+            found = list(differences(first, second, show))
+    if as_json:
+        told = [asdict(one) for one in found]
+        for entry in told:  # JSON has no word for what is no finite number
+            if entry["largest"] is not None and not math.isfinite(entry["largest"]):
+                entry["largest"] = str(entry["largest"])
+        _print_json({"paths": [str(one.path) for one in pair], "differences": told})
+    else:
+        for one in found:
+            largest = "unknown" if one.largest is None else f"{one.largest:.6g}"
+            by = f", largest difference {largest}" if one.what == "values" else ""
+            by += f", {one.count} elements" if one.count is not None else ""
+            print(f"{one.name}: {one.what} differ{by}" if one.what == "values" else f"{one.name}: {one.what}")
+        print(f"{len(found)} of {same} tensors differ" if found else f"all {same} tensors are equal")
+    if found:
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+@app.command()
+def gc(
+    run: _Run,
+    keep: Annotated[int | None, typer.Option(min=1, help="newest saves kept; default as in the job")] = None,
+    damaged: Annotated[bool, typer.Option("--damaged", help="also remove damaged saves")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Remove what broken saves have left, and saves that the job no longer wants to keep.
+
+    The newest whole saves stay, and so does what a running job may be writing.
+    """
+    import contextlib
+
+    from hpcrun.checkpoint.commit import find_garbage, remove
+    from hpcrun.launch.runs import look_at_all
+    from hpcrun.specs.load import load_job
+    from hpcrun.specs.rundir import find_run
+
+    found = find_run(run)
+    (state,) = look_at_all([found])
+    wanted = keep if keep is not None else load_job(found.spec).spec.checkpoint.keep
+    garbage, kept = find_garbage(found.checkpoints, wanted, in_flight=not state.is_over, damaged=damaged)
+    for one in garbage if not dry_run else ():
+        # The run itself may have been quicker.
+        with contextlib.suppress(FileNotFoundError):
+            remove(one.path)
+    if as_json:
+        removed = [{"path": str(o.path), "why": o.why, "size_bytes": o.size_bytes} for o in garbage]
+        left = [{"path": str(one.path), "why": one.why} for one in kept]
+        _print_json({"dry_run": dry_run, "removed": removed, "kept": left})
+        return
+    verb = "would remove" if dry_run else "removed"
+    for one in garbage:
+        print(f"{verb} {one.path}  {_amount(one.size_bytes)}  {one.why}")
+    for other in kept:
+        print(f"kept {other.path}  {other.why}")
+    print(f"{verb} {len(garbage)} items, {_amount(sum(one.size_bytes for one in garbage))}")
 
 
 @app.command()
 def export(
-    run: Run,
+    run: _Run,
     out: Annotated[Path, typer.Option("--out", help="directory to make; must not exist or be empty")],
-    step: Annotated[int | None, typer.Option(help="which saved step; default the newest")] = None,
+    step: _Step = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     """Write a saved step as a Hugging Face directory (config.json and safetensors)."""
@@ -52,3 +234,112 @@ def export(
 
     exported = export_hf(find_run(run), out, step=step, dtype=dtype)
     print(f"step {exported} written to {out}")
+
+
+def _checkpoints(run: str) -> Path:
+    from hpcrun.specs.rundir import find_run
+
+    return find_run(run).checkpoints
+
+
+def _choose(run: str, step: int | None) -> Saved:
+    """A saved step of a run, or the newest."""
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.saves import saved_steps
+
+    found = saved_steps(_checkpoints(run))
+    chosen = [saved for saved in found if step is None or saved.step == step]
+    if not chosen:
+        known = ", ".join(str(saved.step) for saved in found) or "none"
+        raise UsageError(
+            f"{run}: has no saved step {step if step is not None else 'at all'} (saved: {known})"
+        )
+    return chosen[-1]
+
+
+def _of_format_2(saved: Saved) -> Saved:
+    from hpcrun.errors import UsageError
+
+    if saved.format_version == 1:
+        raise UsageError(
+            f"{saved.path}: is of format 1, whose list of tensors is a pickle, which this verb does not open;"
+            " `train --resume` and `ckpt export` can, and the next save is of format 2"
+        )
+    return saved
+
+
+def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
+    old = saved.format_version == 1
+    return {
+        "step": saved.step,
+        "samples": saved.position,
+        "world_size": saved.world_size,
+        "attempt": saved.attempt,
+        "format_version": saved.format_version,
+        "generation": saved.generation or None,
+        "structure": saved.structure or None,
+        "level": saved.level,
+        "written": saved.written,
+        "size_bytes": None if old else sum(saved.file_bytes) + saved.manifest_bytes,
+        "state": "damaged" if problem else "unknown" if old else "complete",
+        "problem": problem,
+        "path": str(saved.path),
+    }
+
+
+def _verified(saved: Saved) -> dict[str, Any]:
+    """One saved step, read from the first to the last byte."""
+    from hpcrun.checkpoint.format import DamagedError
+    from hpcrun.checkpoint.read import Generation
+
+    result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "state": "unknown", "damages": []}
+    if saved.format_version == 1:
+        return result | {"note": "format 1 holds no hashes"}
+    try:
+        with (
+            Generation(saved) as generation,
+            _progress(f"step {saved.step}", _raw_bytes(generation)) as show,
+        ):
+            result["damages"] = list(generation.damages(show))
+    except (DamagedError, OSError) as error:
+        result["damages"] = [str(error)]
+    return result | {"state": "damaged" if result["damages"] else "whole"}
+
+
+def _raw_bytes(generation: Generation) -> int:
+    return sum(tensor.size_bytes for tensor in generation.manifest.tensors.values())
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """How far it has come, on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda _size: None
+        return
+    done, drawn = 0, 0.0
+
+    def show(size: int) -> None:
+        nonlocal done, drawn
+        done += size
+        if time.monotonic() - drawn > 0.2:
+            drawn = time.monotonic()
+            sys.stderr.write(f"\r\x1b[K{what}: {_amount(done)} of {_amount(total)}")
+            sys.stderr.flush()
+
+    try:
+        yield show
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def _amount(size: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **value}))

@@ -53,6 +53,10 @@ class Lines:
             self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
         elif kind == "save":
             self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
+        elif kind == "restore" and record.get("passed_over"):
+            for problem in record["passed_over"]:
+                self.note(f"passed over: {problem}")
+            self.note(f"goes on from step {step}; {record.get('lost_steps')} saved steps are lost")
         elif kind == "step":
             self._step(step, record)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.placement import Binding
 
 NEARNESS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """nvidia-smi's words, nearest first: one PCIe switch, several, the host bridge, the NUMA node, another."""
@@ -55,17 +56,6 @@ class Nic:
     rate_Gbps: float | None = None
     interfaces: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What a local rank should use; None and empty where the node has none, or does not say."""
-
-    local_rank: int
-    gpu: int | None = None
-    uuid: str | None = None
-    nic: str | None = None
-    cpus: str = ""
 
 
 @dataclass(frozen=True)
@@ -159,10 +149,13 @@ class HostInside:
         return next(names, None)
 
     def _share(self, rank: int, local_ranks: int, allowed: Collection[int]) -> str:
-        """The CPUs of a NUMA node, neighbouring ranks on the same one."""
+        """The CPUs of a NUMA node, neighbours on the same one; of several where the ranks are fewer."""
         nodes = [set(parse_cpus(cpus)) & set(allowed or parse_cpus(cpus)) for cpus in self.numa.values()]
         nodes = [cpus for cpus in nodes if cpus]
-        return fold_cpus(nodes[rank * len(nodes) // local_ranks] if nodes else allowed)
+        if not nodes:
+            return fold_cpus(allowed)
+        first, beyond = rank * len(nodes) // local_ranks, (rank + 1) * len(nodes) // local_ranks
+        return fold_cpus(cpu for cpus in nodes[first : max(first + 1, beyond)] for cpu in cpus)
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
@@ -189,7 +182,7 @@ def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
     """Read a node, or the captured tree of one; `topo` is the text of `nvidia-smi topo -m`, which wins."""
     gpus, notes = _gpus(root), []
     nics = _nics(root)
-    near = {(gpu.index, nic.name): _nearness(gpu, nic) for gpu in gpus for nic in nics}
+    near = nearness(gpus, nics)
     matrix = _Matrix(topo)
     if matrix.gpus and gpus and len(matrix.gpus) != len(gpus):
         notes.append(
@@ -213,6 +206,11 @@ def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
     return HostInside(
         tuple(gpus), tuple(nics), dict(sorted(numa.items())), near, matrix.nvlinks, tuple(notes)
     )
+
+
+def nearness(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[int, str], str]:
+    """How near every GPU is to every adapter, by their places in the PCI tree and their NUMA nodes."""
+    return {(gpu.index, nic.name): _nearness(gpu, nic) for gpu in gpus for nic in nics}
 
 
 def line_of(path: Path) -> str:

@@ -92,6 +92,7 @@ def place(
     price = job.cost(nodes)
     why = (
         *_why_policy(fabric, usable, nodes, policy),
+        *(_why_not_fewer(fabric, usable, nodes, job) if policy == "pack" else ()),
         *_why_spares(fabric, kept),
         *([f"to be avoided: {_named(avoided)}"] if avoided else []),
         *_why_cost(fabric, price, traffic),
@@ -199,6 +200,8 @@ def _spares(fabric: Fabric, nodes: Sequence[str], left: Sequence[str], count: in
 
 _FEW = 4
 """Names that a line lists before it counts the rest."""
+_COMPARED = 64
+"""Larger jobs are not placed a second time only to say what fewer leaves would cost."""
 
 
 def _why_policy(fabric: Fabric, usable: Sequence[str], nodes: Sequence[str], policy: Policy) -> Iterator[str]:
@@ -215,14 +218,35 @@ def _why_policy(fabric: Fabric, usable: Sequence[str], nodes: Sequence[str], pol
     yield f"{count}, from {len(taken)} {plural(leaf, len(taken))}: {_listed(_counts(taken))}"
     if policy != "pack":
         return
-    room = itertools.accumulate(sorted(map(len, before.values()), reverse=True))
-    fewest = 1 + sum(held < len(nodes) for held in room)
-    if fewest < len(taken):
-        yield f"{fewest} {plural(leaf, fewest)} could hold it; more are cheaper, for each adds an uplink"
     whole = {rack: free for rack, free in before.items() if rack not in taken and len(free) > 1}
     if whole:
         kept = sorted(_counts(whole), key=lambda one: -one[1])
         yield f"left whole: {_listed(kept, 'free')}"
+
+
+def _why_not_fewer(fabric: Fabric, usable: Sequence[str], nodes: Sequence[str], job: _Job) -> Iterator[str]:
+    """What the job would cost in as few leaves as can hold it, where it has more."""
+    if not fabric.levels:
+        return
+    fewest: list[list[str]] = []
+    room, left = sorted(_racks(fabric, usable).values(), key=len), len(nodes)
+    while left > 0:
+        # The tightest that holds the rest, else the largest.
+        fewest.append(next((rack for rack in room if len(rack) >= left), room[-1]))
+        room.remove(fewest[-1])
+        left -= len(fewest[-1])
+    if len(fewest) >= len(_racks(fabric, nodes)):
+        return
+    times = ""
+    if len(nodes) <= _COMPARED:
+        packed, _ = job.arrange(_by_table(fabric, [one for rack in fewest for one in rack]), keep_whole=True)
+        narrow, wide = job.cost(packed).seconds, job.cost(nodes).seconds
+        times = f" at {narrow / wide:.3g} times the modelled time" if narrow and wide else ""
+    leaf = plural(fabric.levels[0].name, len(fewest))
+    yield (
+        f"{len(fewest)} {leaf} could hold it{times}; more are cheaper, for each adds an uplink, if other jobs"
+        " leave these idle"
+    )
 
 
 def _counts(racks: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from hpcrun.launch.preflight import Ask
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of
-from hpcrun.specs.records import LineWriter
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _BEGIN = "preflight: "
@@ -134,11 +132,6 @@ def judge(
     return Admission(tuple(alive), received - sent, tuple(found))
 
 
-def record(attempt: Attempt, admission: Admission) -> None:
-    """Write it into the run's events."""
-    _write_event(attempt, "preflight", admission.as_event())
-
-
 def stopped(
     attempt: Attempt, admission: Admission, left: Collection[str], needed: int, lost: Iterable[NodeLost] = ()
 ) -> Outcome:
@@ -161,19 +154,10 @@ def stopped(
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
     if _came_to_nothing(attempt.run) + 1 >= _IN_A_ROW:
         message, blamed = f"{message}; this is the {_IN_A_ROW}rd attempt in a row", ()
-    outcome = Outcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
-    _write_event(attempt, "exit", {"status": "failed", "exit_code": EXIT_SITE, "message": message})
-    return outcome
+    return Outcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
 
 
 def _came_to_nothing(run: RunDir) -> int:
     """How many attempts before this one have ended with their preflight."""
     before = reversed(recover.outcomes(run))
     return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_BEGIN), before)])
-
-
-def _write_event(attempt: Attempt, event: str, content: Mapping[str, Any]) -> None:
-    events = LineWriter(attempt.run.events)
-    now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
-    events.write({**now, "event": event, **content, "host": os.uname().nodename})
-    events.close()

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from hpcrun import process
+from hpcrun.fabric.inventory import try_inventory
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
@@ -35,6 +36,7 @@ _TICK_S = 0.2
 _STARTING_S = 0.05
 _CLEAR_S = 5.0
 _KILLED_S = 1.0
+_LOADS = "import os; os.nice(19); import hpcrun.runtime.rank"
 _REPORT_S = 1.0
 """How often the supervisor is told where the ranks say they are."""
 
@@ -53,9 +55,11 @@ class Agent:
         nodes = allocation.nodes if allocation is not None else ()
         position = nodes.index(self._node) if self._node in nodes else 0
         self._uplink = Uplink(run, self._node, position, self._heir.may_claim if self._heir else None)
+        found = try_inventory()
+        self._inside = found.as_json() if found else None
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
-        self._reported = 0.0
+        self._reported, self._is_warm = 0.0, False
         self._children: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
         self._input_ended = self._is_told_to_end = False
@@ -135,7 +139,7 @@ class Agent:
                 self._clear([])
                 address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
                 hello = {"kind": "hello", "node": self._node, "pid": os.getpid(), "address": address}
-                self._say(hello | {"called": self._is_called_back})
+                self._say(hello | {"called": self._is_called_back, "inside": self._inside})
         return goes_on
 
     def _forget_channel(self) -> None:
@@ -181,6 +185,8 @@ class Agent:
             case "clear":
                 stuck = self._clear(order["spared"]) if order["attempt"] in (None, self._attempt) else []
                 self._say({"kind": "cleared", "attempt": order["attempt"], "stuck": stuck})
+            case "warm":
+                self._warm()
             case "beat":
                 pass
             case _:
@@ -203,6 +209,22 @@ class Agent:
                     start_new_session=True,
                 )
             )
+
+    def _warm(self) -> None:
+        """Load once what ranks load: from then on it lies in the page cache, which is what a spare is for."""
+        if self._is_warm:
+            return
+        self._is_warm = True
+        self._children.append(
+            subprocess.Popen(
+                [sys.executable, "-P", "-c", _LOADS],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=without_world(os.environ),
+                start_new_session=True,
+            )
+        )
 
     def _watch(self) -> None:
         if self._ranks is not None:

@@ -12,6 +12,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
+from hpcrun.slurm.nodes import parse_scontrol_nodes
 from hpcrun.specs.rundir import RunDir
 
 _ASK_S = 20
@@ -66,6 +67,24 @@ class Allocation:
             return "running"
         late = record.limit_s is not None and (record.elapsed_s or 0.0) >= record.limit_s - _SLACK_S
         return "time limit" if late else "cancelled"
+
+    def drained(self) -> dict[str, str] | None:
+        """Those of the job's nodes that an admin has taken out of service, and how; None without an answer.
+
+        Slurm lets their jobs go on, but a new attempt may as well do without them.
+        """
+        words = ["scontrol", "-o", "show", "node", fold(self.nodes, suffixes=False)]
+        try:
+            records = parse_scontrol_nodes(process.run(words, timeout_s=_ASK_S).stdout)
+        except (SiteError, UsageError):
+            return None
+        if not records:
+            return None
+        return {
+            one.name: f"draining{f' ({one.reason})' if one.reason else ''}"
+            for one in records
+            if "DRAIN" in (one.state.name, *one.state.flags)
+        }
 
     def requeue(self) -> None:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""

@@ -46,11 +46,43 @@ if [ "${{node%%.*}}" != "${{placed%%.*}}" ]; then
 fi
 # Values of this node alone, but where somebody has set another one than all ranks get.
 tab=$(printf '\t')
-while IFS="$tab" read -r where name value usual; do
-    if [ "$where" = "${{node%%.*}}" ] && [ "$(printenv "$name" || printf %s "$usual")" = "$usual" ]; then
+ours=$(sed -n "/^${{node%%.*}}$tab/p;/^rank:$RANK$tab/p" "$attempt/settings.tsv" 2>/dev/null)
+while IFS="$tab" read -r _ name value usual; do
+    if [ -n "$name" ] && [ "$(printenv "$name" || printf %s "$usual")" = "$usual" ]; then
         export "$name=$value"
     fi
-done 2>/dev/null <"$attempt/settings.tsv"
+done 2>/dev/null <<END
+$ours
+END
+# CPUs one by one, so that lists such as 0-3,8 can be compared.
+each() {{
+    (IFS=,; for part in $1; do
+        cpu=${{part%-*}}
+        while [ "$cpu" -le "${{part#*-}}" ]; do printf ' %s ' "$cpu"; cpu=$((cpu + 1)); done
+    done)
+}}
+are_in() {{
+    given=$(each "$2")
+    for cpu in $(each "$1"); do
+        case $given in *" $cpu "*) ;; *) return 1 ;; esac
+    done
+}}
+bound() {{ sed -n "s/^Cpus_allowed_list:[ $tab]*//p" "/proc/$$/status" 2>/dev/null; }}
+before=$(bound)
+if [ -z "${{HPCRUN_CPUS:-}}" ] || [ -z "$before" ] || [ "$before" = "$HPCRUN_CPUS" ]; then
+    :
+elif ! are_in "$HPCRUN_CPUS" "$before"; then
+    words="is to run on CPUs $HPCRUN_CPUS, and has been bound to $before before it has started"
+    if [ {bound_by} = rank ]; then
+        give_up "$words" {misplaced}
+        exit {misplaced}
+    fi
+    echo "hpcrun: rank $RANK $words; left so"
+elif ! command -v taskset >/dev/null; then
+    [ "$LOCAL_RANK" -ne 0 ] || echo "hpcrun: there is no taskset on $node: its ranks run on CPUs $before"
+elif ! taskset -pc "$HPCRUN_CPUS" $$ >/dev/null || ! are_in "$(bound)" "$HPCRUN_CPUS"; then
+    echo "hpcrun: rank $RANK could not be bound to CPUs $HPCRUN_CPUS and runs on $(bound)"
+fi
 child=
 for name in USR1 USR2 TERM INT; do
     trap "if [ -n \"\\$child\" ]; then kill -s $name \"\\$child\"; fi" "$name"
@@ -59,7 +91,8 @@ done
 child=$!
 read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ started _ <"/proc/$$/stat"
 record json "{{\\"rank\\": $RANK, \\"local_rank\\": $LOCAL_RANK, \\"node\\": \\"$node\\", \\"pid\\": $$, \
-\\"start_ticks\\": $started, \\"started\\": $(date +%s), \\"shm\\": []}}"
+\\"start_ticks\\": $started, \\"started\\": $(date +%s), \\"shm\\": [], \
+\\"binding\\": {{\\"before\\": \\"$before\\", \\"cpus\\": \\"$(bound)\\"}}}}"
 # A wait that a signal has ended says nothing about the command.
 while :; do
     wait "$child"
@@ -110,6 +143,7 @@ def _script(attempt: Attempt, placement: Placement) -> str:
         quoted=shlex.quote(json.dumps(path)[1:-1]),
         ranks=len(placement.ranks),
         ranks_per_node=placement.per_node,
+        bound_by=placement.bound_by,
         died=EXIT_RANKS_DIED,
         misplaced=EXIT_SITE,
     )

@@ -31,7 +31,7 @@ from hpcrun.launch.stacks import Group, as_json, group, odd_ones
 from hpcrun.launch.stragglers import Stragglers
 from hpcrun.launch.watchdog import Hang, Watchdog
 from hpcrun.specs.records import LineReader, LineWriter
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 
 Status = Literal["done", "saved", "failed", "interrupted"]
 _Verdict = Literal["finished", "died", "hung", "not started", "not stopped", "killed"]
@@ -96,6 +96,11 @@ class Outcome:
     """Which kind of fault it was, where it failed."""
     rank: int | None = None
     """The rank that was the first to fall, where it is known."""
+
+    @property
+    def files(self) -> Attempt:
+        """The files of the attempt that has ended so."""
+        return self.run.attempt(self.attempt)
 
 
 class Course:
@@ -180,6 +185,8 @@ class Course:
                 seconds = time.monotonic() - self._began
                 self._event("ranks met", seconds=seconds)
                 self._observer.ranks_ready(self._launch.ranks, seconds)
+                if not self._launch.judges_exits:
+                    self._nodes.warm(self._launch.placement.spares)
             case RankEnded(rank, node, pid, status):
                 self._ended.append(happening)
                 self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun import process
+from hpcrun.fabric.inventory import Inventory, parse_inventory, try_inventory
 from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.heard import Heard
@@ -37,6 +38,10 @@ class Nodes(Protocol):
     @property
     def addresses(self) -> dict[str, tuple[str, str]]:
         """Where in the network the nodes say they are: SLURM_TOPOLOGY_ADDR and its pattern."""
+
+    @property
+    def inventories(self) -> dict[str, Inventory]:
+        """What the nodes that have said so have inside."""
 
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Have every node look at itself; the answers of those that give one in time."""
@@ -86,6 +91,9 @@ class Nodes(Protocol):
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """End whatever is left of the attempt, the launcher apart; says what could not be ended."""
 
+    def warm(self, spares: Sequence[str]) -> None:
+        """Have nodes without ranks load what ranks of ours load, so that they need no time for it later."""
+
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
 
@@ -117,6 +125,12 @@ class ThisNode:
     def addresses(self) -> dict[str, tuple[str, str]]:
         """Nobody is asked."""
         return {}
+
+    @property
+    def inventories(self) -> dict[str, Inventory]:
+        """That of this host, where it can be had."""
+        found = try_inventory()
+        return {os.uname().nodename: found} if found else {}
 
     @property
     def _here(self) -> NodeRanks:
@@ -187,6 +201,9 @@ class ThisNode:
         process.reap_orphans(keep=launcher)
         return [f"process {pid}" for pid in stuck]
 
+    def warm(self, spares: Sequence[str]) -> None:
+        """There are none here."""
+
     def call_back(self) -> None:
         """Who loses this host does not ask."""
 
@@ -248,6 +265,12 @@ class AgentNodes:
         said = {node: one.hello for node, one in self._crew.members.items()}
         told = {node: hello["address"] for node, hello in said.items() if hello}
         return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
+
+    @property
+    def inventories(self) -> dict[str, Inventory]:
+        """What the agents have said with their first words."""
+        said = ((node, parse_inventory(one.hello.get("inside"))) for node, one in self._crew.members.items())
+        return {node: found for node, found in said if found is not None}
 
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Have every agent look at its node."""
@@ -357,6 +380,11 @@ class AgentNodes:
         return [
             f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
         ]
+
+    def warm(self, spares: Sequence[str]) -> None:
+        """Have these nodes load what ranks of ours load; nobody waits for it."""
+        for node in spares:
+            self._crew.members[node].tell(do="warm", attempt=self._attempt)
 
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""

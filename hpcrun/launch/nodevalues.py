@@ -1,4 +1,4 @@
-"""Settings that hold on one node alone: a table that the supervisor writes and each rank reads."""
+"""Values of one node or one rank alone: a table that the supervisor writes and each rank reads."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings
 
+BINDING_VARIABLES = ("HPCRUN_CPUS", "HPCRUN_NIC", "HPCRUN_GPU_UUID")
+"""What a program's rank finds of its binding: its CPUs, the adapter and the GPU that are near to them."""
+
 
 def table_of(attempt: Attempt) -> Path:
-    """A line a value: node, variable, value there, value elsewhere. rank.sh reads it too."""
+    """A line a value: node or `rank:N`, variable, value there, value elsewhere. rank.sh reads it too."""
     return attempt.path / "settings.tsv"
 
 
-def render_table(settings: Settings) -> str:
-    """The table's text; a value that it cannot hold is left out."""
+def render_table(settings: Settings, placement: Placement | None = None) -> str:
+    """The table's text, with the bindings of a placement; a value that it cannot hold is left out."""
     usual = settings.environment()
-    rows = (
+    rows = [
         (node.partition(".")[0], one.name, one.value, usual.get(one.name, ""))
         for node, of in settings.by_node.items()
         for one in of
-    )
+    ]
+    for rank, one in enumerate(placement.bindings if placement else ()):
+        values = zip(BINDING_VARIABLES, (one.cpus, one.nic, one.uuid) if one else (), strict=False)
+        rows += [(f"rank:{rank}", name, value, "") for name, value in values if value]
     return "".join("\t".join(row) + "\n" for row in rows if not any(c in "".join(row) for c in "\t\n"))
 
 

@@ -13,6 +13,7 @@ from hpcrun.launch.nodevalues import render_table, table_of
 from hpcrun.slurm.precheck import expand_place
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_whole
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Settings, write_settings
@@ -52,7 +53,7 @@ def settle(
     attempt: Attempt,
     spec: JobSpec,
     cluster: ClusterSpec | None,
-    nodes: tuple[str, ...],
+    placement: Placement,
     environ: Mapping[str, str],
     note: Callable[[str], None] = lambda _: None,
 ) -> dict[str, str]:
@@ -62,6 +63,7 @@ def settle(
     settings, not the job.
     """
     try:
+        nodes = placement.nodes
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
         settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
         if here:
@@ -73,7 +75,7 @@ def settle(
         if lost.value != lost.ours:
             note(str(lost))
     write_settings(attempt.settings, settings)
-    write_whole(table_of(attempt), render_table(settings))
+    write_whole(table_of(attempt), render_table(settings, placement))
     return settings.environment()
 
 

@@ -117,7 +117,7 @@ def _bind(attempt: Attempt, rank: int) -> dict[str, Any]:
     found = read_placement(attempt.placement) if is_supervised() else None
     if found is None or rank >= len(found[0].ranks):
         return {}
-    return {"binding": bind(found[0], rank)}
+    return {"binding": bind(found[0].binding(rank))}
 
 
 def _die_with_supervisor(attempt: Attempt) -> None:

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpcrun
@@ -24,7 +24,7 @@ from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.succession import Succession, left_out
 from hpcrun.launch.wire import address_here
 from hpcrun.launch.world import without_world
-from hpcrun.slurm.live import ask_topology
+from hpcrun.slurm.live import LiveCluster, ask_topology
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, explained, in_blocks
@@ -38,6 +38,8 @@ class Site:
 
     allocation: Allocation | None = None
     cluster: ClusterSpec | None = None
+    _topology: list[LiveCluster] = field(default_factory=list, compare=False, repr=False)
+    """As Slurm has told it once: after a fault nobody waits for it again."""
 
     @property
     def is_here(self) -> bool:
@@ -91,8 +93,9 @@ class Site:
 
         The whole, because a switch carries as much as all the nodes below it need, not only those of the job.
         """
-        live = ask_topology(self.cluster.slurm_cluster if self.cluster else None)
-        fabric = find_fabric(self.cluster, live, None)
+        if not self._topology:
+            self._topology.append(ask_topology(self.cluster.slurm_cluster if self.cluster else None))
+        fabric = find_fabric(self.cluster, self._topology[0], None)
         told = nodes.addresses
         return from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
 

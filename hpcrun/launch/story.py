@@ -118,12 +118,14 @@ class Teller:
         kind, step = str(line.get("kind", "step")), line.get("step")
         if not is_count(step):
             return None
+        passed_over = line.get("passed_over")
         texts = {
+            "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",
             "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}",
             "eval": f"step {step}: eval loss {_figure(line.get('eval_loss'))}",
         }
-        return Entry(line["time"], line["attempt"], kind, texts[kind]) if kind in texts else None
+        return Entry(line["time"], line["attempt"], kind, texts[kind]) if texts.get(kind) else None
 
 
 def story(run: RunDir) -> list[Entry]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, SiteError
 from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.launch.closing import record_exit
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.lease import read_leader
 from hpcrun.launch.ownership import TakenError, supervisor_of
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.succession import Succession
-from hpcrun.launch.supervisor import Supervisor, record_exit
+from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.rundir import RunDir

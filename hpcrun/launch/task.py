@@ -13,13 +13,14 @@ from typing import Any
 
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
 from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.endurance import say
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
-from hpcrun.launch.supervisor import Supervisor, record_exit
+from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.rundir import RunDir

@@ -20,6 +20,10 @@ class Device:
     backend: str
     name: str
     reason: str
+    uuid: str | None = None
+    """Of the GPU."""
+    visible: tuple[str, ...] = ()
+    """The UUIDs of all GPUs that this rank sees."""
 
     @property
     def is_cuda(self) -> bool:
@@ -42,12 +46,17 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
 
-def choose_device(wanted: str, control: Control) -> Device:
-    """Take cuda only when every rank of every node has a GPU of its own, and say which was taken and why."""
+def choose_device(wanted: str, control: Control, placed: str | None = None) -> Device:
+    """Take cuda only when every rank of every node has a GPU of its own, and say which was taken and why.
+
+    `placed`: the UUID of the GPU that this rank is to have; without it, or where a rank of the node does not
+    see its own, the GPUs are taken in their order.
+    """
     uuids = _gpus() if wanted != "cpu" else []
     views = control.allgather([control.node, uuids])
     mine = [view for node, view in views if node == control.node]
-    index = _own_gpu(mine, control.local_rank)
+    asked = control.allgather([control.node, placed and bare_uuid(placed)])
+    index = _own_gpu(mine, control.local_rank, [uuid for node, uuid in asked if node == control.node])
     fitted = control.allgather(index is not None)
     everyone = all(fitted)
     if wanted == "cpu":
@@ -57,7 +66,7 @@ def choose_device(wanted: str, control: Control) -> Device:
         torch.cuda.set_device(device)
         name = torch.cuda.get_device_name(device)
         reason = "asked for" if wanted == "cuda" else "every local rank has a GPU of its own"
-        return Device(device, "cpu:gloo,cuda:nccl", name, reason)
+        return Device(device, "cpu:gloo,cuda:nccl", name, reason, uuids[index], tuple(uuids))
     if wanted == "cuda":
         raise SiteError(
             f"device: cuda, but there are {_shortage(views, fitted)};"
@@ -80,12 +89,23 @@ def _cpu(reason: str) -> Device:
 def _gpus() -> list[str]:
     if not torch.cuda.is_available():
         return []
-    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    every = (torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count()))
+    return [bare_uuid(str(uuid)) for uuid in every]
 
 
-def _own_gpu(views: list[list[str]], local_rank: int) -> int | None:
-    """Index of the GPU that is this rank's alone: all see all of them, or each was given its own."""
-    seen = views[local_rank]
+def bare_uuid(text: str) -> str:
+    """A UUID without the GPU- before it, which the driver writes and torch does not."""
+    return text.strip().lower().removeprefix("gpu-")
+
+
+def _own_gpu(views: list[list[str]], local_rank: int, placed: list[str | None]) -> int | None:
+    """Index of the GPU that is this rank's alone: its own by the placement, or by what the ranks see.
+
+    By what they see: all see all of them, or each was given its own.
+    """
+    seen, mine = views[local_rank], placed[local_rank]
+    if len(set(placed)) == len(views) and all(one in view for one, view in zip(placed, views, strict=True)):
+        return seen.index(mine) if mine is not None else None
     if all(view == seen for view in views):
         return local_rank if local_rank < len(seen) else None
     firsts = [view[0] for view in views if view]

@@ -25,7 +25,6 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import LineWriter
 from hpcrun.specs.rundir import Attempt
-from hpcrun.specs.saves import Saved
 
 if TYPE_CHECKING:
     from hpcrun.launch.course import Observer
@@ -117,17 +116,16 @@ class Trainer:
         return (_SAVE if self._requests.save else 0) | (_STOP if self._requests.stop else 0)
 
     def _restore(self) -> tuple[int, int]:
-        newest = self._checkpoints.newest()
-        if newest is None:
+        optimizer, begin = self._model.optimizer, time.monotonic()
+        restored = self._checkpoints.restore(optimizer.state(), self._model.expected_entries())
+        if restored is None:
             return 0, 0
-        self._load(newest)
-        return newest.step, newest.position
-
-    def _load(self, saved: Saved) -> None:
-        optimizer = self._model.optimizer
-        self._checkpoints.load(saved, optimizer.state(), self._model.expected_entries())
+        saved = restored.saved
         optimizer.loaded(saved.step)
         self._saved_step = saved.step
+        told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
+        self._write({"kind": "restore", "step": saved.step, "seconds": time.monotonic() - begin, **told})
+        return saved.step, saved.position
 
     def _save(self, step: int, position: int) -> None:
         # Whoever asked for a save, on whichever rank, gets this one.

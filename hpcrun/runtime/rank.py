@@ -26,7 +26,7 @@ from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
 from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
-from hpcrun.runtime.place import check_places
+from hpcrun.runtime.place import check_places, placed_gpu
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
 from hpcrun.specs.records import write_json, write_whole
@@ -134,13 +134,13 @@ def _train(
             f"parallel: {plan.degrees} is {plan.degrees.world_size} ranks, but this world has {control.size};"
             " change a degree, or start as many ranks"
         )
-    device = choose_device(job.device, control)
+    device = choose_device(job.device, control, placed_gpu(attempt, control.rank))
     prepare_torch(job.train.seed, control)
     open_groups(control, device)
     shim.note_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
     trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
-    check_places(control, attempt, trainer.coordinate)
+    check_places(control, attempt, trainer.coordinate, device)
     result = trainer.run()
     control.barrier()
     if control.rank == 0:

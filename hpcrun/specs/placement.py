@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.mesh import Degrees
 from hpcrun.specs.records import read_json, write_json
+
+BoundBy = Literal["rank", "either", "launcher"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a local rank should use; None and empty where the node has none, or does not say."""
+
+    local_rank: int
+    gpu: int | None = None
+    """By its place in PCI order among all GPUs of the node."""
+    uuid: str | None = None
+    nic: str | None = None
+    cpus: str = ""
+    """A list such as 0-3,8."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,14 @@ class Placement:
     """How it was found: exact, heuristic, as given."""
     why: tuple[str, ...] = ()
     """In words, a line each."""
+    bindings: tuple[Binding | None, ...] = ()
+    """What each rank uses of its node; None for one whose node has said nothing of itself."""
+    bound_by: BoundBy = "rank"
+    """Who binds the ranks to their CPUs.
+
+    rank: each itself, so that one which comes up bound is an error; either: the launcher or a container may
+    have done it, and what holds is told; launcher: nothing is placed.
+    """
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -34,6 +57,10 @@ class Placement:
     def per_node(self) -> int:
         """The most ranks that a node has."""
         return max(Counter(self.ranks).values(), default=0)
+
+    def binding(self, rank: int) -> Binding | None:
+        """What a rank uses of its node; None where that was not decided."""
+        return self.bindings[rank] if rank < len(self.bindings) else None
 
     def on(self, node: str) -> list[int]:
         """The ranks of a node."""
@@ -57,6 +84,8 @@ class Placement:
             "spares": list(self.spares),
             "method": self.method,
             "why": list(self.why),
+            "bindings": [asdict(one) if one else None for one in self.bindings],
+            "bound_by": self.bound_by,
         }
 
 
@@ -80,7 +109,16 @@ def read_placement(path: Path) -> tuple[Placement, list[dict[str, int]] | None] 
 
 
 def _parse(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
-    placement = Placement(tuple(found["ranks"]), tuple(found["spares"]), found["method"], tuple(found["why"]))
+    # Placements of a run that began before there were bindings have none.
+    bindings = tuple(Binding(**one) if one else None for one in found.get("bindings", ()))
+    placement = Placement(
+        tuple(found["ranks"]),
+        tuple(found["spares"]),
+        found["method"],
+        tuple(found["why"]),
+        bindings,
+        found.get("bound_by", "either"),
+    )
     return placement, found["mesh"]
 
 

@@ -1,16 +1,21 @@
-"""Which steps of a run are committed; readable without torch."""
+"""Which steps of a run are committed, from their small records alone; readable without torch."""
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.records import read_json
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 RECORD = "complete.json"
 """Written last into a step's directory: without it the step does not exist."""
+_CHECK = "check"
 
 
 @dataclass(frozen=True)
@@ -23,19 +28,111 @@ class Saved:
     """Training samples consumed, all ranks together."""
     world_size: int
     attempt: int
+    format_version: int = 1
+    generation: str = ""
+    """Random and in every block of its files; saves of format 1 have none, nor anything of what follows."""
+    structure: str = ""
+    """Digest of all names, types and whole shapes: equal for states that load into the same job."""
+    level: str = "durable"
+    written: float | None = None
+    manifest_bytes: int = 0
+    manifest_hash: str = ""
+    file_bytes: tuple[int, ...] = ()
+    """The exact sizes of its data files, in order of their numbers."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A directory that looks like a committed step, but whose record proves nothing."""
+
+    path: Path
+    problem: str
+
+
+def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
+    """The committed steps of a run, oldest first, and those whose record is damaged; none half-written.
+
+    UsageError for a step that a newer hpcrun has written.
+    """
+    found, unreadable = list[Saved](), list[Unreadable]()
+    try:
+        names = sorted(name for name in os.listdir(checkpoints) if name.startswith("step-"))  # noqa: PTH208
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    for name in names:
+        path = checkpoints / name
+        try:
+            text = (path / RECORD).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            # A generation gets its name with its record in it, and loses its name before the record.
+            if path.is_dir():
+                unreadable.append(Unreadable(path, f"{RECORD} is missing"))
+            continue
+        except NotADirectoryError:
+            continue
+        except (OSError, ValueError) as error:
+            unreadable.append(Unreadable(path, f"{RECORD} cannot be read: {error}"))
+            continue
+        one = _parse(path, text)
+        (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
+    return sorted(found, key=lambda saved: saved.step), unreadable
+
+
+def step_of(path: Path) -> int:
+    """The step that a directory of a save is named after; -1 for a name that is not ours."""
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def saved_steps(checkpoints: Path) -> list[Saved]:
-    """The committed steps of a run, oldest first; anything half-written is left out."""
-    found = []
-    for path in checkpoints.glob("step-*") if checkpoints.is_dir() else ():
-        record = read_json(path / RECORD)
-        if not isinstance(record, dict):
-            continue
-        if record.get("format_version", 0) > FORMAT_VERSION:
+    """The committed steps of a run with a readable record, oldest first."""
+    return read_saves(checkpoints)[0]
+
+
+def render_record(saved: Saved) -> str:
+    """The commit record of a step, with a hash of itself."""
+    record = {
+        "format_version": saved.format_version,
+        "generation": saved.generation,
+        "level": saved.level,
+        "step": saved.step,
+        "position": saved.position,
+        "world_size": saved.world_size,
+        "attempt": saved.attempt,
+        "structure": saved.structure,
+        "written": saved.written,
+        "manifest": [saved.manifest_bytes, saved.manifest_hash],
+        "files": list(saved.file_bytes),
+    }
+    return json.dumps(record | {_CHECK: _hash(record)}) + "\n"
+
+
+def _parse(path: Path, text: str) -> Saved | Unreadable:
+    try:
+        record = json.loads(text)
+        version = record["format_version"]
+        if isinstance(version, int) and version > FORMAT_VERSION:
             raise UsageError(
-                f"{path}: written in format {record['format_version']}, this hpcrun reads up to"
-                f" {FORMAT_VERSION}; use a newer hpcrun"
+                f"{path}: written in format {version}, this hpcrun reads up to {FORMAT_VERSION};"
+                " use a newer hpcrun"
             )
-        found.append(Saved(path, record["step"], record["position"], record["world_size"], record["attempt"]))
-    return sorted(found, key=lambda saved: saved.step)
+        if version == 1:
+            plain = (record["step"], record["position"], record["world_size"], record["attempt"])
+            return Saved(path, *plain)
+        check = record.pop(_CHECK)
+        if version != FORMAT_VERSION or check != _hash(record):
+            return Unreadable(path, f"{RECORD} does not match the hash in it")
+        manifest_bytes, manifest_hash = record.pop("manifest")
+        return Saved(
+            path,
+            file_bytes=tuple(record.pop("files")),
+            manifest_bytes=manifest_bytes,
+            manifest_hash=manifest_hash,
+            **record,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Unreadable(path, f"{RECORD} is no record of a save")
+
+
+def _hash(record: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())

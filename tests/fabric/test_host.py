@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.host import Binding, HostInside, Nic, fold_cpus, inside, parse_cpus
+from hpcrun.fabric.host import HostInside, Nic, fold_cpus, inside, parse_cpus
+from hpcrun.specs.placement import Binding
 
 DATA = Path(__file__).parents[1] / "data" / "topology" / "inside"
 
@@ -170,7 +171,7 @@ def test_ranks_without_gpus_are_spread_over_the_numa_nodes(tree: Tree) -> None:
     host = inside(tree.root)
     assert [one.cpus for one in host.bind(4)] == ["0-3", "0-3", "4-7", "4-7"]
     assert [one.cpus for one in host.bind(2, allowed=[5, 6])] == ["5-6", "5-6"]
-    assert host.bind(1)[0] == Binding(0, nic="eth0", cpus="0-3")
+    assert host.bind(1)[0] == Binding(0, nic="eth0", cpus="0-7")
     assert host.nics[0].rate_Gbps is None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from hpcrun.fabric.host import fold_cpus
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -62,14 +65,18 @@ exec /usr/bin/srun "${words[@]}"
 """
 
 
-@pytest.mark.parametrize("kind", ["command", "train"])
-def test_a_rank_on_the_wrong_node_is_caught(desk: Desk, kind: str) -> None:
+def with_srun(desk: Desk, script: str) -> str:
+    """Lines of a profile that have jobs use this script for srun."""
     tool = desk.path / "bin" / "srun"
     tool.parent.mkdir()
-    tool.write_text(WILFUL)
+    tool.write_text(script)
     tool.chmod(0o755)
-    setup = f'setup: ["export PATH={tool.parent}:$PATH"]\n'
-    alternating(desk, f"mpi: {{launcher: srun}}\n{setup}")
+    return f'setup: ["export PATH={tool.parent}:$PATH"]\n'
+
+
+@pytest.mark.parametrize("kind", ["command", "train"])
+def test_a_rank_on_the_wrong_node_is_caught(desk: Desk, kind: str) -> None:
+    alternating(desk, f"mpi: {{launcher: srun}}\n{with_srun(desk, WILFUL)}")
     pin = ("resources.placement=pin", "resources.nodelist=n[01-04]", "resources.nodes=4", "name=wrong")
     if kind == "command":
         run = desk.submit(*pin, *SAY)
@@ -82,6 +89,35 @@ def test_a_rank_on_the_wrong_node_is_caught(desk: Desk, kind: str) -> None:
     ended = desk.ended(run)
     assert ended["exit_code"] == 3, story(run)
     assert re.search(told, ended["message"])
+
+
+# Gives the agent of one node, and with it the job's share there, one CPU alone.
+CONFINING = """#!/bin/bash
+words=()
+for word; do
+    [[ $word == */python* && "$*" == *--nodelist=n02\\ *" _agent "* ]] && words+=(taskset -c LAST)
+    words+=("$word")
+done
+exec /usr/bin/srun "${words[@]}"
+"""
+MINE = sorted(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(len(MINE) < 2 or not shutil.which("taskset"), reason="needs two CPUs, and taskset")
+@pytest.mark.parametrize("launcher", ["hydra", "srun"])
+def test_ranks_are_bound_as_the_placement_says(desk: Desk, launcher: str) -> None:
+    path = with_srun(desk, CONFINING.replace("LAST", str(MINE[-1])))
+    alternating(desk, f"mpi: {{launcher: {launcher}}}\n{path}")
+    pin = ("resources.placement=pin", "resources.nodelist=n[01-02]", "resources.nodes=2")
+    see = "sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status; echo $HPCRUN_CPUS"
+    run = desk.submit("name=bound", *pin, "resources.ranks_per_node=2", "--", "sh", "-c", see)
+    assert desk.ended(run)["status"] == "done", story(run)
+    placement = records(run, "attempts/1/placement.json")[0]
+    share = {"n01": fold_cpus(MINE), "n02": str(MINE[-1])}
+    for rank, (node, binding) in enumerate(zip(placement["ranks"], placement["bindings"], strict=True)):
+        assert binding["cpus"] == share[node]
+        said = run.attempt(1).log(rank).read_text().splitlines()
+        assert said == [share[node], share[node]], story(run)
 
 
 def test_few_switches_are_asked_for_and_given(desk: Desk) -> None:

@@ -75,6 +75,13 @@ class PretendedNodes(ThisNode):
         yield from super().news(look=look)
 
 
+class PretendedPlacement(Placement):
+    """To the supervisor the nodes are what they are called; the ranks find the host that they stand on."""
+
+    def as_json(self) -> dict[str, Any]:
+        return Placement((os.uname().nodename,) * len(self.ranks)).as_json()
+
+
 @dataclass(frozen=True)
 class PretendedSite(Site):
     """A place with such nodes."""
@@ -94,12 +101,12 @@ class PretendedSite(Site):
         ranks = plan.degrees.world_size if plan else spec.ranks
         usable = [node for node in nodes.alive if node not in excluded]
         self.pretended.where = in_blocks(usable, ranks, self.per_node(spec)).ranks
-        return Placement((os.uname().nodename,) * ranks)
+        return PretendedPlacement(self.pretended.where)
 
 
 def pretend(names: Sequence[str]) -> PretendedSite:
     """An allocation of these nodes."""
-    return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), None, PretendedNodes(names))
+    return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), pretended=PretendedNodes(names))
 
 
 def supervise(site: PretendedSite, prepared: Prepared, observer: Any, program: Sequence[str] = ()) -> Outcome:

@@ -92,3 +92,21 @@ def test_agents_get_a_step_each_or_one_for_all(tmp_path: Path) -> None:
     assert list(together) == [tuple(nodes)]
     for word in ("--nodes=4", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--nodelist=n[01-04]"):
         assert word in words
+
+
+def test_nodes_that_an_admin_drains_are_known_with_the_reason(scontrol: Path) -> None:
+    nodes = (
+        "NodeName=n01 State=ALLOCATED Partitions=main Reason=ok once",
+        "NodeName=n02 State=ALLOCATED+DRAIN Partitions=main Reason=ECC errors [root@2026-11-29T10:00:00]",
+        "NodeName=n03 State=MIXED+DRAIN Partitions=main",
+    )
+    (scontrol / "job").write_text("\n".join(nodes) + "\n")
+    drained = JOB.drained()
+    assert drained is not None
+    assert list(drained) == ["n02", "n03"]
+    assert drained["n02"].startswith("draining (ECC errors")
+    assert drained["n03"] == "draining"
+    # What Slurm does not say changes nothing.
+    for said in ("", "slurm_load_node error: Unable to contact slurm controller\n"):
+        (scontrol / "job").write_text(said)
+        assert JOB.drained() is None

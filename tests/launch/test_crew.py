@@ -72,6 +72,29 @@ class Place:
         return [int((self.run.path / f"pid-{number}-{rank}").read_text()) for rank in range(len(placed))]
 
 
+def test_a_spare_loads_once_what_ranks_load(tmp_path: Path, place: Place) -> None:
+    place.agent("n01")
+    nodes = place.lead("n01")
+    agent = place.agents["n01"][0]
+
+    def loading() -> list[process.ProcessId]:
+        below = process.descendants(agent.pid)
+        return [
+            one
+            for one, words in process.command_lines()
+            if one in below and "hpcrun.runtime.rank" in words[-1]
+        ]
+
+    for number in (1, 2):
+        nodes.watch(place.run.attempt(number).create(), Placement(()), f"hpcrun-{os.urandom(8).hex()}")
+        nodes.warm(["n01"])
+        if number == 1:
+            until(loading)
+    # The answer to a later order: by now the second one has been obeyed too.
+    nodes.dump(0.1)
+    assert loading() == []
+
+
 def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
     end = time.monotonic() + seconds
     while not (found := condition()):

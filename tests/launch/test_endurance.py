@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch import endurance, lease, task
+from hpcrun.launch import closing, endurance, lease, task
 from hpcrun.launch import supervisor as supervisors
 from hpcrun.launch.endurance import patiently
 from hpcrun.specs.records import LineWriter, read_json, read_lines, write_json
@@ -64,6 +64,7 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
 
     whole = LineWriter.write
     monkeypatch.setattr(supervisors, "write_json", write)
+    monkeypatch.setattr(closing, "write_json", write)
     monkeypatch.setattr(LineWriter, "write", append)
     outcome = site.run("done", "preflight=false")
     assert outcome.status == "done"

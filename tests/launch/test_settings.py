@@ -40,7 +40,7 @@ def job(**env: str) -> JobSpec:
 
 
 def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
-    given = settle(attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), NODES, {})
+    given = settle(attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), Placement(NODES), {})
     assert given == {"NCCL_IB_HCA": "=mlx5_0", "NCCL_IB_TC": "106"}
     record = read_settings(attempt.settings)
     assert record is not None
@@ -54,7 +54,9 @@ def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
 def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
     network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
     notes: list[str] = []
-    given = settle(attempt, job(NCCL_IB_TC="96"), network, NODES, {"NCCL_IB_HCA": "=mlx5_0"}, notes.append)
+    given = settle(
+        attempt, job(NCCL_IB_TC="96"), network, Placement(NODES), {"NCCL_IB_HCA": "=mlx5_0"}, notes.append
+    )
     assert given == {}
     assert notes == ["NCCL_IB_TC=96 stands, as env of the job has it; it would be 106"]
     told = {(one["name"], one["value"], one["by"]) for one in read_json(attempt.settings)["overruled"]}
@@ -64,7 +66,9 @@ def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
 def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
     (tmp_path / "nccl.conf").write_text("NCCL_IB_TC=41\n")
     environ = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
-    given = settle(attempt, job(), cluster("{traffic_class: 106, service_level: 1}"), (HERE, "n2"), environ)
+    given = settle(
+        attempt, job(), cluster("{traffic_class: 106, service_level: 1}"), Placement((HERE, "n2")), environ
+    )
     assert given == {"NCCL_IB_SL": "1"}
     assert read_json(attempt.settings)["overruled"][0]["by"] == "nccl.conf of this node"
 
@@ -84,13 +88,16 @@ def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Pat
 def test_what_is_wrong_costs_the_settings_and_not_the_job(
     attempt: Attempt, network: str, nodes: tuple[str, ...], note: str
 ) -> None:
-    assert settle(attempt, job(), cluster(network), nodes, {}) == {}
+    assert settle(attempt, job(), cluster(network), Placement(nodes), {}) == {}
     assert any(text.startswith(note) for text in read_json(attempt.settings)["notes"])
     assert table_of(attempt).read_text() == ""
 
 
 def test_an_interface_is_judged_only_where_this_is_one_of_the_nodes(attempt: Attempt) -> None:
-    assert settle(attempt, job(), cluster("{interface: ib7}"), NODES, {})["GLOO_SOCKET_IFNAME"] == "ib7"
+    assert (
+        settle(attempt, job(), cluster("{interface: ib7}"), Placement(NODES), {})["GLOO_SOCKET_IFNAME"]
+        == "ib7"
+    )
 
 
 def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_path: Path) -> None:
@@ -102,11 +109,11 @@ def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_pat
     nodes += [{"node": "n2", "ports": [PORT, PORT | {"device": "mlx5_1", "state": "DOWN"}]}]
     write_json(path, {"nodes": [nodes[0] | {"ports": [PORT, PORT | {"device": "mlx5_1"}]}, nodes[2]]})
     profile = cluster(f"{{hcas: [mlx5_0, mlx5_1], reports: {path}}}")
-    assert settle(attempt, job(), profile, NODES, {}) == {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
+    assert settle(attempt, job(), profile, Placement(NODES), {}) == {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
     assert table_of(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
     assert advise_job(job(), profile, ("n1", "n3")).by_node == {}
     assert list(advise_job(job(), profile, ("n1", "n2.some.domain")).by_node) == ["n2"]
-    settle(attempt, job(NCCL_IB_HCA="mlx5"), profile, NODES, {})
+    settle(attempt, job(NCCL_IB_HCA="mlx5"), profile, Placement(NODES), {})
     assert table_of(attempt).read_text() == ""
 
 

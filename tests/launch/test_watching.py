@@ -87,7 +87,7 @@ class FadingSite(PretendedSite):
 def test_a_node_that_goes_after_a_hang_is_told_and_explains_it_only_where_it_can(
     site: Site, falls: str, cause: str, nodes: list[str]
 ) -> None:
-    there = FadingSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, FadingNodes(falls))
+    there = FadingSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, pretended=FadingNodes(falls))
     spread = ("parallel.dp_replicate=2", "resources.nodes=2", "watch.floor=1s", "retry={hang: 0, node: 0}")
     prepared = prepare(site.job, [*spread, "watch.slow=20s"])
     outcome = supervise(there, prepared, Recorder(), (str(PROGRAM), "stops-itself"))

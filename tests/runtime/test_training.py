@@ -322,18 +322,36 @@ def test_a_rank_whose_job_is_wrong_takes_the_others_with_it(laboratory: Laborato
     assert not [path for path in laboratory.root.iterdir() if path.name.startswith("half")]
 
 
-def test_a_damaged_save_is_refused_in_one_line(laboratory: Laboratory) -> None:
-    single = ("name=damaged", "parallel.dp_shard=1", "train.steps=2")
-    ended = laboratory.train(str(laboratory.job), *single)
+def flip_a_byte(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_save_is_passed_over_and_refused_when_it_is_the_last(laboratory: Laboratory) -> None:
+    words = ("train.steps=4", "checkpoint.every=2")
+    ended = laboratory.train(str(laboratory.job), "name=damaged", *words)
     assert ended.code == 0, ended.stderr
-    (save,) = ended.run.checkpoints.iterdir()
-    metadata = save / ".metadata"
-    metadata.write_bytes(metadata.read_bytes()[:100])
-    again = laboratory.train("--resume", ended.run.id, "train.steps=4")
-    assert again.code == 3
-    (line,) = [line for line in again.stderr.splitlines() if "damaged" in line and "remove" in line]
+    save, losses = ended.run.checkpoints / "step-00000004", ended.losses()
+    # In the second rank's part, so that the first must hear of it.
+    flip_a_byte(save / "data-00000.bin", (save / "data-00000.bin").stat().st_size * 3 // 4)
+    ended.run.exit.unlink()  # as if it had been stopped there
+    again = laboratory.train("--resume", ended.run.id)
+    assert again.code == 0, again.stderr
+    (line,) = [line for line in again.stderr.splitlines() if "passed over" in line]
+    assert f"{save}/data-00000.bin at" in line
+    assert "do not match their hash" in line
+    assert "goes on from step 2; 2 saved steps are lost" in again.stderr
+    names = sorted(path.name.partition(".")[0] for path in ended.run.checkpoints.iterdir())
+    assert names == ["damaged-step-00000004", "step-00000002", "step-00000004"]
+    assert again.losses() == losses
+    for path in ended.run.checkpoints.glob("step-*"):
+        (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:100])
+    none = laboratory.train("--resume", ended.run.id, "train.steps=8")
+    assert none.code == 3
+    (line,) = [line for line in none.stderr.splitlines() if "damaged" in line and "remove" in line]
     assert str(save) in line
-    assert "Traceback" not in again.stderr
+    assert "Traceback" not in none.stderr
 
 
 def test_leftovers_of_a_broken_save_go_with_the_next(laboratory: Laboratory) -> None:

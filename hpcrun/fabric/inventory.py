@@ -1,0 +1,86 @@
+"""What a node says of itself to whoever places ranks there: its inside, and the CPUs that the job has."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrun.fabric.host import Gpu, HostInside, Nic, fold_cpus, inside, nearness, parse_cpus
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A node's inside and the job's share of its CPUs; travels as JSON."""
+
+    inside: HostInside
+    cpus: frozenset[int]
+    """Those that this process may run on: where Slurm confines the job, those of the job."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "cpus": fold_cpus(self.cpus),
+            "numa": {str(node): cpus for node, cpus in self.inside.numa.items()},
+            "gpus": [asdict(gpu) for gpu in self.inside.gpus],
+            "nics": [asdict(nic) for nic in self.inside.nics],
+        }
+
+
+def take_inventory(root: Path = Path("/")) -> Inventory:
+    """Look at this node, or at the captured tree of one; the CPUs are those of this process."""
+    return Inventory(inside(root), frozenset(os.sched_getaffinity(0)))
+
+
+def try_inventory(limit_s: float = 3.0) -> Inventory | None:
+    """That of this node; None where it is not had in time: a driver that is stuck holds whoever asks it."""
+    found: list[Inventory] = []
+    look = threading.Thread(target=lambda: found.append(take_inventory()), name="inventory", daemon=True)
+    look.start()
+    look.join(limit_s)
+    return found[0] if found else None
+
+
+def parse_inventory(said: Any) -> Inventory | None:
+    """What `as_json` has made; None for what is no inventory of this version."""
+    try:
+        gpus = [Gpu(**{**one, "path": tuple(one["path"])}) for one in said["gpus"]]
+        nics = [
+            Nic(**{**one, "path": tuple(one["path"]), "interfaces": tuple(one["interfaces"])})
+            for one in said["nics"]
+        ]
+        numa = {int(node): str(cpus) for node, cpus in said["numa"].items()}
+        cpus = frozenset(parse_cpus(said["cpus"]))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    return Inventory(HostInside(tuple(gpus), tuple(nics), numa, nearness(gpus, nics)), cpus)
+
+
+def gpus_of_job(
+    there: Sequence[Gpu], environ: Mapping[str, str], asked: int | None, *, in_slurm: bool
+) -> list[int] | None:
+    """The GPUs, by index, that a job's ranks see on a node, in their order; None where that is not known.
+
+    An index in CUDA_VISIBLE_DEVICES counts what Slurm's cgroup leaves over, so in a job that has a part of a
+    node only a UUID says which GPU is meant. MIG instances are no GPUs of the PCI bus.
+    """
+    count, visible = len(there), environ.get("CUDA_VISIBLE_DEVICES")
+    if not there or visible in ("", "-1"):
+        return []
+    if visible is None or visible == "NoDevFiles":
+        return list(range(count)) if asked == count or not in_slurm else None
+    words = [word.strip() for word in visible.split(",")]
+    if all(word.isascii() and word.isdigit() for word in words):
+        listed = [int(word) for word in words]
+        whole = sorted(listed) == list(range(count))
+        within = len(set(listed)) == len(listed) and max(listed) < count
+        return listed if whole or (within and not in_slurm) else None
+    # CUDA takes any beginning of a UUID that only one GPU has.
+    named = [[gpu.index for gpu in there if gpu.uuid and gpu.uuid.startswith(word)] for word in words]
+    is_clear = all(
+        word.startswith("GPU-") and len(found) == 1 for word, found in zip(words, named, strict=True)
+    )
+    return [found[0] for found in named] if is_clear else None

@@ -1,0 +1,111 @@
+"""The end of a run under a supervisor: how the last attempt ended, and whether the job is queued again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
+from hpcrun.launch import recover
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.elsewhere import exclusion, keep_away
+from hpcrun.launch.endurance import patiently
+from hpcrun.launch.lease import LeaderWriter
+from hpcrun.launch.site import Site
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.units import parse_time
+
+
+class Register:
+    """Writes down how attempts and the run end; FencedError where another supervisor leads."""
+
+    def __init__(
+        self, spec: JobSpec, site: Site, note: Callable[[str], None], verify: Callable[[], None]
+    ) -> None:
+        self._spec, self._site, self._note, self._verify = spec, site, note, verify
+
+    def event(self, attempt: Attempt, event: str, **more: Any) -> None:
+        """A line of the run's story, before an attempt begins or after it is over."""
+        events = LeaderWriter(attempt.run.events, self._verify)
+        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
+        events.write(now | {"event": event} | more)
+        events.close()
+
+    def attempt(self, outcome: Outcome, **after: str | None) -> None:
+        """How an attempt has ended, and what came after it."""
+        record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
+        more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
+        with suppress(OSError):
+            patiently(lambda: write_json(outcome.files.outcome, record | more | after))
+
+    def close(self, outcome: Outcome, progress: int | None, refused: str = "") -> Outcome:
+        """Record how the last attempt ended, and queue the job again where that is called for.
+
+        `progress`: see recover.refusal. `refused` says why the run does not go on in this allocation.
+        """
+        fate = self._site.allocation.fate() if self._site.allocation and outcome.stop else "running"
+        if fate == "queued again":
+            # A preemption, or somebody's `scontrol requeue`: the run is not over.
+            self.attempt(outcome, requeued="preemption")
+            self.event(outcome.files, "requeue", cause="preemption")
+            return outcome
+        if fate == "time limit" and outcome.status != "saved":
+            outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
+        if recover.REPEATED in refused:
+            outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
+        cause, told = self._queue_again(outcome, progress)
+        self.attempt(outcome, requeued=cause)
+        if cause is not None:
+            self.event(outcome.files, "requeue", cause=cause)
+            return outcome
+        self._verify()
+        told = told or (refused if outcome.attempt > 1 else "")
+        message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
+        record_exit(outcome.run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
+        return replace(outcome, message=message)
+
+    def _queue_again(self, outcome: Outcome, progress: int | None) -> tuple[recover.Cause | None, str]:
+        """The cause for which the job was queued again, or why it was not, where one might expect it."""
+        allocation, spec = self._site.allocation, self._spec
+        if allocation is None or not self._site.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
+            return None, ""
+        grace = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
+        cause = recover.cause_of(outcome, grace, allocation.seconds_left())
+        if cause is None or (cause in recover.FAULTS and spec.retries is None):
+            return None, ""
+        refused = recover.refusal(outcome.run, spec, cause, outcome, progress, in_place=False)
+        # Where the ranks have not even started, Slurm would give the same nodes again.
+        ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
+        self._verify()
+        if refused is None:
+            away = exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
+            try:
+                allocation.requeue()
+            except SiteError as error:
+                refused = str(error)
+        if refused is not None:
+            return None, refused
+        self._note(f"{cause.replace('_', ' ')}: queued again as job {allocation.id}")
+        if away:
+            self._note(keep_away(allocation, away))
+        return cause, ""
+
+
+def record_exit(
+    run: RunDir,
+    status: str,
+    exit_code: int,
+    message: str,
+    attempt: int | None = None,
+    step: int | None = None,
+) -> None:
+    """Write how a run has ended."""
+    record = {"status": status, "exit_code": exit_code, "message": message, "attempt": attempt, "step": step}
+    # Where even this cannot be written, the message on the terminal says so.
+    with suppress(OSError):
+        patiently(lambda: write_json(run.exit, record | {"ended": time.time()}))

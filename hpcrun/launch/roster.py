@@ -1,0 +1,76 @@
+"""The nodes of a run as its supervisor counts on them: which may have ranks, and which stay out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hpcrun.launch.elastic import Fit, fit_on, least_nodes
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.nodes import Nodes
+from hpcrun.launch.prepare import Prepared
+from hpcrun.launch.site import Site
+from hpcrun.specs.rundir import Attempt
+
+
+class Roster:
+    """Who is left. A node that is refused stays out; one that was lost counts again once it answers."""
+
+    def __init__(self, prepared: Prepared, site: Site) -> None:
+        self._prepared, self._site = prepared, site
+        self._refused: set[str] = set()
+        self._lost: set[str] = set()
+
+    def out(self, nodes: Nodes) -> set[str]:
+        """The nodes that get no ranks now, though they may answer.
+
+        One that came back after it was lost is needed only where others do not hold the whole of what fits.
+        """
+        fresh = [node for node in self.left(nodes) if node not in self._lost]
+        per_node = self._site.per_node(self._prepared.spec)
+        is_enough = fit_on(self._prepared, per_node, len(fresh)).plan == self.fit(nodes).plan
+        is_enough &= len(fresh) >= self.fit(nodes).nodes
+        return self._refused | self._lost if is_enough else set(self._refused)
+
+    def left(self, nodes: Nodes) -> list[str]:
+        """Those that answer and are not refused, in the allocation's order."""
+        return [node for node in nodes.alive if node not in self._refused]
+
+    @property
+    def least(self) -> int:
+        """With how many nodes the job still goes on."""
+        return least_nodes(self._prepared, self._site.per_node(self._prepared.spec))
+
+    def fit(self, nodes: Nodes) -> Fit:
+        """What of the job fits on those that are left."""
+        return fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(self.left(nodes)))
+
+    def refuse(self, names: Iterable[str]) -> None:
+        """Leave these out from now on."""
+        self._refused |= set(names)
+
+    def lose(self, names: Iterable[str]) -> None:
+        """These did not answer."""
+        self._lost |= set(names)
+
+    def avoid(self, names: Iterable[str], nodes: Nodes) -> list[str]:
+        """Put spares in the place of nodes that are under suspicion; those for which there was one."""
+        left, wanted = self.left(nodes), self.fit(nodes).nodes
+        out = [node for node in dict.fromkeys(names) if node in left][: max(0, len(left) - wanted)]
+        self.refuse(out)
+        return out
+
+    def newly_gone(self, nodes: Nodes) -> list[NodeLost]:
+        """Nodes that were lost without anybody having said so yet."""
+        return [one for one in nodes.lost if one.node not in self._refused | self._lost]
+
+    def shortage(self, nodes: Nodes) -> str | None:
+        """Why too few are left, or None where there are enough."""
+        left = len(self.left(nodes))
+        return f"{self.least} nodes are needed, and {left} are left" if left < self.least else None
+
+    def change(self, nodes: Nodes, last: Attempt) -> dict[str, Any]:
+        """What a relaunch after this attempt tells of its nodes and replicas."""
+        fit = self.fit(nodes)
+        out = sorted(self._refused | self._lost.difference(nodes.alive))
+        return {"excluded": out, "spares_left": len(self.left(nodes)) - fit.nodes, **fit.change(last)}

@@ -1,0 +1,204 @@
+"""Which rank writes which piece, and which saved chunks a rank reads: torch's planners, without its storage.
+
+A plan to write holds for as long as the structure does. Making one gathers a few bytes for each piece, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from xxhash import xxh3_64_intdigest
+
+from hpcrun.checkpoint.boxes import cut
+from hpcrun.checkpoint.format import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    PART_ALIGN,
+    Manifest,
+    Piece,
+    Place,
+    lay_out,
+    padded,
+)
+from hpcrun.checkpoint.read import Generation
+from hpcrun.errors import UsageError
+from hpcrun.runtime.control import Control
+
+
+@dataclass
+class WritePlan:
+    """What this rank writes of the state, and where; on rank 0 also what all have to write."""
+
+    key: tuple[Any, ...]
+    pieces: list[Piece]
+    slices: list[tuple[slice, ...]]
+    """Of this rank's own piece of the tensor."""
+    file: int
+    start: int
+    tensors: str | None = None
+    """The manifest's list of tensors, known to rank 0 from the first save on."""
+    structure: str = ""
+
+    def contents(self, state: dict[str, Tensor]) -> Iterator[memoryview]:
+        """The bytes of the pieces in turn; without a copy where they lie in order on the host."""
+        for piece, slices in zip(self.pieces, self.slices, strict=True):
+            yield raw_bytes(_local(state[piece.tensor])[slices].contiguous().cpu())
+
+
+def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Equal as long as a plan for this rank's state stays right; it costs far less than a plan."""
+    return tuple(
+        (name, tensor.dtype, tensor.shape)
+        + (
+            (_local(tensor).shape, tensor.placements, tensor.device_mesh)
+            if isinstance(tensor, DTensor)
+            else ()
+        )
+        for name, tensor in state.items()
+    )
+
+
+def plan_write(state: dict[str, Tensor], control: Control, key: tuple[Any, ...]) -> WritePlan:
+    """Share the pieces out: what several ranks hold is written once, by the one that has least to write."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), None, control.rank == 0)
+    held = dict[str, tuple[Piece, tuple[slice, ...]]]()
+    for item in planner.create_local_plan().items:
+        for piece, slices in _cut(item):
+            held[f"{xxh3_64_intdigest(repr(piece).encode()):016x}"] = (piece, slices)
+    told = [[digest, piece.size_bytes] for digest, (piece, _) in held.items()]
+    plans = [SavePlan([_stand_in(*one) for one in other]) for other in control.allgather(told)]
+    shared, _ = planner.create_global_plan(plans)
+    mine = [held[item.index.fqn] for item in shared[control.rank].items]
+    pieces = [piece for piece, _ in mine]
+    size = lay_out(control.rank, pieces).size_bytes
+    everyone = control.allgather([control.node, size])
+    nodes = list(dict.fromkeys(node for node, _ in everyone))
+    before = sum(padded(s, PART_ALIGN) for node, s in everyone[: control.rank] if node == control.node)
+    return WritePlan(key, pieces, [slices for _, slices in mine], nodes.index(control.node), before)
+
+
+def load_into(generation: Generation, state: dict[str, Tensor]) -> None:
+    """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), _metadata(generation.manifest, state), False)
+    items = planner.create_local_plan().items
+    chunks: dict[tuple[Piece, Place], list[ReadItem]] = {}
+    for item in items:
+        index = item.storage_index.index
+        assert index is not None
+        chunk = generation.manifest.tensors[item.storage_index.fqn].chunks[index]
+        chunks.setdefault(chunk, []).append(item)
+    reader = _Reader(planner, chunks)
+    generation.read_all(reader.wanted(), reader.arrived)
+
+
+class _Reader:
+    """Gives each chunk the memory it is read into, and puts it where it belongs."""
+
+    def __init__(
+        self, planner: DefaultLoadPlanner, chunks: dict[tuple[Piece, Place], list[ReadItem]]
+    ) -> None:
+        self._planner = planner
+        self._chunks = sorted(chunks.items(), key=lambda one: one[0][1])
+        self._waiting: dict[Piece, tuple[Tensor, Tensor, list[ReadItem]]] = {}
+        self._free: list[Tensor] = []
+
+    def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
+        """Every chunk in the order of the files: straight into its tensor, or into a buffer."""
+        for (piece, place), items in self._chunks:
+            target = self._planner.resolve_tensor(items[0])
+            whole = len(items) == 1 and tuple(items[0].lengths) == piece.sizes
+            if whole and target.is_cpu and target.is_contiguous():
+                yield piece, place, raw_bytes(target)
+                continue
+            buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+            if buffer.numel() < piece.size_bytes:
+                buffer = torch.empty(piece.size_bytes, dtype=torch.uint8)
+            used = buffer[: piece.size_bytes]
+            source = used.view(getattr(torch, piece.dtype)).view(piece.sizes)
+            self._waiting[piece] = (source, buffer, items)
+            yield piece, place, raw_bytes(used)
+
+    def arrived(self, piece: Piece, _into: memoryview) -> None:
+        """Copy what was read into a buffer to where it is wanted."""
+        waiting = self._waiting.pop(piece, None)
+        if waiting is None:
+            return
+        source, buffer, items = waiting
+        for item in items:
+            part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+            self._planner.resolve_tensor(item).copy_(source[part])
+        self._free.append(buffer)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(memory)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """A type as the format writes it; UsageError for one that it does not know."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in ITEM_BYTES:
+        raise UsageError(f"a tensor of type {name} cannot be saved; use one of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut(item: WriteItem) -> Iterator[tuple[Piece, tuple[slice, ...]]]:
+    """What torch would write at once, in pieces that a reader can prove one by one; no empty ones."""
+    data = item.tensor_data
+    assert data is not None
+    dtype = dtype_name(torch.empty(0, dtype=data.properties.dtype))
+    begin = tuple(data.chunk.offsets)
+    for box in cut(tuple(data.chunk.sizes), ITEM_BYTES[dtype], CHUNK_BYTES):
+        offsets = tuple(a + b for a, b in zip(begin, box.offsets, strict=True))
+        piece = Piece(item.index.fqn, dtype, tuple(data.size), offsets, box.sizes)
+        if piece.size_bytes or 0 in data.size:
+            yield piece, tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+
+
+def _stand_in(digest: str, size_bytes: int) -> WriteItem:
+    """An item that is all that sharing out needs of a piece: an identity and a size."""
+    size = torch.Size([size_bytes])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), size)
+    index = MetadataIndex(digest, torch.Size([0]))
+    return WriteItem(index, WriteItemType.TENSOR, tensor_data=data)
+
+
+def _metadata(manifest: Manifest, names: dict[str, Tensor]) -> Metadata:
+    """What the planner needs to know of the tensors of a generation."""
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(dtype=getattr(torch, tensor.dtype)),
+                torch.Size(tensor.shape),
+                [
+                    ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
+                    for piece, _ in tensor.chunks
+                ],
+            )
+            for name, tensor in manifest.tensors.items()
+            if name in names
+        }
+    )

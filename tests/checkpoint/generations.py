@@ -1,0 +1,75 @@
+"""Small generations for tests: two ranks' parts in one file, made by the functions that a real save uses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcrun.checkpoint.commit import begin, commit
+from hpcrun.checkpoint.format import (
+    PART_ALIGN,
+    Piece,
+    collect,
+    lay_out,
+    padded,
+    render_tensors,
+    structure_digest,
+)
+from hpcrun.checkpoint.read import read_tail
+from hpcrun.checkpoint.write import write_part
+from hpcrun.specs.saves import Saved
+
+SHAPES = {"model.a": (40, 16), "model.b": (7,), "model.scalar": (), "model.none": (0, 3)}
+
+
+def pieces_of(rank: int, ranks: int) -> list[Piece]:
+    """A rank's share: rows of what has rows, the rest with rank 0."""
+    found = []
+    for name, shape in SHAPES.items():
+        if len(shape) and shape[0] >= ranks:
+            rows = -(-shape[0] // ranks)
+            begin_row, end = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
+            if end == begin_row:
+                continue
+            offsets = (begin_row, *(0 for _ in shape[1:]))
+            found.append(Piece(name, "float32", shape, offsets, (end - begin_row, *shape[1:])))
+        elif rank == 0:
+            found.append(Piece(name, "float32", shape, (0,) * len(shape), shape))
+    return found
+
+
+def content_of(piece: Piece, seed: int) -> bytes:
+    """What a test puts into a piece."""
+    return random.Random(f"{seed} {piece}").randbytes(piece.size_bytes)
+
+
+def save(
+    checkpoints: Path,
+    step: int,
+    *,
+    attempt: int = 1,
+    files: int = 1,
+    ranks: int = 2,
+    shares: Sequence[list[Piece]] | None = None,
+) -> Saved:
+    """A committed generation, its ranks spread over so many files."""
+    draft = begin(checkpoints, step, attempt)
+    parts, ends = [], dict.fromkeys(range(files), 0)
+    shares = shares or [pieces_of(rank, ranks) for rank in range(ranks)]
+    for rank, pieces in enumerate(shares):
+        file = rank * files // len(shares)
+        contents = (content_of(piece, step) for piece in pieces)
+        path = draft.file(file)
+        parts.append(write_part(path, draft.generation, rank, pieces, contents, file=file, start=ends[file]))
+        ends[file] += padded(lay_out(rank, pieces).size_bytes, PART_ALIGN)
+    tensors = collect(
+        read_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts)
+    )
+    facts: dict[str, int] = {
+        "step": step,
+        "position": 8 * step,
+        "world_size": len(shares),
+        "attempt": attempt,
+    }
+    return commit(draft, parts, render_tensors(tensors), structure_digest(tensors), **facts)

@@ -1,0 +1,212 @@
+"""Committing, deleting and cleaning up: killed at any moment, out of space, beside each other."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcrun.checkpoint.commit import (
+    Draft,
+    begin,
+    discard,
+    find_garbage,
+    problem_of,
+    remove,
+    retire,
+    set_aside,
+)
+from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.write import write_part
+from hpcrun.specs.saves import RECORD, saved_steps
+from tests.checkpoint.generations import content_of, pieces_of, save
+
+ROOT = Path(__file__).parents[2]
+
+
+def names(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("scenario", "always"), [("save_and_retire", {4}), ("save_over_damage", {2, 4}), ("put_away", {2, 4})]
+)
+def test_killed_at_any_call_the_old_or_the_new_save_is_whole(
+    tmp_path: Path, scenario: str, always: set[int]
+) -> None:
+    program = Path(__file__).with_name("killed_writer.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), scenario],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    deaths = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(deaths) >= {"save_and_retire": 30, "save_over_damage": 20, "put_away": 3}[scenario]
+    if scenario == "save_and_retire":
+        assert {"pwritev", "write", "fsync", "rename", "unlink", "rmdir"} <= {one["call"] for one in deaths}
+    for death in deaths:
+        assert always <= set(death["whole"]), death
+        assert death["left"] == ["step-00000008"], death
+        if scenario == "save_and_retire":
+            assert death["problems"] == [], "a save that was cut short does not even look like one"
+    if scenario != "put_away":
+        assert {6 in death["whole"] for death in deaths} == {True, False}
+
+
+def test_without_space_nothing_of_a_save_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    draft = begin(tmp_path, 4, 1)
+    pieces = pieces_of(0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwritev", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_part(draft.file(0), draft.generation, 0, pieces, [content_of(p, 4) for p in pieces])
+    discard(draft)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small file system needs root; run as root")
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(small)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"no small tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        saved = save(small, 2)
+        draft = begin(small, 4, 1)
+        pieces = [pieces_of(0, 1)[0]._replace(shape=(400, 256), sizes=(400, 256))]
+        with pytest.raises(OSError, match="No space left"):
+            write_part(draft.file(0), draft.generation, 0, pieces, [bytes(pieces[0].size_bytes)])
+        discard(draft)
+        assert names(small) == ["step-00000002"]
+        with Generation(saved) as generation:
+            assert list(generation.damages()) == []
+        assert save(small, 6).step == 6, "there is space again"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_short_write_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = os.pwritev
+
+    def slow(descriptor: int, buffers: list[bytes], position: int) -> int:
+        return true(descriptor, [bytes(buffers[0])[:50]], position)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    with Generation(save(tmp_path, 2)) as generation:
+        assert list(generation.damages()) == []
+
+
+def test_a_file_that_shrank_before_the_commit_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a file system that lost a write would look like."""
+    true = os.fsync
+
+    def shrink(descriptor: int) -> None:
+        true(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "manifest.json":
+            os.truncate(tmp_path / ".step-00000004.1" / "data-00000.bin", 100)
+
+    save(tmp_path, 2)
+    monkeypatch.setattr(os, "fsync", shrink)
+    with pytest.raises(DamagedError, match="has 100 bytes instead of"):
+        save(tmp_path, 4)
+    assert [one.step for one in saved_steps(tmp_path)] == [2]
+
+
+def test_another_save_of_the_step_is_set_aside_and_not_written_over(tmp_path: Path) -> None:
+    old = save(tmp_path, 4)
+    before = (old.path / "data-00000.bin").read_bytes()
+    new = save(tmp_path, 4, attempt=2)
+    assert (new.step, new.attempt) == (4, 2)
+    (aside,) = tmp_path.glob("damaged-*")
+    assert (aside / "data-00000.bin").read_bytes() == before
+    assert saved_steps(tmp_path) == [new]
+
+
+def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    saves = [save(tmp_path, step) for step in (2, 4, 6)]
+    retire(tmp_path, 2, {saves[2].path})
+    assert [one.step for one in saved_steps(tmp_path)] == [2, 4, 6]
+    retire(tmp_path, 1, {saves[2].path})
+    assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
+    retire(tmp_path, 1)
+    assert names(tmp_path) == ["step-00000006"]
+
+
+def test_what_is_garbage_and_what_is_not(tmp_path: Path) -> None:
+    saves = [save(tmp_path, step) for step in (2, 4, 6, 8)]
+    os.truncate(saves[3].path / "data-00000.bin", 10)
+    set_aside(save(tmp_path, 7).path)
+    (tmp_path / ".step-00000009.1").mkdir()
+    (tmp_path / ".step-00000001.deleted").mkdir()
+    found, kept = find_garbage(tmp_path, 1, in_flight=True, damaged=False)
+    assert [one.path.name for one in found] == [".step-00000001.deleted", "step-00000002", "step-00000004"]
+    assert sorted(one.path.name.partition(".4")[0][:20] for one in kept)[:1] == [".step-00000009.1"]
+    assert any(one.path == saves[3].path and "has 10 bytes instead of" in one.why for one in kept)
+    found, kept = find_garbage(tmp_path, 2, in_flight=False, damaged=True)
+    assert kept == []
+    assert {one.path.name.partition("0")[0] for one in found} == {".step-", "step-", "damaged-step-"}
+    for one in found:
+        remove(one.path)
+    assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
+    assert len(names(tmp_path)) == 2
+
+
+def test_the_only_saves_are_kept_even_if_damaged(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    os.truncate(saved.path / "data-00000.bin", 10)
+    found, kept = find_garbage(tmp_path, 1, in_flight=False, damaged=True)
+    assert found == []
+    assert "no save is whole" in kept[0].why
+
+
+def test_a_reader_beside_a_deletion_gets_the_right_bytes_or_an_error(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    with Generation(saved) as generation:
+        remove(saved.path)
+        piece, place = generation.manifest.tensors["model.a"].chunks[0]
+        into = bytearray(piece.size_bytes)
+        generation.read(piece, place, memoryview(into))
+        assert bytes(into) == content_of(piece, 2), "an open file is still there"
+    assert problem_of(saved) is not None
+    with pytest.raises(DamagedError, match="is missing"):
+        Generation(saved)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere; run as another user")
+def test_a_read_only_directory_is_one_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        begin(tmp_path, 2, 1)
+    tmp_path.chmod(0o700)
+
+
+def test_stale_leftovers_go_with_the_next_save(tmp_path: Path) -> None:
+    stale = tmp_path / ".step-00000001.1"
+    stale.mkdir()
+    (stale / RECORD).write_text("{}")
+    draft = begin(tmp_path, 2, 1)
+    assert isinstance(draft, Draft)
+    assert names(tmp_path) == [".step-00000002.1"]

@@ -1,0 +1,275 @@
+"""The ranks of tests/runtime/test_checkpoint.py: each scenario is a function; prints what rank 0 has to tell.
+
+Run as a program in a world of several ranks: `save_world.py DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from hpcrun.checkpoint.read import Generation
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.world import detect_world
+from hpcrun.runtime import checkpoint
+from hpcrun.runtime.checkpoint import Checkpointer, load_weights
+from hpcrun.runtime.control import Control, connect
+from hpcrun.specs.records import write_json
+from hpcrun.specs.saves import RECORD
+
+SHAPES = {"model.even": (8, 6), "model.uneven": (7, 5), "model.few": (1, 3), "model.wide": (2, 9)}
+TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
+
+
+def wholes(seed: int = 0) -> dict[str, Tensor]:
+    """The same whole tensors on every rank."""
+    random = torch.Generator().manual_seed(seed)
+    found = {
+        name: torch.randn(shape, generator=random).mul(100).to(dtype)
+        for (name, shape), dtype in zip(SHAPES.items(), TYPES, strict=True)
+    }
+    return found | {"model.scalar": torch.tensor(float(seed)), "model.none": torch.empty(0, 4)}
+
+
+def laid_out(whole: dict[str, Tensor], mesh: DeviceMesh, *placements: Any) -> dict[str, Tensor]:
+    """The tensors with dimensions as DTensors, the others plain."""
+    return {
+        name: distribute_tensor(t.clone(), mesh, placements) if t.dim() else t.clone()
+        for name, t in whole.items()
+    }
+
+
+def empty_like(whole: dict[str, Tensor], mesh: DeviceMesh, *placements: Any) -> dict[str, Tensor]:
+    return laid_out({name: torch.zeros_like(tensor) for name, tensor in whole.items()}, mesh, *placements)
+
+
+def full(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+def shapes(whole: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in whole.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Counted:
+    """A control whose messages are counted."""
+
+    def __init__(self, control: Control) -> None:
+        self._control, self.size_bytes = control, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    def allgather(self, value: Any) -> list[Any]:
+        self.size_bytes += len(json.dumps(value))
+        return self._control.allgather(value)
+
+
+def reshard(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) -> Any:
+    """Every layout into every other; uneven, empty, replicated, scalar."""
+    layouts: dict[str, Any] = {
+        "rows": (mesh, Shard(0)),
+        "columns": (mesh, Shard(1)),
+        "copies": (mesh, Replicate()),
+        "rows of columns": (square, Shard(0), Shard(1)),
+        "copies of columns": (square, Replicate(), Shard(1)),
+    }
+    whole, wrong = wholes(), []
+    for number, (wrote, layout) in enumerate(layouts.items()):
+        saver = Checkpointer(root / str(number), control, attempt=1, keep=1)
+        saver.save(1, 10, laid_out(whole, *layout))
+        for reads, other in layouts.items():
+            state = empty_like(whole, *other)
+            restored = Checkpointer(root / str(number), control, attempt=2, keep=1).restore(
+                state, shapes(whole)
+            )
+            if restored is None or not same(full(state), whole):
+                wrong.append([wrote, reads])
+    return wrong
+
+
+def replicas(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """What all ranks hold is written once, and each writes a share."""
+    state = {f"model.{n}": torch.full((1000,), float(n)) for n in range(8 * control.size)}
+    saver = Checkpointer(root, control, attempt=1, keep=1)
+    saver.save(1, 10, state)
+    newest = saver.newest()
+    assert newest is not None
+    with Generation(newest) as generation:
+        counts = [0] * control.size
+        for name, tensor in generation.manifest.tensors.items():
+            if name.startswith("model."):
+                assert len(tensor.chunks) == 1
+                counts[tensor.chunks[0][1].part] += 1
+        files = {part.file for part in generation.manifest.parts}
+    return [counts, len(files)]
+
+
+def steady(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """What a rank sends for a save, the first time and later, with few and with many tensors."""
+    told = []
+    for count in (10, 200):
+        counted: Any = Counted(control)
+        saver = Checkpointer(root / str(count), counted, attempt=1, keep=2)
+        sizes = []
+        for step in (1, 2, 3):
+            before = counted.size_bytes
+            saver.save(step, 0, {f"model.{n}": torch.full((10,), float(step)) for n in range(count)})
+            sizes.append(counted.size_bytes - before)
+        # Another structure on one rank alone must be noticed by all.
+        extra = {"model.extra": torch.ones(3)} if control.rank == 1 else {}
+        state = {f"model.{n}": torch.full((10,), 4.0) for n in range(count)}
+        saver.save(4, 0, state | extra)
+        newest = saver.newest()
+        assert newest is not None
+        with Generation(newest) as generation:
+            told.append([*sizes, "model.extra" in generation.manifest.tensors])
+    return told
+
+
+def strict(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """A state that is not the saved one is refused, whichever way it differs."""
+    state = {"model.a": torch.ones(4, 4), "model.b": torch.ones(3)}
+    Checkpointer(root, control, attempt=1, keep=1).save(1, 10, state)
+    a, b, other = torch.ones(4, 4), torch.ones(3), torch.ones(2)
+    cases: list[dict[str, Tensor]] = [
+        {"model.a": a},
+        {"model.a": a, "model.b": b, "model.c": other},
+        {"model.a": a, "model.b": other},
+        {"model.a": a.double(), "model.b": b},
+    ]
+    told = []
+    for case in cases:
+        try:
+            Checkpointer(root, control, attempt=2, keep=1).restore(case, shapes(case))
+            told.append("loaded")
+        except UsageError as error:
+            told.append(str(error).partition(": ")[2].partition(";")[0])
+    return told
+
+
+def randomness(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """Each rank gets its own random state back, after everything else."""
+    torch.manual_seed(control.rank)
+    torch.rand(3)
+    saver = Checkpointer(root, control, attempt=1, keep=1)
+    saver.save(1, 10, {"model.a": torch.ones(4)})
+    expected = torch.rand(5)
+    torch.manual_seed(99)
+    Checkpointer(root, control, attempt=2, keep=1).restore({"model.a": torch.zeros(4)}, {"model.a": (4,)})
+    return all(control.allgather(bool(torch.equal(torch.rand(5), expected))))
+
+
+def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """One rank has no space: the save fails on all, leaves nothing, and the next one works."""
+    saver = Checkpointer(root, control, attempt=1, keep=2)
+    state = {f"model.{n}": torch.ones(10) for n in range(10)}
+    saver.save(1, 10, state)
+    names = vars(checkpoint)
+    true = names["write_part"]
+
+    def full_disk(*_words: Any, **_options: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if control.rank == control.size - 1:
+        names["write_part"] = full_disk
+    try:
+        saver.save(2, 20, state)
+        said = ["saved"]
+    except SiteError as error:
+        said = control.allgather(str(error).rpartition("/")[2])
+    names["write_part"] = true
+    left = sorted(path.name for path in root.iterdir())
+    control.barrier()
+    saver.save(3, 30, state)
+    return [said, left, sorted(path.name for path in root.iterdir())]
+
+
+def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """Bytes that only one rank reads are wrong: all go back together, and the step can be saved again."""
+    whole = wholes()
+    saver = Checkpointer(root, control, attempt=1, keep=2)
+    for step in (1, 2):
+        saver.save(step, 10 * step, laid_out(wholes(step), mesh, Shard(0)))
+    newest = saver.newest()
+    assert newest is not None
+    if control.rank == 0:
+        with Generation(newest) as generation:
+            part = generation.manifest.parts[-1]
+            # The last rank's random state is read by no other rank.
+            place = generation.manifest.tensors[f"rng.{control.size - 1}"].chunks[0][1]
+        path = newest.path / f"data-{part.file:05d}.bin"
+        data = bytearray(path.read_bytes())
+        data[part.start + place.at + 70] ^= 1
+        path.write_bytes(data)
+    control.barrier()
+    state = empty_like(whole, mesh, Shard(0))
+    again = Checkpointer(root, control, attempt=2, keep=2)
+    restored = again.restore(state, shapes(whole))
+    assert restored is not None
+    is_right = same(full(state), wholes(1))
+    again.save(2, 20, state)
+    names = sorted(path.name.partition(".")[0] for path in root.iterdir())
+    return [restored.saved.step, restored.lost_steps, len(restored.passed_over), is_right, names]
+
+
+def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) -> Any:
+    """A save as hpcrun wrote it before: torch's own, with a record beside it."""
+    path, whole = root / "step-00000003", wholes()
+    if control.rank == 0:
+        root.mkdir(mode=0o700)
+        path.mkdir(mode=0o700)
+    control.barrier()
+    entries: dict[str, Any] = laid_out(whole, mesh, Shard(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_save(entries, checkpoint_id=path)
+    if control.rank == 0:
+        record = {"format_version": 1, "step": 3, "position": 30, "world_size": control.size, "attempt": 1}
+        write_json(path / RECORD, record)
+    control.barrier()
+    state = empty_like(whole, square, Replicate(), Shard(1))
+    restored = Checkpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
+    weights = load_weights(restored.saved) if restored and control.rank == 0 else {}
+    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
+    return [restored is not None and restored.saved.position, same(full(state), whole), same(weights, bare)]
+
+
+SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, old_format)
+
+
+def main(directory: str) -> None:
+    """All scenarios in one world."""
+    control = connect(detect_world(os.environ))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=control.store(), rank=control.rank, world_size=control.size)
+    mesh = init_device_mesh("cpu", (control.size,))
+    square = init_device_mesh("cpu", (2, control.size // 2))
+    told = {}
+    for scenario in SCENARIOS:
+        root = Path(directory) / scenario.__name__
+        told[scenario.__name__] = scenario(root, control, mesh, square)
+    control.barrier()
+    if control.rank == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,79 @@
+"""Saving and restoring over several ranks: one world runs every scenario, the tests look at what it told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-launcher", "fork", "-n", str(RANKS)]
+    program = Path(__file__).with_name("save_world.py")
+    done = subprocess.run(
+        [*mpiexec, sys.executable, str(program), str(tmp_path_factory.mktemp("world"))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_every_layout_loads_into_every_other(told: dict[str, Any]) -> None:
+    assert told["reshard"] == []
+
+
+def test_what_all_ranks_hold_is_written_once_and_shared_out(told: dict[str, Any]) -> None:
+    assert told["replicas"] == [[8] * RANKS, 1]
+
+
+def test_a_steady_save_sends_the_same_few_bytes_whatever_is_saved(told: dict[str, Any]) -> None:
+    (first, second, third, noticed), (first_of_many, of_many, _, noticed_again) = told["steady"]
+    assert first_of_many > 2 * first
+    assert second == third
+    assert abs(second - of_many) < 10
+    assert second < 200
+    assert noticed
+    assert noticed_again
+
+
+def test_another_state_than_the_saved_one_is_refused(told: dict[str, Any]) -> None:
+    assert told["strict"] == [
+        "also holds model.b",
+        "lacks model.c",
+        "has another shape of model.b",
+        "has another type of model.a",
+    ]
+
+
+def test_random_state_comes_back_to_each_rank(told: dict[str, Any]) -> None:
+    assert told["randomness"] is True
+
+
+def test_a_save_fails_as_a_whole_and_the_next_one_works(told: dict[str, Any]) -> None:
+    said, left, later = told["failing"]
+    line = f"failing: rank {RANKS - 1} cannot write step 2: [Errno 28] No space left on device"
+    assert said == [line] * RANKS
+    assert left == ["step-00000001"]
+    assert later == ["step-00000001", "step-00000003"]
+
+
+def test_all_ranks_go_back_when_one_reads_damage(told: dict[str, Any]) -> None:
+    assert told["fallen_back"] == [1, 1, 1, True, ["damaged-step-00000002", "step-00000001", "step-00000002"]]
+
+
+def test_saves_of_the_format_before_are_still_read(told: dict[str, Any]) -> None:
+    assert told["old_format"] == [30, True, True]
