@@ -231,7 +231,7 @@ def test_what_another_supervisor_tells_is_told_once(site: Site, tmp_path: Path) 
     spec = load_job(site.job, [hook(path), f"telemetry.textfile={folder}"]).spec
     with told_of(run, spec, Place(), print) as hand_over:
         end = time.monotonic() + 20
-        while not (path.exists() and any(folder.iterdir())):
+        while not (path.exists() and path.read_text().endswith("\n") and any(folder.glob("*.prom"))):
             assert time.monotonic() < end
             time.sleep(0.05)
         hand_over()
