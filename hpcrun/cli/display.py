@@ -53,7 +53,7 @@ class Lines:
             self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
         elif kind == "save":
             self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
-        elif kind == "restore" and record.get("passed_over"):
+        elif kind == "restore" and isinstance(record.get("passed_over"), list) and record["passed_over"]:
             for problem in record["passed_over"]:
                 self.note(f"passed over: {problem}")
             self.note(f"goes on from step {step}; {record.get('lost_steps')} saved steps are lost")

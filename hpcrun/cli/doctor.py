@@ -43,7 +43,10 @@ _Cluster = Annotated[
     str | None, typer.Option(metavar="NAME", help="Which profile; default: the default one.")
 ]
 _Nccl = Annotated[
-    str | None, typer.Option(metavar="X", help="For this NCCL, such as 2.19.3; default: a new one.")
+    str | None,
+    typer.Option(
+        metavar="X", help="For this NCCL, such as 2.19.3; default: the installed one, else a new one."
+    ),
 ]
 _Clock = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="The time now since 1970, by a clock that you trust.")
@@ -95,7 +98,8 @@ def _look(
     host = _host(root)
     network = profile.network if profile else NetworkSpec()
     uses_ucx = profile is not None and profile.mpi.library == "openmpi"
-    report = examine(Question(host, network, _version(nccl), uses_ucx))
+    version = _version(nccl, is_here=host.time is not None)
+    report = examine(Question(host, network, version, uses_ucx, _advised(profile, version, notes)))
     skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
     if as_json:
@@ -135,15 +139,27 @@ def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
     return found, [] if found else ["no profile: every active adapter counts as one for jobs"]
 
 
-def _version(text: str | None) -> tuple[int, ...] | None:
-    from hpcrun.tuning.advice import parse_version
+def _version(text: str | None, *, is_here: bool) -> tuple[int, ...] | None:
+    from hpcrun.tuning.library import find_library
+    from hpcrun.tuning.registry import parse_version
 
-    if text is None:
-        return None
-    found = parse_version(text)
-    if found is None:
-        raise UsageError(f"--nccl-version {text}: is no version; write it like 2.21.5")
-    return found
+    if text is not None:
+        return parse_version(text)
+    return find_library(environ=os.environ).version if is_here else None
+
+
+def _advised(
+    profile: ClusterSpec | None, version: tuple[int, ...] | None, notes: list[str]
+) -> dict[str, str]:
+    """What jobs get by the profile; where that is wrong, they get no advice, and a note says so."""
+    from hpcrun.tuning.advice import Situation, advise
+
+    named = profile.env if profile else {}
+    try:
+        return advise(Situation(profile, 0, nccl=version)).environment() | named
+    except UsageError as error:
+        notes.append(f"jobs get no settings: {error}")
+        return named
 
 
 def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
@@ -154,7 +170,7 @@ def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_js
     from hpcrun.tuning.fleet import compare
 
     profile, notes = _profile(cluster)
-    _version(nccl)
+    _version(nccl, is_here=False)
     options = [*(["--cluster", cluster] if cluster else []), *(["--nccl-version", nccl] if nccl else [])]
     allocation = require_allocation(find_allocation(os.environ))
     answers = visit_all(allocation, options)
@@ -245,6 +261,8 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
             raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
         typer.echo(f"hpcrun: {len(now.values)} counters of {now.node} in {target}", err=True)
     if since is None:
+        if as_json:
+            _print_json({"node": now.node, "counters": len(now.values), "file": str(target)})
         return []
     grown = growth(read_counters(_read_json(since), str(since)), now)
     findings = list(diagnose(grown))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,10 +37,10 @@ def advise(
     as_json: _Json = False,
 ) -> None:
     """The few communication settings that a job should have, each with its reason; submit sets the same."""
-    from hpcrun.launch.settings import advise_job
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
-    from hpcrun.tuning.advice import parse_version
+    from hpcrun.tuning.job import foresee
+    from hpcrun.tuning.registry import parse_version
 
     given = words or []
     names_job = bool(given) and "=" not in given[0]
@@ -49,11 +50,8 @@ def advise(
     spec = load_job(path, overrides, command=context.obj).spec
     name = cluster or spec.cluster
     version = None if nccl_version is None else parse_version(nccl_version)
-    if nccl_version is not None and version is None:
-        raise UsageError(f"--nccl-version {nccl_version}: is no version; write it like 2.21.5")
-    settings = advise_job(
-        spec, None if name == "local" else find_cluster(None if name == "default" else name), nccl=version
-    )
+    profile = None if name == "local" else find_cluster(None if name == "default" else name)
+    settings = foresee(spec, profile, os.environ, version)
     if as_json:
         _print_json(settings.as_json())
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.errors import EXIT_CHECK_FAILED
+from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
     from hpcrun.tuning.gather import Gathered, Sources
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 _Job = Annotated[
-    Path | None, typer.Option("--job", metavar="JOB", help="A job file: its env, and its profile's.")
+    Path | None,
+    typer.Option("--job", metavar="JOB", help="A job file: its env, its profile's, and what hpcrun sets."),
 ]
+_Cluster = Annotated[str | None, typer.Option(metavar="NAME", help="Which profile; default: the job's.")]
 _Script = Annotated[Path | None, typer.Option(metavar="FILE", help="A batch script: what it exports.")]
 _Conf = Annotated[
     list[Path] | None,
@@ -36,14 +38,21 @@ _Container = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="The image's environment: lines, or JSON of `docker inspect`."),
 ]
-_Nccl = Annotated[str | None, typer.Option(metavar="X", help="Release of NCCL, such as 2.27.5.")]
+_Nccl = Annotated[
+    str | None, typer.Option(metavar="X", help="For this NCCL, such as 2.27.5; default: the installed one.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def lint(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="[JOB]", help="A job file: its env, and its profile's.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOB [key=value]...]",
+            help="A job file: its env, its profile's, and what hpcrun sets for it.",
+        ),
     ] = None,
+    cluster: _Cluster = None,
     script: _Script = None,
     nccl_conf: _Conf = None,
     env: _Env = None,
@@ -56,7 +65,10 @@ def lint(
     from hpcrun.tuning.gather import Sources
     from hpcrun.tuning.problem import plain
 
-    gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
+    job, overrides = (Path(words[0]), tuple(words[1:])) if words else (None, ())
+    gathered, report = _look(
+        Sources(job, overrides, cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
+    )
     if as_json:
         _print_json({"nccl": _library(gathered), **report.as_json()})
     else:
@@ -71,6 +83,7 @@ def lint(
 def explain(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Such as NCCL_IB_TC, or ib_tc.")],
     job: _Job = None,
+    cluster: _Cluster = None,
     script: _Script = None,
     nccl_conf: _Conf = None,
     env: _Env = None,
@@ -83,7 +96,9 @@ def explain(
     from hpcrun.tuning.gather import Sources
     from hpcrun.tuning.problem import plain
 
-    gathered, report = _look(Sources(job, script, nccl_conf or (), env or (), container_env, nccl_version))
+    gathered, report = _look(
+        Sources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
+    )
     found = [explain_one(name, report, gathered.library.version) for name in names]
     if as_json:
         _print_json({"nccl": _library(gathered), "variables": [one.as_json() for one in found]})
@@ -95,6 +110,8 @@ def explain(
 def _look(sources: Sources) -> tuple[Gathered, Report]:
     from hpcrun.tuning.gather import gather, report_on
 
+    if sources.job is None and sources.cluster is not None:
+        raise UsageError("--cluster: says which profile a job has; name the JOB too")
     gathered = gather(sources, os.environ)
     return gathered, report_on(gathered)
 

@@ -12,8 +12,9 @@ import typer
 from hpcrun.errors import SiteError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from hpcrun.tuning.nccl_changes import Change
     from hpcrun.tuning.nccl_diagnosis import Finding
     from hpcrun.tuning.nccl_log import NcclLog
     from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
@@ -50,7 +51,7 @@ def predict(
         Path | None, typer.Option(metavar="FILE", help="An NCCL log (INFO; INIT,GRAPH,TUNING).")
     ] = None,
     nccl_version: Annotated[
-        str, typer.Option(metavar="VERSION", help="With --platform: whose model, such as 2.31.")
+        str, typer.Option(metavar="X", help="With --platform: whose model, such as 2.31.")
     ] = "2.30",
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw it.")] = None,
     as_json: _Json = False,
@@ -74,21 +75,33 @@ def predict(
 
 def read(
     path: Annotated[Path, typer.Argument(metavar="LOG", help="What NCCL has printed (NCCL_DEBUG=INFO).")],
+    before: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OLD", help="An earlier log of the job: which calls go by another algorithm now."
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """What an NCCL log tells: version, ways, the algorithms really used, and what its warnings mean."""
+    from hpcrun.tuning.nccl_changes import changes
     from hpcrun.tuning.nccl_diagnosis import diagnose
     from hpcrun.tuning.nccl_log import parse_nccl_log
 
     log = parse_nccl_log(_text(path))
+    old = None if before is None else parse_nccl_log(_text(before))
+    moved = () if old is None else changes(old, log)
     findings = diagnose(log.lines)
     if as_json:
-        _print_json({**log.as_json(), "findings": [one.as_json() for one in findings]})
+        told = {} if old is None else {"before": old.version, "changes": [one.as_json() for one in moved]}
+        _print_json({**log.as_json(), **told, "findings": [one.as_json() for one in findings]})
         return
     if not log.lines and log.version is None:
         print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
         return
     _print_log(log)
+    if old is not None:
+        _print_changes(moved, old, log)
     _print_findings(findings)
 
 
@@ -255,11 +268,10 @@ def _kind(word: str) -> Kind:
 
 
 def _version(word: str) -> tuple[int, int]:
-    major, _, minor = word.partition(".")
-    minor = minor.partition(".")[0]
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise UsageError(f"--nccl-version {word}: is no version; write 2.30 or 2.30.7")
-    return int(major), int(minor)
+    from hpcrun.tuning.registry import parse_version
+
+    major, minor, *_ = parse_version(word)
+    return major, minor
 
 
 def _library(word: str) -> Library:
@@ -342,6 +354,20 @@ def _print_log(log: NcclLog) -> None:
         print(f"used        {one.collective} {size}: {one.algo}/{one.proto}{channels}, {calls} calls")
     if not log.chosen:
         print("used        unknown: NCCL from 2.20 on says it with NCCL_DEBUG_SUBSYS=TUNING")
+
+
+def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
+    from hpcrun.tuning.plot import shown_size
+
+    for one in moved:
+        differs = one.expected_now is not None and (one.expected_now,) != one.now
+        expected = f", where its table has {one.expected_now}" if differs else ""
+        ways = f"{' and '.join(one.before)} before, {' and '.join(one.now)} now{expected}"
+        print(f"changed     {one.collective} {shown_size(one.size_bytes)}: {ways}")
+    if not (old.chosen and log.chosen):
+        print("changed     unknown: one of the logs does not tell what was used")
+    elif not moved:
+        print("changed     nothing that both logs have")
 
 
 def _print_findings(findings: list[Finding]) -> None:

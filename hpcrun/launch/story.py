@@ -118,7 +118,7 @@ class Teller:
         kind, step = str(line.get("kind", "step")), line.get("step")
         if not is_count(step):
             return None
-        passed_over = line.get("passed_over")
+        passed_over = line.get("passed_over") if isinstance(line.get("passed_over"), list) else []
         texts = {
             "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",

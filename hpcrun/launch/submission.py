@@ -18,7 +18,6 @@ from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
 from hpcrun.launch import ownership
 from hpcrun.launch.request import Job, Note, Request
-from hpcrun.launch.settings import advise_job
 from hpcrun.launch.snapshot import record_origin
 from hpcrun.slurm.arrays import Chunk
 from hpcrun.slurm.contract import ArrayContext
@@ -30,6 +29,7 @@ from hpcrun.specs.provenance import Provenance, Submission, read_provenance, wri
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
+from hpcrun.tuning.job import foresee
 from hpcrun.units import parse_time
 
 _ASK_S = 5.0
@@ -81,7 +81,7 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryR
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
     job = Job(request, note, note)
-    for one in () if job.is_local else advise_job(job.resolved.spec, job.cluster).everywhere:
+    for one in () if job.is_local else foresee(job.resolved.spec, job.cluster, os.environ).everywhere:
         detail(f"the ranks get {one}")
     findings = [(job.placed(one), one.refuse) for one in job.findings()]
     for problem, refuse in findings:

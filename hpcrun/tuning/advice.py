@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +11,23 @@ from hpcrun.slurm.precheck import expand_place
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.classes import agreement, decode
+from hpcrun.tuning.environment import Setting as Assigned
 from hpcrun.tuning.fabrics import FabricKind, find_kind
 from hpcrun.tuning.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
+from hpcrun.tuning.lint import check_setting
 from hpcrun.tuning.names import render_names
+from hpcrun.tuning.registry import Version, release_of, show_version
 from hpcrun.tuning.report import ports_in
 
 _FAMILY_SINCE, _RANGE_SINCE, _TOPOLOGY_SINCE = "NCCL 2.21", "NCCL 2.21", "NCCL 2.6"
+_OF_VERBS = ("NCCL_IB_", "UCX_IB_", "UCX_NET_DEVICES")
+_UNREAD: Mapping[str, tuple[str, ...]] = {
+    "infiniband": ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS", "NCCL_IB_ADDR_"),
+    "efa": _OF_VERBS,
+    "tcp": _OF_VERBS,
+}
+"""How variables begin that have no effect, by transport: classes and addresses are for RoCE alone."""
 _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
-_LIKELY = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 @dataclass(frozen=True)
@@ -32,23 +39,35 @@ class Situation:
     """How many it runs on; 0: not known."""
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the doctor has told of nodes, by node."""
-    nccl: tuple[int, ...] | None = None
+    nccl: Version | None = None
     interfaces: tuple[str, ...] | None = None
     """Those of this host, where it is one of the job's nodes."""
+    measured: tuple[Setting, ...] = ()
+    """Tuning that sweeps on this cluster support for such a job: the figures as reason, the sweep as source.
+
+    Nothing else may set a variable that is no fact of the system; what is refused here, a note tells."""
 
 
 def advise(situation: Situation) -> Settings:
-    """System facts alone, from the profile, the kind of fabric and the nodes; UsageError for no such fabric.
+    """System facts, from the profile, the kind of fabric and the nodes; UsageError for no such fabric.
 
-    Tuning is left to measurements: nothing is set because others have set it.
+    Tuning comes from measurements alone: nothing is set because others have set it.
     """
+    found = _facts(situation)
+    tuning, refused = _tuning(situation, {one.name for one in found.all()})
+    measured = {one.name for one in tuning}
+    notes = (one for one in found.notes if one.partition(" is not set: ")[0] not in measured)
+    return Settings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
+
+
+def _facts(situation: Situation) -> Settings:
     cluster = situation.cluster
     if cluster is None:
         return Settings(notes=("there is no profile of the cluster, so nothing is known to be set",))
     if situation.nodes == 1:
         return Settings(notes=("one node: no traffic between nodes, so nothing is set for it",))
     network = cluster.network
-    kind = find_kind(network.fabric, f"profile {cluster.name}: network.fabric") if network.fabric else None
+    kind = _kind(cluster)
     notes: list[str] = []
     if network.interface and not _has(situation, network.interface):
         notes.append(f"network.interface of the profile, {network.interface}, is not on this node; left out")
@@ -62,27 +81,58 @@ def advise(situation: Situation) -> Settings:
         *_of_kind(kind),
     )
     everywhere, late = _in_version(found, situation.nccl)
+    everywhere, idle = _that_work(everywhere, kind)
     by_node, told = _by_node(situation)
-    notes += [*late, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
+    by_node = {node: tuple(_that_work(of, kind)[0]) for node, of in by_node.items()}
+    by_node = {node: of for node, of in by_node.items() if of}
+    notes += [*late, *idle, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
     if not everywhere and not by_node:
         notes.insert(0, "nothing to set: the profile names no interface, devices or traffic class")
     return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
 
 
-def installed_nccl() -> tuple[int, ...] | None:
-    """The NCCL beside this Python, by its package's record; None where there is none."""
-    for name in _LIKELY:
-        try:
-            return parse_version(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def _kind(cluster: ClusterSpec) -> FabricKind | None:
+    named = cluster.network.fabric
+    return find_kind(named, f"profile {cluster.name}: network.fabric") if named else None
 
 
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """2.21.5 as numbers; None for anything else."""
-    match = re.match(r"([0-9]{1,4})\.([0-9]{1,4})(?:\.([0-9]{1,4}))?", text)
-    return tuple(int(part) for part in match.groups() if part) if match else None
+def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting], list[str]]:
+    """What is measured and may be set; and what may not, with the reason."""
+    kind = _kind(situation.cluster) if situation.cluster else None
+    kept, notes = _in_version(situation.measured, situation.nccl)
+    allowed = []
+    for one in kept:
+        if kind is not None and kind.has_script:
+            why = f"the script of {kind.title} sets it, and its checker refuses others"
+        elif one.name in facts:
+            why = "it is a fact of the system here, not a matter of tuning"
+        elif not (one.reason and one.source):
+            why = "it names no sweep and no figures"
+        else:
+            why = _wrong(one, situation.nccl)
+        if why:
+            notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
+        else:
+            allowed.append(one)
+    return allowed, notes
+
+
+def _wrong(one: Setting, nccl: Version | None) -> str:
+    """What lint has against a value; empty: nothing."""
+    found = check_setting(Assigned(one.name, one.value, "measured", one.source), nccl)
+    return "; ".join(fault.text for fault in found if fault.level == "error")
+
+
+def _that_work(settings: Sequence[Setting], kind: FabricKind | None) -> tuple[list[Setting], list[str]]:
+    """Those that anybody reads on such a fabric; the others are told."""
+    starts = _UNREAD.get(kind.transport, ()) if kind else ()
+    idle = [one for one in settings if one.name.startswith(starts)]
+    notes = [
+        f"{one.name} is left out: on {kind.title} nothing reads it ({one.source})"
+        for one in idle
+        if kind is not None
+    ]
+    return [one for one in settings if one not in idle], notes
 
 
 def _has(situation: Situation, interface: str) -> bool:
@@ -236,13 +286,13 @@ def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Settin
     return []
 
 
-def _in_version(settings: Sequence[Setting], nccl: tuple[int, ...] | None) -> tuple[list[Setting], list[str]]:
+def _in_version(settings: Sequence[Setting], nccl: Version | None) -> tuple[list[Setting], list[str]]:
     """Those that this NCCL reads; the others are told."""
     kept, notes = [], []
     for one in settings:
-        needs = parse_version(one.needs.removeprefix("NCCL "))
+        needs = release_of(one)
         if nccl is not None and needs is not None and nccl < needs:
-            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {'.'.join(map(str, nccl))}")
+            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {show_version(nccl)}")
         else:
             kept.append(one)
     return kept, notes
@@ -250,7 +300,10 @@ def _in_version(settings: Sequence[Setting], nccl: tuple[int, ...] | None) -> tu
 
 def _disagreement(cluster: ClusterSpec, settings: Sequence[Setting]) -> list[str]:
     """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
-    environ = {one.name: one.value for one in settings} | dict(cluster.env)
+    environ = {one.name: one.value for one in settings} | cluster.env
+    if "NCCL_IB_TC" in cluster.env and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
+        # MPI goes along with it where only NCCL's is set.
+        environ |= {"UCX_IB_TRAFFIC_CLASS": cluster.env["NCCL_IB_TC"]} | cluster.env
     if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
         return []
     found = agreement(environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpcrun.fabric.ports import Interface, PciLink, Port
 from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.tuning.adapters import bonded, left_idle, unmapped
 from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
-from hpcrun.tuning.names import parse_names, render_names, socket_choice
+from hpcrun.tuning.names import parse_devices, socket_choice
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -33,22 +34,28 @@ class Question:
     network: NetworkSpec
     nccl: tuple[int, ...] | None = None
     uses_ucx: bool = False
+    advised: Mapping[str, str] = field(default_factory=dict)
+    """What hpcrun sets for jobs by the same profile."""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """What a job on this node has: its own environment, and what hpcrun adds."""
+        return {**self.advised, **self.host.environ}
 
     @property
     def used(self) -> list[Port]:
         """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
         if self.network.hcas:
             return [port for port in self.host.ports if port.device in self.network.hcas]
-        wanted = parse_names(self.host.environ.get("NCCL_IB_HCA", ""))
-        if wanted is not None:
+        wanted = parse_devices(self.host.environ.get("NCCL_IB_HCA", ""))
+        if wanted.entries:
             return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
         return [port for port in self.host.ports if port.is_active]
 
     @property
     def socket_names(self) -> str:
         """What NCCL_SOCKET_IFNAME says, or will say by the profile; empty: nothing."""
-        by_profile = render_names([self.network.interface]) if self.network.interface else ""
-        return self.host.environ.get("NCCL_SOCKET_IFNAME", by_profile)
+        return self.environ.get("NCCL_SOCKET_IFNAME", "")
 
 
 def check(question: Question) -> tuple[Finding, ...]:
@@ -57,12 +64,11 @@ def check(question: Question) -> tuple[Finding, ...]:
 
 
 def gid_choice(question: Question, port: Port) -> Choice:
-    """What NCCL takes at a port, by the environment of the node, else by the profile."""
-    environ, network = question.host.environ, question.network
+    """What NCCL takes at a port, by what a job has on this node."""
+    environ = question.environ
     index = environ.get("NCCL_IB_GID_INDEX", "")
-    named: Family = "AF_INET6" if network.address_family == "ipv6" else "AF_INET"
-    family: Family = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY", named) == "AF_INET6" else "AF_INET"
-    cidr = environ.get("NCCL_IB_ADDR_RANGE", network.address_range or "")
+    family: Family = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY") == "AF_INET6" else "AF_INET"
+    cidr = environ.get("NCCL_IB_ADDR_RANGE", "")
     return predict(
         port,
         index=int(index) if index.isdecimal() and len(index) < 4 else -1,
@@ -95,8 +101,8 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("fault", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
-    wanted = parse_names(host.environ.get("NCCL_IB_HCA", ""))
-    if wanted and not wanted.exact and not wanted.excluded:
+    wanted = parse_devices(host.environ.get("NCCL_IB_HCA", ""))
+    if not wanted.exact and not wanted.excludes:
         yield from _wider(host, wanted.names)
     rates = {port.rate_Gbps for port in question.used if port.rate_Gbps}
     if len(rates) > 1:
@@ -110,13 +116,12 @@ def _ports(question: Question) -> Iterator[Finding]:
 
 def _wider(host: Host, names: Sequence[str]) -> Iterator[Finding]:
     """Names that also take devices that were not meant, as mlx5_1 does mlx5_10."""
-    for name in names:
-        start, _, _ = name.partition(":")
+    for start in names:
         devices = {port.device for port in host.ports}
         more = sorted(device for device in devices if device.startswith(start) and device != start)
         if start in devices and more:
-            text = f"NCCL_IB_HCA={name} takes {', '.join(more)} too: names are beginnings"
-            yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={name}")
+            text = f"NCCL_IB_HCA={start} takes {', '.join(more)} too: names are beginnings"
+            yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={start}")
 
 
 def _gids(question: Question) -> Iterator[Finding]:
@@ -176,11 +181,7 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
 
 
 def _classes(question: Question) -> Iterator[Finding]:
-    host, network = question.host, question.network
-    environ = dict(host.environ)
-    if network.traffic_class is not None:
-        environ.setdefault("NCCL_IB_TC", str(network.traffic_class))
-        environ.setdefault("UCX_IB_TRAFFIC_CLASS", str(network.traffic_class))
+    host, network, environ = question.host, question.network, question.environ
     for port in (one for one in question.used if one.is_roce):
         yield from agreement(environ, port.name, uses_ucx=question.uses_ucx, forced=port.traffic_class)
         for name in port.interfaces:
@@ -190,7 +191,7 @@ def _classes(question: Question) -> Iterator[Finding]:
                 yield Finding("unknown", "pfc", name, "neither dcb nor mlnx_qos tells its PFC state")
             elif not lossless:
                 yield _no_pfc(name, nccl_class(environ))
-            elif trust == "pcp" and (network.traffic_class or environ.get("NCCL_IB_TC")):
+            elif trust == "pcp" and environ.get("NCCL_IB_TC"):
                 text = "trusts the VLAN tag (pcp): a traffic class in the IP header does not count"
                 yield Finding("fault", "trust", name, text, "ask for trust dscp, on the switch port too")
             else:
@@ -243,12 +244,12 @@ def _rdma_mtu(mtu: int) -> int:
 def _sockets(question: Question) -> Iterator[Finding]:
     host = question.host
     text = question.socket_names
-    wanted = parse_names(text)
+    wanted = parse_devices(text)
     if not host.interfaces:
         yield Finding("unknown", "interface", host.node, "its network interfaces cannot be read")
         return
     chosen = socket_choice(host.interfaces, text, question.nccl)
-    if wanted is not None and not wanted.excluded:
+    if wanted.entries and not wanted.excludes:
         said = (
             "NCCL_SOCKET_IFNAME"
             if "NCCL_SOCKET_IFNAME" in host.environ
@@ -372,8 +373,15 @@ def _affinity(question: Question) -> Iterator[Finding]:
         yield Finding("unknown", "affinity", ", ".join(unknown), "the NUMA node is not told")
 
 
+def _adapters(question: Question) -> Iterator[Finding]:
+    host, network = question.host, question.network
+    yield from left_idle(host, network)
+    yield from bonded(host, question.used)
+    yield from unmapped(host, network, question.used)
+
+
 _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
-    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity
+    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters
 )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from hpcrun.tuning.finding import Finding
 UCX_DEFAULT = 106
 """What UCX takes on RoCE v2 by itself, where the port has no class of its own."""
 NCCL_DEFAULT = 0
+TRAFFIC = ("NCCL_IB_TC", "NCCL_IB_FIFO_TC", "NCCL_GIN_IB_TC", "UCX_IB_TRAFFIC_CLASS")
+"""The variables that hold one."""
 _ECN = ("not-ECT", "ECT(1)", "ECT(0)", "CE")
 
 

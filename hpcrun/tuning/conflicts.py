@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hpcrun.tuning.classes import TRAFFIC, agreement, decode
 from hpcrun.tuning.environment import Setting
-from hpcrun.tuning.grammar import FROM_EMPTY, parse_devices, parse_selection, stranded
+from hpcrun.tuning.grammar import FROM_EMPTY, parse_selection, stranded
+from hpcrun.tuning.names import parse_devices
 from hpcrun.tuning.problem import Fault, error, note, show, warning
 from hpcrun.tuning.registry import Version, at, registry, show_version
 from hpcrun.tuning.values import number
@@ -253,20 +255,18 @@ def _partition(view: View) -> Iterator[Told]:
 
 
 def _traffic_class(view: View) -> Iterator[Told]:
-    for name in ("NCCL_IB_TC", "NCCL_IB_FIFO_TC", "NCCL_GIN_IB_TC", "UCX_IB_TRAFFIC_CLASS"):
+    for name in TRAFFIC:
         value = view.number(name)
         if value is not None and 0 < value <= 255:
-            ecn = value & 3
-            hint = "" if ecn else "; its ECN bits are 0, so that marking hangs on the NIC setting them itself"
-            yield name, note(f"{value} is DSCP {value >> 2} with ECN {ecn}; the switches must map it{hint}")
-    ours, theirs = view.number("NCCL_IB_TC"), view.text("UCX_IB_TRAFFIC_CLASS")
-    if ours is not None and ours >= 0 and theirs and theirs != "auto" and number(theirs) != ours:
-        yield (
-            "UCX_IB_TRAFFIC_CLASS",
-            warning(
-                f"is {show(theirs)} and NCCL_IB_TC {ours}: MPI and NCCL use different queues of the network"
-            ),
-        )
+            what = decode(value)
+            no_marks = value & 3 == 0
+            hint = "; so that marking hangs on the NIC setting its bits itself" if no_marks else ""
+            yield name, note(f"is {what}; the switches must map it{hint}")
+    ours, theirs = view.number("NCCL_IB_TC"), view.number("UCX_IB_TRAFFIC_CLASS")
+    if ours is None or theirs is None or not (0 <= ours <= 255 and 0 <= theirs <= 255):
+        return
+    for one in agreement({"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True):
+        yield "UCX_IB_TRAFFIC_CLASS", warning(one.text)
 
 
 def _interfaces(view: View) -> Iterator[Told]:
@@ -321,6 +321,14 @@ def _open_mpi(view: View) -> Iterator[Told]:
         yield (
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
             error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
+        )
+    elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
+        yield (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
+            note(
+                "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
+                " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all"
+            ),
         )
 
 

@@ -101,7 +101,7 @@ def read_counters(values: Any, where: str) -> Counters:
         kept = {str(name): int(number) for name, number in values["values"].items()}
         moment = values["time"]
         return Counters(str(values["node"]), None if moment is None else float(moment), kept)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise UsageError(
             f"{where}: holds no counters; make it with `hpcrun doctor --counters FILE`"
         ) from None

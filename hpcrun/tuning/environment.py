@@ -7,6 +7,8 @@ else ~/.nccl.conf) before /etc/nccl.conf, each for what is not set yet.
 from __future__ import annotations
 
 import json
+import os
+import pwd
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.problem import Fault, error, warning
+from hpcrun.tuning.registry import Version
 
 _ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
 _NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
@@ -23,6 +26,9 @@ _ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "v": "\v", "f": 
 _LONGEST = 1023
 """What NCCL keeps of a name or a value in a file."""
 _MOST_BYTES = 2**24
+SITE_CONF = Path("/etc/nccl.conf")
+CONF_FILE_SINCE: Version = (2, 23)
+"""From here on NCCL_CONF_FILE names the user's file."""
 SECRET = frozenset({"NCCL_PSK"})
 """Whose values are never printed."""
 
@@ -193,6 +199,18 @@ def _from_json(text: str, name: str) -> list[tuple[int, str]]:
     if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
         raise UsageError(f"{name}: holds no list of NAME=VALUE; give `docker inspect IMAGE`, or lines")
     return [(0, one) for one in found]
+
+
+def conf_paths(value: str | None, version: Version | None, root: Path = Path("/")) -> list[Path]:
+    """The files that NCCL reads, those that win first; `value` is NCCL_CONF_FILE's."""
+    site = root / SITE_CONF.relative_to("/")
+    if value and (version is None or version >= CONF_FILE_SINCE):
+        return [Path(value), site]
+    try:
+        home = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return [site]
+    return [root / home.lstrip("/") / ".nccl.conf", site]
 
 
 def parse_nccl_conf(text: str, name: str) -> Layer:

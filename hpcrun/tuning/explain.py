@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.tuning.classes import TRAFFIC, decode
 from hpcrun.tuning.environment import Chain, printable
 from hpcrun.tuning.lint import Report, chain_json
 from hpcrun.tuning.problem import Finding, show
@@ -32,7 +33,6 @@ _SOURCES = {
     "source": "NCCL's source, by release",
     "library": "the library itself",
 }
-_TRAFFIC = ("NCCL_IB_TC", "NCCL_IB_FIFO_TC", "NCCL_GIN_IB_TC", "UCX_IB_TRAFFIC_CLASS")
 _WIDTH = 9
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -91,8 +91,8 @@ class Explanation:
         if known.default:
             yield _line("default", _default(known, self.version))
         figure = number(self.value or "")
-        if known.name in _TRAFFIC and figure is not None and 0 <= figure <= 255:
-            yield _line("value", f"{figure} is DSCP {figure >> 2} with ECN bits {figure & 3}")
+        if known.name in TRAFFIC and figure is not None and 0 <= figure <= 255:
+            yield _line("value", str(decode(figure)))
         if known.instead:
             yield _line("instead", known.instead)
         yield _line("source", _SOURCES.get(known.source, known.source))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import pwd
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrun.errors import UsageError
 from hpcrun.tuning.environment import (
+    CONF_FILE_SINCE,
     Layer,
     Setting,
+    conf_paths,
     effective,
     parse_dump,
     parse_nccl_conf,
@@ -19,7 +21,7 @@ from hpcrun.tuning.environment import (
     resolve,
     shell_layer,
 )
-from hpcrun.tuning.library import Found, find_library
+from hpcrun.tuning.library import Found, find_library, library_of_job
 from hpcrun.tuning.lint import Report, lint, worst_first
 from hpcrun.tuning.problem import Finding
 from hpcrun.tuning.ranks import RankDump, compare_ranks, rank_dump
@@ -30,15 +32,16 @@ if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.specs.load import ResolvedJob
 
-SITE_CONF = Path("/etc/nccl.conf")
-_CONF_FILE_SINCE: Version = (2, 23)
-
 
 @dataclass(frozen=True)
 class Sources:
     """What was named on the command line."""
 
     job: Path | None = None
+    overrides: Sequence[str] = ()
+    """key=value, over the job file."""
+    cluster: str | None = None
+    """Which profile, instead of the job's."""
     script: Path | None = None
     nccl_conf: Sequence[Path] = ()
     """In place of the files that NCCL looks for."""
@@ -62,13 +65,15 @@ class Gathered:
     notes: tuple[str, ...] = ()
     confs: tuple[Path, ...] | None = None
     """The files that were named; None: those that NCCL finds."""
+    advice: tuple[Layer, ...] = ()
+    """What hpcrun sets for the job, where nobody else has."""
 
     def layers(self, base: Layer) -> list[Layer]:
-        """All layers over one environment, the configuration files included."""
+        """All layers over one environment, the configuration files and hpcrun's settings included."""
         over = [base, *self.above]
         found = effective(resolve(over)).get("NCCL_CONF_FILE")
         value = found.value if found else None
-        return [*over, *_conf_layers(self.confs, value, self.library.version)]
+        return [*over, *_conf_layers(self.confs, value, self.library.version), *self.advice]
 
 
 def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
@@ -76,16 +81,16 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
     bases, notes = _bases(sources, environ)
     image = _image(sources.container_env)
     above: list[Layer] = []
-    python = None
+    job: ResolvedJob | None = None
+    cluster: ClusterSpec | None = None
     if sources.script is not None:
         above.append(parse_script(read_text(sources.script), str(sources.script)))
     if sources.job is not None:
-        resolved, cluster = _load(sources.job)
+        job, cluster = _load(sources.job, sources.overrides, sources.cluster)
         above += _setup(cluster)
         # What job and profile name is handed into the container; the rest keeps the image's values.
-        above += [*image, *_job_layers(resolved, cluster)]
-        python = resolved.spec.python or (cluster.python.path if cluster else None)
-        if resolved.spec.modules or (cluster and cluster.modules.load):
+        above += [*image, *_job_layers(job, cluster)]
+        if job.spec.modules or (cluster and cluster.modules.load):
             notes.append("what the job's modules set is not known here")
     else:
         above += image
@@ -93,9 +98,13 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
         notes.append(f"{sources.container_env}: taken to win over what comes from outside the container")
     counts = effective(resolve([bases[0], *above]))
     values = {name: one.value for name, one in counts.items() if one.value is not None}
-    known = Path(os.path.expandvars(python)).expanduser() if python else None
-    library = find_library(sources.nccl_version, python=known, environ=values)
+    library = (
+        library_of_job(job.spec, cluster, sources.nccl_version, values)
+        if job
+        else find_library(sources.nccl_version, environ=values)
+    )
     confs = tuple(sources.nccl_conf) or None
+    advice = tuple(_advice(job, cluster, library.version, values, notes)) if job else ()
     return Gathered(
         tuple(bases),
         tuple(above),
@@ -104,6 +113,7 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
         tuple(_missing_conf(counts, confs, library.version)),
         tuple(notes),
         confs,
+        advice,
     )
 
 
@@ -133,12 +143,14 @@ def _image(path: Path | None) -> list[Layer]:
     return [] if path is None else [parse_dump(read_text(path), str(path), "container")]
 
 
-def _load(path: Path) -> tuple[ResolvedJob, ClusterSpec | None]:
+def _load(
+    path: Path, overrides: Sequence[str], cluster: str | None
+) -> tuple[ResolvedJob, ClusterSpec | None]:
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
 
-    resolved = load_job(path)
-    name = resolved.spec.cluster
+    resolved = load_job(path, overrides)
+    name = cluster or resolved.spec.cluster
     return resolved, None if name == "local" else find_cluster(None if name in (None, "default") else name)
 
 
@@ -157,22 +169,34 @@ def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[
     yield Layer("job", tuple(Setting(name, value, "job", where(f"env.{name}")) for name, value in env))
 
 
-def _conf_paths(value: str | None, version: Version | None) -> list[Path]:
-    """The files that NCCL reads, those that win first."""
-    if value and (version is None or version >= _CONF_FILE_SINCE):
-        return [Path(value), SITE_CONF]
+def _advice(
+    job: ResolvedJob,
+    cluster: ClusterSpec | None,
+    version: Version | None,
+    environ: Mapping[str, str],
+    notes: list[str],
+) -> Iterator[Layer]:
+    """What `submit` adds; a profile that is wrong there costs these settings, and a note says so."""
+    from hpcrun.tuning.job import advise_job, foresee
+
     try:
-        home = pwd.getpwuid(os.getuid()).pw_dir
-    except KeyError:
-        return [SITE_CONF]
-    return [Path(home) / ".nccl.conf", SITE_CONF]
+        found = advise_job(job.spec, cluster, nccl=version)
+        led = foresee(job.spec, cluster, environ, version).environment()
+    except UsageError as error:
+        notes.append(f"hpcrun sets nothing: {error}")
+        return
+    settings = (
+        Setting(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
+        for one in found.everywhere
+    )
+    yield Layer("hpcrun", tuple(settings), fills=True)
 
 
 def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Version | None) -> Iterator[Layer]:
     if named is not None:
         yield from (parse_nccl_conf(read_text(path), str(path)) for path in named)
         return
-    for path in _conf_paths(value, version):
+    for path in conf_paths(value, version):
         try:
             found = path.is_file()
         except OSError:
@@ -187,6 +211,6 @@ def _missing_conf(
     setting = counts.get("NCCL_CONF_FILE")
     if setting is None or not setting.value or named is not None:
         return
-    if (version is None or version >= _CONF_FILE_SINCE) and not os.path.isfile(setting.value):  # noqa: PTH113
+    if (version is None or version >= CONF_FILE_SINCE) and not os.path.isfile(setting.value):  # noqa: PTH113
         text = f"{setting.value!r} is no file here, and NCCL passes over that in silence"
         yield Finding("warning", "NCCL_CONF_FILE", text, setting.where)

@@ -1,4 +1,4 @@
-"""NCCL's two little languages as it reads them: which algorithms and protocols, which devices; all pure.
+"""NCCL's two little languages as it reads them: choices of algorithms and protocols, and device lists; pure.
 
 NCCL_ALGO and NCCL_PROTO were a flat list up to 2.23, where a word that is not known is passed over in
 silence. From 2.24 on it is `list;function:list;function:^list`, where such a word ends the job.
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hpcrun.tuning.names import Devices, parse_devices
 from hpcrun.tuning.problem import Fault, error, note, show, warning
 from hpcrun.tuning.registry import Version, show_version
 
@@ -208,33 +209,6 @@ def stranded(selection: Selection) -> list[str]:
     return [function for function, left in selection.chosen.items() if not left & ELIGIBLE[function]]
 
 
-@dataclass(frozen=True)
-class Devices:
-    """A list of interfaces or adapters: [^][=]name[:port[:rail[:plane]]],..."""
-
-    excludes: bool
-    exact: bool
-    entries: tuple[tuple[str, ...], ...]
-    """Each name with its further fields."""
-
-    def takes(self, name: str) -> bool:
-        """Whether a device of this name is used, as NCCL matches it, ports aside."""
-        if not self.entries:
-            return True
-        hit = any(name == entry[0] if self.exact else name.startswith(entry[0]) for entry in self.entries)
-        return hit is not self.excludes
-
-
-def parse_devices(text: str) -> Devices:
-    """NCCL's reading of a device list; blanks and further signs are part of a name."""
-    excludes = text.startswith("^")
-    rest = text.removeprefix("^")
-    exact = rest.startswith("=")
-    parts = rest.removeprefix("=").split(",")
-    entries = tuple(tuple(part.split(":")) for part in parts if part.partition(":")[0])
-    return Devices(excludes, exact, entries)
-
-
 def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterator[Fault]:
     """What is wrong with a device list; `ports`: adapters, not interfaces."""
     devices = parse_devices(text)
@@ -243,7 +217,7 @@ def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterato
         return
     if not devices.entries:
         yield error("names no device, and so takes all")
-    names = [entry[0] for entry in devices.entries]
+    names = devices.names
     for name in names:
         if name[0] in "=^":
             yield error(f"{show(name)} matches nothing: the sign stands once, before the whole list")

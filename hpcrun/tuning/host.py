@@ -15,11 +15,13 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.host import HostInside, inside, line_of, parse_cpus
 from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
+from hpcrun.tuning.environment import conf_paths, effective, parse_nccl_conf, resolve
 
 Ask = Callable[..., str]
 """A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
 
 _ASK_S = 10.0
+_TOPOLOGY = "var/run/nvidia-topologyd/virtualTopology.xml"
 _SEGMENT = re.compile(r"(nccl-|mpich_|ucx_|torch_|psm_|gloo|vader_segment|sm_segment|sem\.mp-)[\w.+-]*\Z")
 _OURS = re.compile(r"(NCCL_|UCX_|GLOO_|OMPI_MCA_|FI_|MPIR_CVAR_|TORCH_NCCL_)\w*\Z")
 _LIMITS = {
@@ -67,6 +69,10 @@ class Host:
     """Kernel modules; None where the list cannot be read."""
     driver: str = ""
     """The NVIDIA driver's own line."""
+    is_virtual: bool | None = None
+    """Whether it is a virtual machine, by its processors; None where they do not tell."""
+    topology_file: str = ""
+    """The file that NCCL takes by itself for a virtual machine's PCI tree; empty: there is none."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The variables of communication libraries."""
 
@@ -111,6 +117,8 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
         driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
+        is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
+        topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=nccl_files(root, os.environ if live else {}) | _environ(_text(root / "proc/self/environ")),
     )
 
@@ -187,6 +195,12 @@ def _allowed(text: str) -> tuple[int, ...]:
     return parse_cpus(match[1]) if match else ()
 
 
+def _is_virtual(text: str) -> bool | None:
+    """By the flag that every hypervisor of x86 sets."""
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return None if match is None else "hypervisor" in match[1].split()
+
+
 def _environ(text: str) -> dict[str, str]:
     """The variables of communication libraries, of /proc/PID/environ or of lines NAME=VALUE."""
     entries = (entry.partition("=") for entry in re.split(r"[\0\n]", text))
@@ -195,17 +209,9 @@ def _environ(text: str) -> dict[str, str]:
 
 def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
-    home = environ.get("HOME", "")
-    named = environ.get("NCCL_CONF_FILE", f"{home}/.nccl.conf" if home else "")
-    found = parse_nccl_conf(_text(root / "etc/nccl.conf"))
-    return found | (parse_nccl_conf(_text(Path(named))) if named else {})
-
-
-def parse_nccl_conf(text: str) -> dict[str, str]:
-    """Lines NAME=VALUE; comments begin with #."""
-    lines = (line.strip() for line in text.splitlines())
-    pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
-    return {name.strip(): value.strip() for name, _, value in pairs if name.strip().startswith("NCCL_")}
+    paths = conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
+    found = effective(resolve([parse_nccl_conf(_text(path), str(path)) for path in paths]))
+    return {name: one.value for name, one in found.items() if one.value is not None and _OURS.match(name)}
 
 
 def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.registry import Version, parse_version, show_version
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.specs.job import JobSpec
 
 _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _REQUIRED = re.compile(r"(nvidia-nccl-cu\d+)\s*(?:\(==|==)\s*([\w.]+)")
@@ -40,15 +45,20 @@ class Found(NamedTuple):
 
 
 def find_library(
-    given: str | None = None, *, python: Path | None = None, environ: Mapping[str, str] | None = None
+    given: str | None = None,
+    *,
+    python: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    is_contained: bool = False,
 ) -> Found:
     """The release named, else of the python's packages, else of the library path, else of an image's word.
 
     `python`: the interpreter of the ranks; without it the one that runs here. `environ`: what the ranks get.
+    `is_contained`: they run in a container, where nothing of what is here is loaded.
     """
-    found = list(_on_library_path(environ or {}))
+    found = [] if is_contained else list(_on_library_path(environ or {}))
     packaged = _of_packages(_sites(python), str(python) if python else "this python")
-    if packaged:
+    if packaged and not is_contained:
         found.insert(0, packaged)
     said = (environ or {}).get("NCCL_VERSION")
     if said and not found:
@@ -60,6 +70,18 @@ def find_library(
     if not found:
         return Found(None)
     return Found(found[0], tuple(one for one in found[1:] if one.version != found[0].version))
+
+
+def library_of_job(
+    spec: JobSpec,
+    cluster: ClusterSpec | None,
+    given: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Found:
+    """The same for a job: of its python, or of its profile's."""
+    named = spec.python or (cluster.python.path if cluster else None)
+    python = Path(os.path.expandvars(named)).expanduser() if named else None
+    return find_library(given, python=python, environ=environ, is_contained=spec.container is not None)
 
 
 def _sites(python: Path | None) -> list[str] | None:

@@ -12,31 +12,40 @@ _VIRBR_KNOWN_SINCE = (2, 28, 3)
 
 
 @dataclass(frozen=True)
-class NameList:
-    """`[^][=]name[:port],…`: names, or beginnings of names, to take or to leave out."""
+class Devices:
+    """A list of interfaces or adapters: [^][=]name[:port[:rail[:plane]]],..."""
 
-    names: tuple[str, ...]
-    excluded: bool = False
-    exact: bool = False
+    excludes: bool
+    exact: bool
+    entries: tuple[tuple[str, ...], ...]
+    """Each name with its further fields; none: nothing is asked for, and all are taken."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names alone."""
+        return tuple(entry[0] for entry in self.entries)
 
     def takes(self, name: str, port: int | None = None) -> bool:
-        """Whether an interface, or a device's port, is among those to be used."""
-        hit = any(self._matches(wanted, name, port) for wanted in self.names)
-        return hit != self.excluded
+        """Whether a device of this name, and its port where one is given, is used as NCCL matches them."""
+        if not self.entries:
+            return True
+        hit = any(self._matches(entry, name, port) for entry in self.entries)
+        return hit is not self.excludes
 
-    def _matches(self, wanted: str, name: str, port: int | None) -> bool:
-        wanted, _, number = wanted.partition(":")
-        if number and port is not None and number.partition(":")[0] != str(port):
+    def _matches(self, entry: tuple[str, ...], name: str, port: int | None) -> bool:
+        if port is not None and len(entry) > 1 and entry[1] not in ("", "-1", str(port)):
             return False
-        return name == wanted if self.exact else name.startswith(wanted)
+        return name == entry[0] if self.exact else name.startswith(entry[0])
 
 
-def parse_names(text: str) -> NameList | None:
-    """NCCL_SOCKET_IFNAME or NCCL_IB_HCA; None where nothing is set."""
-    excluded = text.startswith("^")
+def parse_devices(text: str) -> Devices:
+    """NCCL's reading of a device list; blanks and further signs are part of a name."""
+    excludes = text.startswith("^")
     rest = text.removeprefix("^")
-    names = tuple(name.strip() for name in rest.removeprefix("=").split(",") if name.strip())
-    return NameList(names, excluded, rest.startswith("=")) if names else None
+    exact = rest.startswith("=")
+    parts = rest.removeprefix("=").split(",")
+    entries = tuple(tuple(part.split(":")) for part in parts if part.partition(":")[0])
+    return Devices(excludes, exact, entries)
 
 
 def render_names(names: Iterable[str]) -> str:
@@ -52,8 +61,8 @@ def socket_choice(
     ib* first, then any but docker, lo and (newer ones) virbr, then these. Only those with an address count.
     """
     usable = [one for one in interfaces if one.networks or one.kind == "loopback"]
-    wanted = parse_names(text)
-    if wanted is not None:
+    wanted = parse_devices(text)
+    if wanted.entries:
         return next((one for one in usable if wanted.takes(one.name)), None)
     last = ("docker", "lo", "virbr") if nccl is None or nccl >= _VIRBR_KNOWN_SINCE else ("docker", "lo")
 

@@ -31,7 +31,11 @@ _CHANNELS = re.compile(r"(?P<count>\d+) coll channels")
 _VIA = re.compile(r"\d+\[\S+?\] -> \d+\[\S+?\](?: \[(?:send|receive)\])? via (?P<way>\S+)")
 _NETWORK = re.compile(r"Using network (?P<name>.+?)\s*$")
 _NICS = re.compile(r"\[\d+\](?P<nic>[^\s:\[\]]+:\S+)")
-_ENV = re.compile(r"(?P<name>NCCL_[A-Z0-9_]+) set by environment to (?P<value>.*?)\.?\s*$")
+_ENV = re.compile(r"(?P<name>NCCL_[A-Z0-9_]+) set (?:by environment )?to (?P<value>.*?)\.?\s*$")
+_REFUSED = re.compile(r"Invalid value \S+ for (?P<name>NCCL_[A-Z0-9_]+), using default")
+_SOCKET = re.compile(r"(?:Bootstrap|NET/Socket) ?: ?Using (?:\[\d+\])?(?P<interface>[A-Za-z][\w.-]*):")
+_NO_ADAPTER = re.compile(r"NET/IB : No device found|Using network Socket")
+_WHO = re.compile(r"(?:^|[\s:>])(?P<node>[A-Za-z0-9][\w.-]*):\d+:\d+(?= )")
 _TUNER = re.compile(r"TUNER/Plugin:? ?(?:Using|Plugin name set|Loaded)\S* (?P<name>.+?)\s*$", re.I)
 _CHOSEN = re.compile(
     r"(?:(?P<call>[A-Za-z]+): )?(?P<bytes>\d+) Bytes -> Algo (?P<algo>\w+)\*? proto (?P<proto>\w+)"
@@ -142,8 +146,8 @@ def parse_nccl_log(text: str) -> NcclLog:
     asked: re.Match[str] | None = None
     best: Counter[Chosen] = Counter()
     for number, raw in enumerate(text.splitlines(), 1):
-        if log.version is None and (match := _VERSION.search(raw)):
-            log.library, log.version = match["library"], match["version"]
+        if log.version is None and (version := version_in(raw)):
+            log.library, log.version = version
         found = _LINE.search(raw)
         if found is None:
             continue
@@ -153,8 +157,8 @@ def parse_nccl_log(text: str) -> NcclLog:
             asked = match
         elif (match := _BEST.search(line.text)) and asked is not None:
             best[_best(asked, match)] += 1
-        elif match := _CHOSEN.search(line.text):
-            log.chosen[_chosen(match)] += 1
+        elif choice := chosen_in(line.text):
+            log.chosen[choice] += 1
         elif "|" in line.text:
             table.read(line.text, log)
         else:
@@ -164,6 +168,55 @@ def parse_nccl_log(text: str) -> NcclLog:
     if log.nodes is None and log.ranks and log.per_node:
         log.nodes = log.ranks // log.per_node
     return log
+
+
+def version_in(line: str) -> tuple[str, str] | None:
+    """NCCL or RCCL, and its release, where a line tells it; the line need not begin like NCCL's others."""
+    match = _VERSION.search(line)
+    return (match["library"], match["version"]) if match else None
+
+
+def speaker_of(line: str) -> str:
+    """The node that a line of NCCL's is from, without its domain; empty where it does not say."""
+    # A time of day looks like a process and a thread, and stands before them.
+    found = _WHO.findall(line.partition(" NCCL ")[0] + " ")
+    return str(found[-1]).partition(".")[0] if found else ""
+
+
+def variable_in(line: str) -> tuple[str, str] | None:
+    """The variable that NCCL says it has read, and its value."""
+    match = _ENV.search(line)
+    return (match["name"], match["value"]) if match else None
+
+
+def refused_in(line: str) -> str | None:
+    """The variable whose value NCCL says it has not taken."""
+    match = _REFUSED.search(line)
+    return match["name"] if match else None
+
+
+def interface_in(line: str) -> str | None:
+    """The interface that NCCL says its sockets use."""
+    match = _SOCKET.search(line)
+    return match["interface"] if match else None
+
+
+def nics_in(line: str) -> tuple[str, ...]:
+    """What a line of the network in use names, as mlx5_0:1/RoCE or eth0:10.0.0.7<0>."""
+    if not re.search(r"NET/(?:IB|Socket) : Using", line):
+        return ()
+    return tuple(one["nic"] for one in _NICS.finditer(line.partition("; OOB")[0]))
+
+
+def lacks_adapters(line: str) -> bool:
+    """Whether a line says that no InfiniBand or RoCE is used."""
+    return _NO_ADAPTER.search(line) is not None
+
+
+def chosen_in(line: str) -> Chosen | None:
+    """What NCCL says that it has taken for a call."""
+    match = _CHOSEN.search(line)
+    return _chosen(match) if match else None
 
 
 def _read(text: str, log: NcclLog) -> None:
@@ -182,10 +235,10 @@ def _read(text: str, log: NcclLog) -> None:
         log.channels = int(match["count"])
     elif match := _NETWORK.search(text):
         log.network = match["name"]
-    elif match := _ENV.search(text):
-        log.env[match["name"]] = match["value"]
-    elif text.startswith(("NET/IB : Using", "NET/Socket : Using")) and not log.nics:
-        log.nics = tuple(one["nic"] for one in _NICS.finditer(text.partition("; OOB")[0]))
+    elif variable := variable_in(text):
+        log.env[variable[0]] = variable[1]
+    elif (nics := nics_in(text)) and not log.nics:
+        log.nics = nics
     elif "Could not find" not in text and (match := _TUNER.search(text)):
         log.tuner = match["name"]
 

@@ -121,7 +121,9 @@ def time_us(
     if collective == "allreduce" and size_bytes >= 64:
         place = int(math.log2(size_bytes / 64))
         by_size = constants.TREE_BY_SIZE[proto]
-        if algo == "Tree" and place < len(by_size):
+        is_x86 = machine.cpu in ("intel", "amd", "mixed")
+        like_tree = algo == "NVLSTree" and machine.arch == "Blackwell" and is_x86
+        if (algo == "Tree" or like_tree) and place < len(by_size):
             bandwidth *= by_size[place]
     if (algo, proto) == ("Ring", "Simple") and machine.nodes > 1 and collective == "allreduce":
         channels = machine.graphs["ring"].channels if "ring" in machine.graphs else 1

@@ -8,8 +8,8 @@ from itertools import groupby
 
 from hpcrun.tuning.conflicts import plugin_on_path
 from hpcrun.tuning.environment import SECRET, Layer
-from hpcrun.tuning.grammar import parse_devices
 from hpcrun.tuning.lint import is_ours, worst_first
+from hpcrun.tuning.names import parse_devices
 from hpcrun.tuning.problem import Finding, show
 from hpcrun.tuning.registry import registry
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.settings import Setting
 
 Version = tuple[int, ...]
 """A release of NCCL: (2, 29, 7)."""
@@ -28,6 +29,12 @@ def parse_version(text: str, where: str = "--nccl-version") -> Version:
     if match is None:
         raise UsageError(f"{where}: {text!r} is no release of NCCL; write it as 2.27.5")
     return tuple(int(part) for part in match[1].split("."))
+
+
+def release_of(one: Setting) -> Version | None:
+    """The release of NCCL that a setting needs; None: any, or another library's."""
+    needs = one.needs.removeprefix("NCCL ")
+    return parse_version(needs, one.name) if needs and needs != one.needs else None
 
 
 def show_version(version: Version) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from hpcrun.errors import UsageError
-from hpcrun.fabric.ports import Gid, Port
+from hpcrun.fabric.ports import Gid, Interface, PciLink, Port
 from hpcrun.tuning.checks import Question, check, gid_choice
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host import Host
+from hpcrun.tuning.host import Host, SharedMemory
 from hpcrun.tuning.names import socket_choice
 
-SCHEMA_VERSION = 1
+_LISTS = ("ports", "interfaces", "links", "findings")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,47 @@ def read_reports(values: Any, where: str) -> dict[str, dict[str, Any]]:
         isinstance(one, dict) and isinstance(one.get("node"), str) for one in found
     ):
         raise UsageError(f"{where}: holds no report; make one with `hpcrun doctor --json`, or --all --json")
-    return {one["node"]: one for one in found}
+    return {one["node"]: _sound(one) for one in found}
+
+
+@cache
+def _shapes() -> dict[str, TypeAdapter[Any]]:
+    shapes: dict[str, Any] = {
+        "ports": Port,
+        "interfaces": Interface,
+        "links": PciLink,
+        "findings": Finding,
+        "shm": SharedMemory,
+        "lossless": dict[str, tuple[int, ...] | None],
+        "limits": dict[str, int | None],
+        "environ": dict[str, str],
+        "gid_index": dict[str, int],
+        "modules": tuple[str, ...] | None,
+        "socket_interface": str | None,
+        "time": float | None,
+        **dict.fromkeys(("memory_bytes", "hugepages", "gpus", "numa_nodes"), int | None),
+        **dict.fromkeys(("kernel", "driver"), str),
+    }
+    return {key: TypeAdapter(shape) for key, shape in shapes.items()}
+
+
+def _sound(report: Mapping[str, Any]) -> dict[str, Any]:
+    """A report without its damaged parts: what is not there counts as unknown."""
+    found = dict(report)
+    for key, shape in _shapes().items():
+        if key in _LISTS and isinstance(found.get(key), list):
+            found[key] = [one for one in found[key] if isinstance(one, dict) and _fits(shape, one)]
+        elif key in found and (key in _LISTS or not _fits(shape, found[key])):
+            del found[key]
+    return found
+
+
+def _fits(shape: TypeAdapter[Any], value: Any) -> bool:
+    try:
+        shape.validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def ports_in(report: Mapping[str, Any]) -> tuple[Port, ...]:

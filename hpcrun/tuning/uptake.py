@@ -8,19 +8,23 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.advice import parse_version
-from hpcrun.tuning.names import parse_names
+from hpcrun.tuning.grammar import parse_selection
+from hpcrun.tuning.names import parse_devices
+from hpcrun.tuning.nccl_log import (
+    chosen_in,
+    interface_in,
+    lacks_adapters,
+    nics_in,
+    refused_in,
+    speaker_of,
+    variable_in,
+    version_in,
+)
+from hpcrun.tuning.registry import Version, parse_version, release_of
+from hpcrun.tuning.values import number
 
 Verdict = Literal["applied", "ignored", "unknown"]
 
-_SET = re.compile(r"NCCL INFO (?:\S+ )?(NCCL_\w+) set (?:by environment )?to (.*?)\.?\s*$")
-_INVALID = re.compile(r"Invalid value (\S+) for (NCCL_\w+), using default")
-_VERSION = re.compile(r"NCCL version ([0-9][0-9.]*)")
-_WHO = re.compile(r"^(?:\[[^\]]*\] )?([A-Za-z0-9][\w.-]*):[0-9]+:[0-9]+ ")
-_BOOTSTRAP = re.compile(r"(?:Bootstrap|NET/Socket) ?: ?Using (?:\[0\])?([A-Za-z][\w.-]*):")
-_DEVICES = re.compile(r"NET/IB : Using (.*)")
-_DEVICE = re.compile(r"\[[0-9]+\](\w+):([0-9]+)/")
-_NO_DEVICE = re.compile(r"NET/IB : No device found|Using network Socket")
 _UCX_SET = re.compile(r"UCX\s+INFO\s+UCX_\* env variables?: (.*)")
 _UCX_UNUSED = re.compile(r"UCX\s+WARN\s+unused environment variables?: (.*)")
 
@@ -43,24 +47,18 @@ class Uptake:
 
 def prove(settings: Settings, log: str) -> tuple[Uptake, ...]:
     """What a job's log says about its settings; NCCL_DEBUG=INFO makes it say most."""
-    lines = log.splitlines()
+    lines = [(speaker_of(line), line) for line in log.splitlines()]
     found = []
     for one in settings.everywhere:
-        others = {node for node in settings.by_node if one.name in settings.of_node(node)}
-        found.append(_judge(one, [line for line in lines if _speaker(line) not in map(_short, others)], None))
+        others = {_short(node) for node in settings.by_node if one.name in settings.of_node(node)}
+        found.append(_judge(one, [line for node, line in lines if node not in others], None))
     for node, of in settings.by_node.items():
-        found += [_judge(one, [line for line in lines if _speaker(line) == _short(node)], node) for one in of]
+        found += [_judge(one, [line for who, line in lines if who == _short(node)], node) for one in of]
     return tuple(found)
 
 
 def _short(node: str) -> str:
     return node.partition(".")[0]
-
-
-def _speaker(line: str) -> str:
-    """The node of a line of NCCL's; empty where it does not say."""
-    who = _WHO.match(line)
-    return _short(who[1]) if who else ""
 
 
 def _judge(one: Setting, lines: Sequence[str], node: str | None) -> Uptake:
@@ -71,65 +69,78 @@ def _judge(one: Setting, lines: Sequence[str], node: str | None) -> Uptake:
 def _of_nccl(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
     if not one.name.startswith("NCCL_"):
         return "unknown", "no log tells of it"
-    needs = parse_version(one.needs.removeprefix("NCCL "))
-    speaks = ""
-    proof = ""
-    for line in lines:
-        version = _VERSION.search(line)
-        if version and needs and (parse_version(version[1]) or needs) < needs:
-            return "ignored", line.strip()
-        refused = _INVALID.search(line)
-        if refused and refused[2] == one.name:
-            return "ignored", line.strip()
-        if contrary := _contradicts(one, line):
-            return "ignored", contrary
-        match = _SET.search(line)
-        if match:
-            speaks = line.strip()
-            if match[1] == one.name:
-                if match[2] != one.value:
-                    return "ignored", line.strip()
-                proof = proof or line.strip()
+    version = _version(lines)
+    against = next((line.strip() for line in lines if _contradicts(one, line, version)), "")
+    if against:
+        return "ignored", against
+    said = [(variable_in(line), line.strip()) for line in lines]
+    proof = next((line for variable, line in said if variable and variable[0] == one.name), "")
+    proof = proof or next((line.strip() for line in lines if _shows(one, line)), "")
     if proof:
         return "applied", proof
-    proof = next((line.strip() for line in lines if _shows(one, line)), "")
-    if proof:
-        return "applied", proof
+    speaks = next((line for variable, line in reversed(said) if variable), "")
     if speaks:
         return "unknown", f"the log tells of other variables and not of this one: {speaks}"
     return "unknown", "the log does not tell; run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET"
 
 
-def _contradicts(one: Setting, line: str) -> str:
-    """A line that shows something else in use than what was asked for; empty where it does not."""
-    wanted = parse_names(one.value)
-    if wanted is None:
-        return ""
-    if one.name == "NCCL_SOCKET_IFNAME" and (used := _BOOTSTRAP.search(line)):
-        return "" if wanted.takes(used[1]) else line.strip()
+def _version(lines: Sequence[str]) -> Version | None:
+    told = next((found[1] for line in lines if (found := version_in(line))), None)
+    return parse_version(told, "the log") if told else None
+
+
+def _contradicts(one: Setting, line: str, version: Version | None) -> bool:
+    """Whether a line shows that it is not read, or something else in use than what was asked for."""
+    told, needs = version_in(line), release_of(one)
+    if told and needs and parse_version(told[1], "the log") < needs:
+        return True
+    variable = variable_in(line)
+    if refused_in(line) == one.name or (
+        variable and variable[0] == one.name and not _same(variable[1], one.value)
+    ):
+        return True
+    wanted = parse_devices(one.value)
+    if one.name == "NCCL_SOCKET_IFNAME":
+        used = interface_in(line)
+        return used is not None and not wanted.takes(used)
     if one.name == "NCCL_IB_HCA":
-        if _NO_DEVICE.search(line):
-            return line.strip()
-        devices = _DEVICES.search(line)
-        used_ports = _DEVICE.findall(devices[1]) if devices else []
-        if any(not wanted.takes(device, int(port)) for device, port in used_ports):
-            return line.strip()
-    return ""
+        return lacks_adapters(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
+    return one.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(one, line, version)
+
+
+def _same(told: str, value: str) -> bool:
+    """NCCL prints numbers in tens, however they were written."""
+    return told == value or (number(value) is not None and number(told) == number(value))
+
+
+def _adapters(line: str) -> list[tuple[str, int]]:
+    """Those in use, with their ports."""
+    words = [nic.partition(":") for nic in nics_in(line)] if "NET/IB" in line else []
+    return [(name, int(found[0])) for name, _, rest in words if (found := re.match(r"\d{1,3}", rest))]
+
+
+def _was_not_chosen(one: Setting, line: str, version: Version | None) -> bool:
+    """Whether a call went by an algorithm, or a protocol, that the value leaves out."""
+    choice = chosen_in(line)
+    if choice is None:
+        return False
+    allowed = parse_selection(one.name, one.value, version).chosen
+    if choice.collective.lower() not in allowed:
+        return False
+    taken = choice.algo if one.name == "NCCL_ALGO" else choice.proto
+    return taken.lower() not in allowed[choice.collective.lower()]
 
 
 def _shows(one: Setting, line: str) -> bool:
     """Whether a line shows the interface or the devices in use, all of those that were asked for."""
-    wanted = parse_names(one.value)
-    if wanted is None or wanted.excluded:
+    wanted = parse_devices(one.value)
+    if not wanted.entries or wanted.excludes:
         return False
     if one.name == "NCCL_SOCKET_IFNAME":
-        used = _BOOTSTRAP.search(line)
-        return used is not None and wanted.takes(used[1])
-    if one.name == "NCCL_IB_HCA" and (devices := _DEVICES.search(line)):
-        return {device for device, _ in _DEVICE.findall(devices[1])} == {
-            n.partition(":")[0] for n in wanted.names
-        }
-    return False
+        used = interface_in(line)
+        return used is not None and wanted.takes(used)
+    used_names = {name for name, _ in _adapters(line)}
+    return one.name == "NCCL_IB_HCA" and used_names == set(wanted.names)
 
 
 def _of_ucx(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:

@@ -94,7 +94,8 @@ def test_a_clock(tmp_path: Path) -> None:
 
 def test_counters_before_and_after(tmp_path: Path) -> None:
     before, look = lay_out("counters-before", tmp_path / "before"), tmp_path / "before.json"
-    run("--root", before, "--counters", look)
+    taken = parsed(run("--root", before, "--counters", look, "--json"))
+    assert (taken["node"], taken["file"], taken["counters"] > 0) == ("gpu-01", str(look), True)
     calm = run("--root", before, "--since", look)
     assert calm.stdout == "gpu-01: no counter has grown that speaks of trouble\n"
     slow = lay_out("counters-slow-receiver", tmp_path / "after")
@@ -134,7 +135,7 @@ def test_reports_compared(tmp_path: Path) -> None:
         (["compare"], "0 report"),
         (["compare", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--root", "/nowhere"], "--root /nowhere: is no directory"),
-        (["--nccl-version", "new"], "--nccl-version new: is no version"),
+        (["--nccl-version", "new"], "--nccl-version: 'new' is no release of NCCL"),
         (["--since", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--counters", "/nowhere/x.json"], "/nowhere/x.json: cannot be written"),
     ],

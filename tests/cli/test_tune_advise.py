@@ -60,6 +60,20 @@ def test_advice_as_json(job: Path) -> None:
     assert {"name", "value", "reason", "source", "needs"} == set(found["settings"][0])
 
 
+def test_what_stands_in_the_job_s_way_is_told_before(
+    job: Path, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = "env: {NCCL_SOCKET_IFNAME: eth7}\nsetup: ['export NCCL_IB_HCA=mlx5_9']\n"
+    (site / "site" / "profiles" / "c.yaml").write_text(PROFILE + profile)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth8")
+    assert run("advise", job).stdout.splitlines() == [
+        "# NCCL_IB_TC=96 stands, as env of the job has it; it would be 106",
+        "# NCCL_SOCKET_IFNAME=eth7 stands, as env of profile c has it; it would be =ib0",
+        "# NCCL_IB_HCA=mlx5_9 stands, as setup of profile c has it; it would be =mlx5_0",
+        "# GLOO_SOCKET_IFNAME=eth8 stands, as this shell has it; it would be ib0",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "note"),
     [
@@ -75,7 +89,7 @@ def test_nothing_to_say_is_said(job: Path, words: list[str], note: str) -> None:
     ("words", "text"),
     [
         (["advise"], "no job file given"),
-        (["advise", "JOB", "--nccl-version", "x"], "--nccl-version x: is no version"),
+        (["advise", "JOB", "--nccl-version", "x"], "--nccl-version: 'x' is no release of NCCL"),
         (
             ["checklist", "spectrum"],
             "spectrum: no such fabric; did you mean spectrum-x?; there are infiniband,",

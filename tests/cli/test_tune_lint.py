@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun.cli.tune import app
 from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, UsageError
-from hpcrun.tuning import gather
+from hpcrun.tuning import environment
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(folder)))
-    monkeypatch.setattr(gather, "SITE_CONF", tmp_path / "nccl.conf")
+    monkeypatch.setattr(environment, "SITE_CONF", tmp_path / "nccl.conf")
     monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return folder
@@ -175,6 +175,36 @@ def test_a_job_and_its_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "what the job's modules set is not known here" in result.stderr
 
 
+def test_what_hpcrun_adds_to_a_job_is_looked_at_too(tmp_path: Path) -> None:
+    profiles = tmp_path / "site" / "profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "site.yaml").write_text(
+        "name: site\nnetwork: {hcas: [mlx5_0], traffic_class: 106}\nenv: {NCCL_IB_TC: '96'}\n"
+    )
+    job = tmp_path / "job.yaml"
+    job.write_text("command: [./a]\ncluster: site\nresources: {nodes: 2}\nenv: {NCCL_IB_DISABLE: '1'}\n")
+    result = call("explain", "NCCL_IB_HCA", "NCCL_IB_TC", "--job", job)
+    assert "set       hpcrun, profile: network.hcas: =mlx5_0: counts" in result.stdout
+    assert "set       profile site env: 96: counts" in result.stdout
+    assert "hpcrun, profile: network.traffic_class: 106: not looked at: profile site env" in result.stdout
+    assert "NCCL_IB_DISABLE" not in call("lint", job, "env={}").stdout
+    (profiles / "site.yaml").write_text(
+        "name: site\nnetwork: {traffic_class: 106}\nenv: {NCCL_IB_TC: '96'}\n"
+        "mpi: {library: openmpi, launcher: srun, pmi: pmix}\n"
+    )
+    assert "0 warnings" in call("lint", job, "env={}").stdout, "MPI goes along"
+    (profiles / "other.yaml").write_text("name: other\nnetwork: {service_level: 1}\n")
+    other = call("lint", job, "env={}", "--cluster", "other", "--all").stdout
+    assert "hpcrun, profile: network.service_level NCCL_IB_SL: '1'" in other
+    assert "--cluster: says which profile a job has" in str(call("lint", "--cluster", "other").exception)
+    (profiles / "site.yaml").write_text("name: site\nnetwork: {hcas: [mlx5_0]}\n")
+    result = call("lint", job)
+    assert "hpcrun, profile: network.hcas NCCL_IB_HCA: does nothing: NCCL_IB_DISABLE=1" in result.stdout
+    (profiles / "site.yaml").write_text("name: site\nnetwork: {fabric: infinband}\n")
+    result = call("lint", job)
+    assert "hpcrun sets nothing: profile site: network.fabric: infinband: no such fabric" in result.stderr
+
+
 def test_ranks() -> None:
     good = [word for rank in range(4) for word in ("--env", DATA / f"rank-{rank}.env")]
     result = call("lint", *good)
@@ -192,7 +222,7 @@ def test_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "NCCL_IB_TC"
     assert told["read"] == "yes, by 2.24.3 (from 2.3 on)"
     assert told["default"] == "0 in 2.24.3 (0; -1 from 2.26 on)"
-    assert told["value"] == "106 is DSCP 26 with ECN bits 2"
+    assert told["value"] == "TC 106 = DSCP 26, ECT(0), priority 3"
     assert told["set"] == "shell: 106: counts"
     assert told["source"] == "NVIDIA's NCCL user guide"
     assert told["kind"].endswith("equal on all ranks")

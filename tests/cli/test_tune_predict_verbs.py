@@ -96,7 +96,7 @@ def test_another_version_of_nccl(tmp_path: Path) -> None:
     assert old["rows"][0]["algbw_GBps"] == pytest.approx(2 * new["rows"][0]["algbw_GBps"], rel=0.01)
     assert old["notes"] == []
     assert ancient["notes"] == ["the constants are those of NCCL 2.30.7; NCCL 2.19 has some others"]
-    assert "--nccl-version two" in refused(*words, "--nccl-version", "two")
+    assert "--nccl-version: 'two' is no release" in refused(*words, "--nccl-version", "two")
 
 
 def test_mpi_on_a_network_that_was_measured() -> None:
@@ -193,3 +193,17 @@ def test_a_quiet_log_says_so(tmp_path: Path) -> None:
     assert "warnings    none that matters" in call("read", str(path)).stdout
     path.write_text("nothing\n")
     assert "no line of NCCL's in it" in call("read", str(path)).stdout
+
+
+def test_a_log_beside_an_earlier_one(tmp_path: Path) -> None:
+    old = tmp_path / "old.log"
+    old.write_text(
+        "NCCL version 2.22.3+cuda12.6\n"
+        "a:1:1 [0] NCCL INFO Broadcast: 1048576 Bytes -> Algo 1 proto 0 time 9.3\n"
+    )
+    shown = call("read", SOCKETS, "--before", str(old)).stdout
+    assert "changed     Broadcast 1M: Ring/LL before, Ring/Simple now\n" in shown
+    assert printed("read", SOCKETS, "--before", str(old))["changes"][0]["before"] == ["Ring/LL"]
+    assert "changed     nothing that both logs have" in call("read", SOCKETS, "--before", SOCKETS).stdout
+    old.write_text("NCCL version 2.18.5+cuda12.2\n")
+    assert "changed     unknown: one of the logs" in call("read", SOCKETS, "--before", str(old)).stdout

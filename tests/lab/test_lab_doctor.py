@@ -23,7 +23,7 @@ def test_ranks_get_the_settings_and_each_node_its_own(desk: Desk, launcher: str)
     reports.write_text(json.dumps({"nodes": [{"node": node, "ports": of} for node, of in ports.items()]}))
     network = f"interface: eth0, hcas: [mlx5_0, mlx5_1], traffic_class: 106, reports: {reports}"
     desk.profile(f"mpi: {{launcher: {launcher}}}\nnetwork: {{{network}}}\n")
-    words = ("name=own", "resources.nodes=2", "env.NCCL_IB_TC='96'", "--", "sh", "-c", SAY)
+    words = ("name=own", "resources.nodes=2", "preflight=[nic]", "env.NCCL_IB_TC='96'", "--", "sh", "-c", SAY)
     run = desk.submit(*words)
     assert desk.ended(run)["status"] == "done", story(run)
     logs = [run.attempt(1).log(rank).read_text().strip() for rank in (0, 1)]

@@ -10,13 +10,14 @@ import pytest
 
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.nodevalues import apply_here, render_table, table_of
-from hpcrun.launch.settings import advise_job, settle
+from hpcrun.launch.settings import settle
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.settings import Setting, Settings, read_settings
+from hpcrun.tuning.job import advise_job, foresee
 
 HERE = os.uname().nodename.partition(".")[0]
 NODES = ("n1", "n2")
@@ -71,6 +72,24 @@ def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Pat
     )
     assert given == {"NCCL_IB_SL": "1"}
     assert read_json(attempt.settings)["overruled"][0]["by"] == "nccl.conf of this node"
+
+
+def test_mpi_goes_along_with_a_class_that_somebody_has_set_for_nccl(attempt: Attempt) -> None:
+    profile = parse_cluster(
+        "name: c\nnetwork: {traffic_class: 106, service_level: 1}\n"
+        "mpi: {library: openmpi, launcher: srun, pmi: pmix}\n",
+        "c.yaml",
+    )
+    given = settle(attempt, job(NCCL_IB_TC="96"), profile, Placement(NODES), {"NCCL_IB_SL": "x"})
+    assert given == {"UCX_IB_TRAFFIC_CLASS": "96", "UCX_IB_SL": "1"}
+    record = read_settings(attempt.settings)
+    assert record is not None
+    assert str(record.everywhere[0]) == ("UCX_IB_TRAFFIC_CLASS=96  # as NCCL_IB_TC stands (env of the job)")
+    two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
+    profile = profile.model_copy(update={"env": {"NCCL_IB_TC": "96"}})
+    before = foresee(two, profile, {})
+    assert before.environment()["UCX_IB_TRAFFIC_CLASS"] == "96"
+    assert not any("two queues" in note for note in before.notes)
 
 
 @pytest.mark.parametrize(

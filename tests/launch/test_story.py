@@ -158,6 +158,13 @@ def test_a_clock_that_was_set_back_in_an_attempt_changes_no_order_of_what_its_su
     assert sorted(found) == sorted(TOLD)
 
 
+def test_a_restart_that_passes_over_a_damaged_save_says_so() -> None:
+    whole = line(8, "restore", 16, seconds=0.1, passed_over=[], lost_steps=0)
+    damaged = line(9, "restore", 8, 2, passed_over=["step-00000016: is damaged: x"], lost_steps=8)
+    told = [entry.text for entry in Teller().tell([], [whole, damaged])]
+    assert told == ["goes back to step 8: step-00000016: is damaged: x"]
+
+
 def test_damaged_records_are_passed_over() -> None:
     rng = random.Random(1)
     odd: list[Any] = [None, "x", -1, 2**40, 1e300, float("nan"), True, [], {}, "?" * 500]

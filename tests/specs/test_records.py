@@ -64,8 +64,9 @@ def test_a_failed_write_leaves_nothing_aside(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_damaged_record_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"a": ')
+@pytest.mark.parametrize("text", ['{"a": ', "[" * 100_000])
+def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
     with pytest.raises(UsageError, match=r"x\.json: is damaged"):
         read_json(tmp_path / "x.json")
 

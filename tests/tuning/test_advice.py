@@ -9,11 +9,14 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
-from hpcrun.specs.settings import Settings
-from hpcrun.tuning.advice import Situation, advise, parse_version
+from hpcrun.specs.settings import Setting, Settings
+from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.checks import Question
+from hpcrun.tuning.environment import shell_layer
 from hpcrun.tuning.fabrics import kinds
 from hpcrun.tuning.host import look
+from hpcrun.tuning.lint import lint
+from hpcrun.tuning.registry import parse_version
 from hpcrun.tuning.report import examine
 from tests.tuning.trees import lay_out
 
@@ -101,6 +104,87 @@ def test_published_tuning_is_told_and_never_set(kind: str) -> None:
         assert any(note.startswith(f"{name} is not set: ") for note in found.notes)
 
 
+_NETWORK = (
+    "{fabric: KIND, interface: bond0.209, hcas: [mlx5_1, mlx5_10], traffic_class: 104, service_level: 3,"
+    " address_family: ipv6, address_range: 'fd02::/16', nccl_topology: /opt/site/topology.xml}"
+)
+_OPEN_MPI = "mpi: {library: openmpi, launcher: srun, pmi: pmix}"
+
+
+@pytest.mark.parametrize("version", ["2.18.5", "2.20.5", "2.27.5", "2.31.1", None])
+@pytest.mark.parametrize("mpi", ["", _OPEN_MPI])
+@pytest.mark.parametrize("network", ["{fabric: KIND, interface: ib0, hcas: [mlx5_0]}", _NETWORK])
+@pytest.mark.parametrize("kind", kinds())
+def test_lint_has_nothing_against_the_advice(
+    kind: str, network: str, mpi: str, version: str | None, tmp_path: Path
+) -> None:
+    nccl = parse_version(version) if version else None
+    told = reports(tmp_path, n1="roce_healthy", n2="ipv6_only", n3="link_down")
+    found = advise(Situation(cluster(network.replace("KIND", kind), mpi), reports=told, nccl=nccl))
+    for node in ("elsewhere", *found.by_node):
+        layer = shell_layer(values(found) | found.of_node(node), "advice")
+        complaints = [str(one) for one in lint([layer], nccl).findings if one.level != "note"]
+        # An old NCCL has no other way, and the index was looked up at this very node.
+        allowed = "NCCL_IB_GID_INDEX" in found.of_node(node)
+        assert [one for one in complaints if not (allowed and "NCCL_IB_GID_INDEX" in one)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("infiniband", {"NCCL_IB_HCA", "NCCL_IB_SL", "NCCL_TOPO_FILE", "UCX_NET_DEVICES", "UCX_IB_SL"}),
+        ("aws-efa", {"NCCL_TOPO_FILE"}),
+        ("tcp", {"NCCL_TOPO_FILE"}),
+    ],
+)
+def test_what_nothing_reads_on_a_fabric_is_told_and_not_set(
+    kind: str, left: set[str], tmp_path: Path
+) -> None:
+    told = reports(tmp_path, n1="link_down")
+    network = _NETWORK.replace("KIND", kind).replace("[mlx5_1, mlx5_10]", "[mlx5_0, mlx5_1]")
+    found = advise(Situation(cluster(network, _OPEN_MPI), reports=told))
+    sockets = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "OMPI_MCA_btl_tcp_if_include"}
+    assert set(values(found)) == sockets | left
+    idle = [note.partition(" is left out: on ")[0] for note in found.notes if "nothing reads it" in note]
+    assert "NCCL_IB_TC" in idle
+    assert not set(idle) & left
+    assert bool(found.by_node) == (kind == "infiniband")
+
+
+def measured(name: str, value: str, needs: str = "", reason: str = "+12 % at 64 MiB") -> Setting:
+    return Setting(name, value, reason, "sweep of 2026-09-01" if reason else "", needs)
+
+
+def test_what_is_measured_is_set_with_its_figures() -> None:
+    one = measured("NCCL_IB_QPS_PER_CONNECTION", "4")
+    found = advise(Situation(cluster("{fabric: oci}"), measured=(one,)))
+    assert found.everywhere[-1] == one
+    assert not any(note.startswith(one.name) for note in found.notes)
+    assert advise(Situation(cluster(), nodes=1, measured=(one,))).everywhere == (one,)
+
+
+@pytest.mark.parametrize(
+    ("one", "fabric", "why"),
+    [
+        (measured("NCCL_IB_TC", "96"), "oci", "it is a fact of the system here"),
+        (measured("NCCL_BUFFSIZE", "4M"), "oci", "units are not read"),
+        (measured("NCCL_IB_QPS_PER_CONNECTION", "4", reason=""), "oci", "it names no sweep"),
+        (measured("NCCL_IB_QPS_PER_CONNECTION", "4"), "gcp", "the script of Google Cloud"),
+    ],
+)
+def test_no_measured_setting_is_lost_in_silence(one: Setting, fabric: str, why: str) -> None:
+    found = advise(Situation(cluster(f"{{fabric: {fabric}}}"), measured=(one,)))
+    assert one not in found.everywhere
+    told = [note for note in found.notes if note.startswith(f"{one.name}={one.value}, measured, is left out")]
+    assert why in "".join(told)
+
+
+def test_a_measured_setting_that_is_too_new_is_told() -> None:
+    one = measured("NCCL_MIN_CTAS", "16", "NCCL 2.17")
+    found = advise(Situation(cluster(), nccl=(2, 16, 5), measured=(one,)))
+    assert "NCCL_MIN_CTAS is left out: it needs NCCL 2.17, this is 2.16.5" in found.notes
+
+
 def test_clouds() -> None:
     azure = advise(Situation(cluster("{fabric: azure-nd, nccl_topology: /opt/ndv5.xml}")))
     assert values(azure) == {
@@ -176,8 +260,3 @@ def test_damaged_reports_change_nothing() -> None:
 def test_a_fabric_that_is_none() -> None:
     with pytest.raises(UsageError, match=r"profile c: network\.fabric: infinband: no such fabric"):
         advise(Situation(cluster("{fabric: infinband}")))
-
-
-@pytest.mark.parametrize(("text", "version"), [("2.21.5", (2, 21, 5)), ("2.7", (2, 7)), ("new", None)])
-def test_versions(text: str, version: tuple[int, ...] | None) -> None:
-    assert parse_version(text) == version

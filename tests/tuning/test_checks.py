@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.specs.cluster import ClusterSpec, NetworkSpec
+from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.checks import Question, check, clock_skew
 from hpcrun.tuning.host import look, nccl_files
 from hpcrun.tuning.report import Report, examine
@@ -16,7 +17,10 @@ from tests.tuning.trees import HOSTS, lay_out
 def report(name: str, tmp_path: Path, *, uses_ucx: bool = False, nccl: str = "", **network: object) -> Report:
     version = tuple(map(int, nccl.split("."))) if nccl else None
     host = look(lay_out(name, tmp_path / "node"))
-    return examine(Question(host, NetworkSpec.model_validate(network), version, uses_ucx))
+    mpi = {"library": "openmpi", "launcher": "srun", "pmi": "pmix"} if uses_ucx else {}
+    profile = ClusterSpec.model_validate({"name": "c", "network": network, "mpi": mpi})
+    advised = advise(Situation(profile, 0, nccl=version)).environment()
+    return examine(Question(host, profile.network, version, uses_ucx, advised))
 
 
 def found(one: Report) -> list[tuple[str, str, str]]:
@@ -42,7 +46,10 @@ CASES = {
     "no-peermem": [("warning", "peermem", "gpu-01")],
     "iommu": [("warning", "pci", "mlx5_0")],
     "pinned": [("warning", "affinity", "gpu-01"), ("warning", "affinity", "GPU 1")],
-    "prefix-trap": [("warning", "port", "mlx5_1")],
+    "prefix-trap": [("warning", "port", "mlx5_1"), ("warning", "port", "mlx5_0:1")],
+    "one-of-two": [("warning", "port", "mlx5_1:1")],
+    "bonded": [("warning", "port", "mlx5_bond_0:1")],
+    "virtual-machine": [("warning", "topology", "gpu-01"), ("unknown", "affinity", "GPU 0")],
     "wrong-interface": [("fault", "interface", "gpu-01")],
     "loopback": [("fault", "interface", "lo")],
     "odd-texts": [
@@ -96,11 +103,34 @@ def test_a_profile_that_says_ipv6_mends_adapters_without_ipv4(tmp_path: Path) ->
 
 def test_a_profile_s_class_mends_the_class(tmp_path: Path) -> None:
     assert found(report("wrong-class", tmp_path, traffic_class=106, uses_ucx=True)) == []
+    # The class of the fabric's kind is what jobs get.
+    assert found(report("wrong-class", tmp_path / "kind", fabric="roce-spectrum")) == []
     apart = report("wrong-class", tmp_path / "apart", uses_ucx=True)
     assert [one.text for one in apart.findings if one.subject == "mlx5_0:1"] == [
         "NCCL sends in TC 0 = DSCP 0, not-ECT, priority 0, MPI over UCX in TC 106 = DSCP 26, ECT(0), priority"
         " 3: two queues of the fabric"
     ]
+
+
+def test_an_unlimited_stack_is_told_for_releases_that_it_crashed(tmp_path: Path) -> None:
+    assert "the stack is unlimited" in str(report("small-limits", tmp_path, nccl="2.27.5").findings)
+    assert "the stack" not in str(report("small-limits", tmp_path / "new", nccl="2.30.4").findings)
+
+
+def test_what_the_profile_says_of_adapters_goes_first(tmp_path: Path) -> None:
+    assert found(report("one-of-two", tmp_path, hcas=["mlx5_0"])) == []
+    told = report("virtual-machine", tmp_path / "vm", nccl_topology="/opt/size.xml")
+    assert found(told) == [("unknown", "affinity", "GPU 0")]
+    root = lay_out("virtual-machine", tmp_path / "own")
+    (root / "var/run/nvidia-topologyd").mkdir(parents=True)
+    (root / "var/run/nvidia-topologyd/virtualTopology.xml").write_text("<system/>")
+    assert found(examine(Question(look(root), NetworkSpec()))) == [("unknown", "affinity", "GPU 0")]
+
+
+def test_two_queue_pairs_use_both_links_of_a_bond(tmp_path: Path) -> None:
+    root = lay_out("bonded", tmp_path / "node")
+    (root / "proc/self/environ").write_text("NCCL_IB_TC=106\nNCCL_IB_QPS_PER_CONNECTION=2\n")
+    assert found(examine(Question(look(root), NetworkSpec()))) == []
 
 
 def test_what_sockets_take(tmp_path: Path) -> None:
@@ -143,13 +173,13 @@ def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) 
     root = lay_out("wrong-interface", tmp_path / "node")
     (root / "etc").mkdir()
     (root / "etc" / "nccl.conf").write_text(
-        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL = 1\nPATH=/x\n"
+        "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL=1\nNCCL_IB_TIMEOUT = 22\nPATH=/x\n"
     )
     assert look(root).environ == {"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_SL": "1", "NCCL_IB_TC": "106"}
     mine = tmp_path / "mine.conf"
     mine.write_text("NCCL_IB_SL=3\n")
     assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
-    assert nccl_files(root, {"HOME": str(tmp_path)}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
+    assert nccl_files(root, {}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
 
 
 def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:

@@ -106,7 +106,15 @@ def test_ethtool() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [None, [], {}, {"node": "a", "time": "x", "values": {}}, {"values": {"a": "b"}}]
+    "values",
+    [
+        None,
+        [],
+        {},
+        {"node": "a", "time": "x", "values": {}},
+        {"values": {"a": "b"}},
+        {"node": "a", "time": None, "values": {"x": float("inf")}},
+    ],
 )
 def test_what_is_no_look(values: object) -> None:
     with pytest.raises(UsageError, match=r"f\.json: holds no counters"):

@@ -14,7 +14,7 @@ from hpcrun.tuning.checks import Question
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.fleet import compare
 from hpcrun.tuning.host import look
-from hpcrun.tuning.report import examine
+from hpcrun.tuning.report import examine, read_reports
 from tests.tuning.trees import lay_out
 
 Reports = dict[str, dict[str, Any]]
@@ -138,3 +138,22 @@ def test_a_damaged_report_is_unknown(damage: dict[str, Any], healthy: Reports) -
 def test_one_is_no_fleet(healthy: Reports) -> None:
     with pytest.raises(UsageError, match=r"1 report\(s\): it takes two nodes"):
         compare({"n1": healthy["n1"]})
+
+
+_ODD: tuple[Any, ...] = (
+    None, 3, -1.5, True, "x", "", [], [3], [None], ["x"], [{}], [[1]], {}, {"x": 1}, {"x": [1]},
+    {"size_bytes": 0}, [{"device": 1, "number": "y"}],
+    [{"name": "eth0", "networks": "10.0.0.1/8", "kind": "physical", "mtu": "a"}],
+)  # fmt: skip
+
+
+def test_reports_of_any_shape_are_compared(healthy: Reports) -> None:
+    for key in healthy["n1"]:
+        for odd in _ODD if key != "node" else ():
+            damaged = read_reports(healthy["n1"] | {key: odd}, "n1.json")
+            compare({"n1": damaged["n1"], "n2": healthy["n2"]})
+
+
+def test_a_sound_report_is_taken_as_it_is(healthy: Reports) -> None:
+    assert read_reports(healthy["n1"], "n1.json") == {"n1": healthy["n1"]}
+    assert read_reports({"nodes": [{"node": "n1", "ports": 3, "kernel": 1}]}, "f") == {"n1": {"node": "n1"}}

@@ -13,9 +13,9 @@ from hpcrun.tuning.grammar import (
     check_devices,
     check_selection,
     known_choices,
-    parse_devices,
     parse_selection,
 )
+from hpcrun.tuning.names import parse_devices
 from hpcrun.tuning.registry import Version
 
 OLD, NEW, NEWEST = (2, 20, 5), (2, 27, 5), (2, 32, 3)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.library import find_library
+from hpcrun.specs.cluster import parse_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.tuning.library import find_library, library_of_job
 
 
 def package(site: Path, name: str, version: str, requires: str = "") -> None:
@@ -70,3 +72,15 @@ def test_the_word_of_an_image_comes_last(python: Path) -> None:
     assert find_library(python=python, environ={"NCCL_VERSION": "?"}).library is None
     package(site(python), "nvidia-nccl-cu12", "2.27.5")
     assert find_library(python=python, environ=environ).version == (2, 27, 5)
+
+
+def test_a_job_s_python_counts_and_a_container_hides_what_is_here(python: Path) -> None:
+    package(site(python), "nvidia-nccl-cu12", "2.27.5")
+    path = {"LD_LIBRARY_PATH": str(site(python)), "NCCL_VERSION": "2.26.2-1"}
+    assert library_of_job(JobSpec(command=["a"], python=str(python)), None).version == (2, 27, 5)
+    profile = parse_cluster(f"name: c\npython: {{path: {python}}}\n", "c.yaml")
+    assert library_of_job(JobSpec(command=["a"]), profile).version == (2, 27, 5)
+    inside = JobSpec.model_validate({"command": ["a"], "container": {"image": "x.sif"}})
+    assert library_of_job(inside, profile).library is None
+    assert library_of_job(inside, profile, environ=path).version == (2, 26, 2)
+    assert library_of_job(inside, profile, "2.21.5").version == (2, 21, 5)

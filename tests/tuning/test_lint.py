@@ -47,9 +47,17 @@ def lines(report: Report) -> str:
         ("IB_GID_INDEX=3 IB_ADDR_RANGE=10.0.0.0/8", "2.27.5", "warning IB_ADDR_RANGE: is not looked at"),
         # a field of three bits; a traffic class, decoded
         ("IB_RETRY_CNT=15", "2.27.5", "error IB_RETRY_CNT: '15' is out of range; allowed: 0 to 7"),
-        ("IB_TC=128", "2.27.5", "note IB_TC: 128 is DSCP 32 with ECN 0; the switches must map it"),
-        ("IB_TC=106", "2.27.5", "note IB_TC: 106 is DSCP 26 with ECN 2"),
-        ("IB_TC=106 UCX_IB_TRAFFIC_CLASS=104", "2.27.5", "MPI and NCCL use different queues"),
+        (
+            "IB_TC=128",
+            "2.27.5",
+            "not-ECT, priority 4; the switches must map it; so that marking",
+        ),
+        (
+            "IB_TC=106",
+            "2.27.5",
+            "note IB_TC: is TC 106 = DSCP 26, ECT(0), priority 3",
+        ),
+        ("IB_TC=106 UCX_IB_TRAFFIC_CLASS=96", "2.27.5", "warning UCX_IB_TRAFFIC_CLASS: NCCL sends in TC 106"),
         # how several queue pairs are used is the release's default
         ("IB_QPS_PER_CONNECTION=4", "2.19.3", "IB_SPLIT_DATA_ON_QPS is not set; 2.19.3 has 1 (split each"),
         (
@@ -118,6 +126,11 @@ def lines(report: Report) -> str:
             "OMPI_MCA_coll_tuned_dynamic_rules_filename=/r",
             "2.27.5",
             "is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1",
+        ),
+        (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename=/r OMPI_MCA_coll_tuned_use_dynamic_rules=1",
+            "2.27.5",
+            "note OMPI_MCA_coll_tuned_dynamic_rules_filename: from Open MPI 5 on HAN stands before",
         ),
         # names
         ("IB_TIMOUT=22", "2.27.5", "error IB_TIMOUT: is not known, and NCCL never complains about that; did"),

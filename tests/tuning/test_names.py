@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.fabric.ports import Interface
-from hpcrun.tuning.names import parse_names, render_names, socket_choice
+from hpcrun.tuning.names import parse_devices, render_names, socket_choice
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,15 @@ from hpcrun.tuning.names import parse_names, render_names, socket_choice
     ],
 )
 def test_lists(text: str, taken: list[str], left: list[str]) -> None:
-    names = parse_names(text)
-    assert names is not None
+    names = parse_devices(text)
     assert [name for name in (*taken, *left) if names.takes(name, 1)] == taken
-    assert parse_names("") is parse_names("^") is None
+    assert parse_devices("").takes("eth0")
+    assert not parse_devices("^").entries
 
 
 def test_a_port_s_number_counts() -> None:
-    names = parse_names("=mlx5_0:2")
-    assert names is not None
+    names = parse_devices("=mlx5_0:2,mlx5_1")
+    assert names.takes("mlx5_1", 2)
     assert [names.takes("mlx5_0", port) for port in (1, 2)] == [False, True]
 
 

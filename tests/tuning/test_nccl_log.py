@@ -55,6 +55,11 @@ def test_a_log_with_one_row_of_algorithms() -> None:
     assert found.chosen == Counter()
 
 
+def test_lists_of_devices_are_read_as_well() -> None:
+    found = parse_nccl_log("n1:1:1 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_0\n")
+    assert found.env == {"NCCL_IB_HCA": "=mlx5_0"}
+
+
 def test_numbers_stand_for_names() -> None:
     assert set(log("2.22").chosen) == {
         Chosen("unknown", 16384, "Ring", "LL", None, 31.200001),

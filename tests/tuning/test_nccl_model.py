@@ -10,7 +10,7 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.nccl_constants import TREE_BY_SIZE, Algo, Proto
-from hpcrun.tuning.nccl_model import Graph, Machine, NcclCollective, expectations, time_us
+from hpcrun.tuning.nccl_model import Cpu, Graph, Machine, NcclCollective, expectations, time_us
 from hpcrun.tuning.platforms import find_platform
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -189,6 +189,20 @@ def test_cpus_nics_and_versions_change_what_they_should() -> None:
     pair = Machine(2, 8, 90, {"ring": Graph(8, 40, 20)})
     new = expectations(replace(pair, version=(2, 31)), "allreduce")["Ring", "Simple"].bw_GBps
     assert expectations(pair, "allreduce")["Ring", "Simple"].bw_GBps == pytest.approx(2 * new)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cpu", "remains"),
+    [(100, "intel", 0.5), (100, "amd", 0.5), (100, "arm", 1.0), (90, "intel", 1.0)],
+)
+def test_nvls_trees_of_blackwell_on_x86_lose_by_size_as_trees_do(
+    capability: int, cpu: Cpu, remains: float
+) -> None:
+    of = replace(machine(4), capability=capability, cpu=cpu)
+    expected = expectations(of, "allreduce")["NVLSTree", "Simple"]
+    size = 64 * 2**11
+    taken = time_us(of, "allreduce", ("NVLSTree", "Simple"), expected, size) - expected.latency_us
+    assert taken == pytest.approx(size / 1000 / expected.bw_GBps / remains)
 
 
 def test_a_plateau_of_large_rings_between_nodes() -> None:

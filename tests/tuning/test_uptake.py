@@ -29,6 +29,10 @@ OLD = "NCCL version 2.19.3+cuda12.3"
 UCX = "parser.c:2036 UCX  INFO  UCX_* env variables: UCX_TLS=rc UCX_IB_SL=3"
 UNUSED = "parser.c:2033 UCX  WARN  unused environment variable: UCX_IB_SLL (maybe: UCX_IB_SL?)"
 SILENT = f"the log tells of other variables and not of this one: {OTHER}"
+RING = f"{HEAD}AllReduce: 8388608 Bytes -> Algo RING proto SIMPLE channel{{Lo..Hi}}={{0..15}}"
+ALGO = f"{HEAD}NCCL_ALGO set by environment to allreduce:tree"
+ALGO_SET = f"{HEAD}NCCL_ALGO set by environment to ring,tree;allgather:^pat"
+BUFFER = f"{HEAD}NCCL_BUFFSIZE set by environment to 8388608."
 TC, IF, HCA = "NCCL_IB_TC", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
 
 
@@ -40,6 +44,12 @@ TC, IF, HCA = "NCCL_IB_TC", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
         (setting(TC, "106"), [OTHER], "unknown", SILENT),
         (setting(TC, "106"), [], "unknown", None),
         (setting(TC, "x"), [REFUSED], "ignored", None),
+        (setting("NCCL_BUFFSIZE", "0x800000"), [BUFFER], "applied", BUFFER),
+        (setting("NCCL_ALGO", "allreduce:tree"), [ALGO, RING], "ignored", RING),
+        (setting("NCCL_ALGO", "ring,tree;allgather:^pat"), [ALGO_SET, RING], "applied", ALGO_SET),
+        (setting("NCCL_PROTO", "^simple"), [RING], "ignored", RING),
+        (setting(HCA, "=mlx5_0:1,mlx5_1:1"), [USING], "applied", USING),
+        (setting(HCA, "=mlx5_0:2,mlx5_1"), [USING], "ignored", USING),
         (setting(IF, "=ib0"), [BOOT], "applied", BOOT),
         (setting(IF, "=ib0"), [SOCKET], "ignored", SOCKET),
         (setting(IF, "=ib0"), [IFNAME, SOCKET], "ignored", SOCKET),
@@ -61,12 +71,13 @@ def test_verdicts(one: Setting, lines: list[str], verdict: str, proof: str | Non
     assert verdict == "unknown" or found.line in lines
 
 
-def test_a_node_s_own_value_is_looked_for_on_that_node() -> None:
+@pytest.mark.parametrize("label", ["", "3: ", "[1,3]<stdout>:", "2026-09-01T10:00:00 "])
+def test_a_node_s_own_value_is_looked_for_on_that_node(label: str) -> None:
     settings = Settings(
         (setting("NCCL_IB_HCA", "=mlx5_0,mlx5_1"),), {"n2": (setting("NCCL_IB_HCA", "=mlx5_0"),)}
     )
-    there = "n2.some.domain:1:1 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_0"
-    log = f"{HEAD}NCCL_IB_HCA set to =mlx5_0,mlx5_1\n{there}\n"
+    there = f"{label}n2.some.domain:1:1 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_0"
+    log = f"{label}{HEAD}NCCL_IB_HCA set to =mlx5_0,mlx5_1\n{there}\n"
     everywhere, own = prove(settings, log)
     assert (everywhere.verdict, everywhere.node) == ("applied", None)
     assert (own.verdict, own.node, own.line) == ("applied", "n2", there)

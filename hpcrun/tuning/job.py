@@ -1,0 +1,106 @@
+"""A job's settings: advice by its file, its profile and its nodes' reports; what is set already stands."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.slurm.precheck import expand_place
+from hpcrun.slurm.sbatch import submission_environment
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.records import read_json
+from hpcrun.specs.settings import Setting, Settings
+from hpcrun.tuning.advice import Situation, advise
+from hpcrun.tuning.environment import effective, resolve
+from hpcrun.tuning.library import library_of_job
+from hpcrun.tuning.registry import Version
+from hpcrun.tuning.report import read_reports
+from hpcrun.tuning.script import parse_script
+
+_LEADS = {"UCX_IB_TRAFFIC_CLASS": "NCCL_IB_TC", "UCX_IB_SL": "NCCL_IB_SL"}
+
+
+def advise_job(
+    spec: JobSpec,
+    cluster: ClusterSpec | None,
+    nodes: tuple[str, ...] | None = None,
+    *,
+    here: bool = False,
+    nccl: Version | None = None,
+) -> Settings:
+    """What a job should have; `nodes`: those it runs on, None: not known yet; `here`: this is one of them.
+
+    What its own env sets stands, and is told as overruled.
+    """
+    reports, notes = _reports(cluster)
+    if nodes is not None:
+        short = {node.partition(".")[0] for node in nodes}
+        reports = {node: one for node, one in reports.items() if node.partition(".")[0] in short}
+    found = advise(
+        Situation(
+            cluster,
+            spec.resources.nodes if nodes is None else len(nodes),
+            reports,
+            nccl or library_of_job(spec, cluster).version,
+            tuple(name for _, name in socket.if_nameindex()) if here else None,
+        )
+    )
+    settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes))
+    return settings.but_for(spec.env, "env of the job")
+
+
+def foresee(
+    spec: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str], nccl: Version | None = None
+) -> Settings:
+    """What `submit` will set, before there is a job: what its environment will hold by then stands too.
+
+    `environ` is what the job is submitted with.
+    """
+    settings = advise_job(spec, cluster, nccl=nccl)
+    if cluster is not None:
+        settings = settings.but_for(cluster.env, f"env of profile {cluster.name}")
+        settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
+    return follow(settings.but_for(submission_environment(environ)[0], "this shell"))
+
+
+def follow(settings: Settings) -> Settings:
+    """The same, with MPI's class and level as NCCL's stand: where somebody has set those, ours go along."""
+    stands = {one.name: one for one in settings.overruled}
+
+    def led(one: Setting) -> Setting:
+        lead = stands.get(_LEADS.get(one.name, ""))
+        if lead is None or lead.value == one.value or not re.fullmatch("[0-9]{1,3}", lead.value):
+            return one
+        return replace(one, value=lead.value, reason=f"as {lead.name} stands", source=lead.by)
+
+    return replace(settings, everywhere=tuple(map(led, settings.everywhere)))
+
+
+def _exported(cluster: ClusterSpec) -> dict[str, str]:
+    """What the profile's own lines set for every job."""
+    found = effective(resolve([parse_script("\n".join(cluster.setup), "setup")]))
+    return {name: "(computed)" if one.value is None else one.value for name, one in found.items()}
+
+
+def _reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """What the doctor has told of the cluster's nodes; where that cannot be read, a note says so."""
+    if cluster is None or cluster.network.reports is None:
+        return {}, []
+    path = Path(expand_place(cluster.network.reports))
+    try:
+        found = read_json(path)
+        if found is None:
+            return {}, [
+                f"{path}: network.reports of the profile is not there (yet); nothing is known by node"
+            ]
+        return dict(read_reports(found, str(path))), []
+    except OSError as error:
+        return {}, [f"{path}: network.reports of the profile cannot be read: {error.strerror}"]
+    except UsageError as error:
+        return {}, [str(error)]
