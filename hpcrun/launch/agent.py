@@ -16,14 +16,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpcrun import process
 from hpcrun.fabric.inventory import try_inventory
 from hpcrun.launch.allocation import find_allocation
+from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.heir import Heir
 from hpcrun.launch.node import NodeRanks
+from hpcrun.launch.ownership import sweep_segments
 from hpcrun.launch.preflight import answer
 from hpcrun.launch.uplink import Uplink
 from hpcrun.launch.world import without_world
@@ -59,14 +62,14 @@ class Agent:
         self._reported, self._is_warm = 0.0, False
         self._children: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
-        self._input_ended = False
+        self._input_ended = self._is_told_to_end = False
 
     def serve(self) -> None:
         """Work until the supervisor says so, or is gone and nobody comes after it."""
         # Slurm signals every process of a step, and only the supervisor knows what is meant by it. They are
         # handled, not ignored: ranks would inherit the latter, and no shell traps what it was born deaf to.
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, frame: None)
+            signal.signal(number, self._take_signal)
         process.become_subreaper()
         self._own_log()
         os.set_blocking(sys.stdin.fileno(), False)
@@ -81,6 +84,9 @@ class Agent:
             if self._heir is not None:
                 self._heir.see_off()
 
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._is_told_to_end |= number == signal.SIGTERM
+
     def _own_log(self) -> None:
         """What we say must not depend on a supervisor that reads it."""
         descriptor = os.open(
@@ -91,13 +97,15 @@ class Agent:
 
     def _is_deserted(self) -> bool:
         """Whether nobody leads and nobody will; ranks without a leader end in any case."""
-        if self._uplink.vigil.is_orphaned and self._ranks is not None:
-            sys.stderr.write("hpcrun: the supervisor does not answer; the ranks here are ended\n")
-            sys.stderr.flush()
+        vigil = self._uplink.vigil
+        # Where Slurm ends the job as well there is not the time to look whether the supervisor comes back.
+        is_orphaned = vigil.is_orphaned or (self._is_told_to_end and vigil.is_quiet)
+        if is_orphaned and self._ranks is not None:
+            say("the supervisor does not answer; the ranks here are ended")
             self._end_ranks(self._ranks)
         if self._heir is None:
             # Outside of a batch job the supervisor is somebody's command, and ends with it.
-            return self._input_ended or self._uplink.vigil.is_orphaned
+            return self._input_ended or vigil.is_orphaned
         if self._uplink.won is not None:
             if self._heir.tend(self._uplink.won, self._uplink.epoch):
                 self._uplink.won = None
@@ -157,6 +165,7 @@ class Agent:
                 self._say(answer(self._run, order) | {"attempt": order["attempt"]})
             case "watch":
                 self._clear([])
+                sweep_segments(self._run)
                 attempt = self._run.attempt(order["attempt"])
                 self._ranks = NodeRanks(attempt, order["ranks"], order["hears"])
                 self._attempt = attempt.number

@@ -26,6 +26,8 @@ COMPANIONS = {
 }
 ORDERS = "orders.json"
 """What the supervisor wants of each, by its name; `about`: the run itself."""
+TEXTFILE = ".prom"
+"""How the file for the node_exporter ends."""
 ALL_TOLD = "all told"
 """What the supervisor reads when there is nothing more to tell."""
 DRAIN_S = 45.0
@@ -172,6 +174,11 @@ def log(text: str) -> None:
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     sys.stdout.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
     sys.stdout.flush()
+
+
+def shown_as(run: RunDir, folder: str, suffix: str) -> Path:
+    """The file of a run in a directory that others read."""
+    return Path(folder) / f"hpcrun-{run.id.replace('/', '-')}{suffix}"
 
 
 def remembered(run: RunDir, name: str) -> dict[str, Any]:

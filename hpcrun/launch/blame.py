@@ -17,16 +17,18 @@ def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
     attempt, now = outcome.run.attempt(outcome.attempt), time.time()
     about: dict[str, Any] = {"time": now, "run": outcome.run.id, "attempt": outcome.attempt, "job": job}
     about |= {"evidence": outcome.message.partition("; log: ")[0]}
+    logs = outcome.run.agent_logs
+    # A node may also go while another one hangs.
+    lost = [
+        Sighting(node=node, cause="node lost", log=str(logs / f"{node}.log"), **about)
+        for node in outcome.lost
+    ]
     if cause == "node":
-        logs = outcome.run.agent_logs
-        return [
-            Sighting(node=node, cause="node lost", log=str(logs / f"{node}.log"), **about)
-            for node in outcome.lost
-        ]
+        return lost
     if cause in ("hang", "straggler"):
         if cause == "hang":
             about |= {"log": str(attempt.stacks), "signature": signature(outcome.message)}
-        return [Sighting(node=node, cause=cause, **about) for node in outcome.suspects]
+        return [*lost, *(Sighting(node=node, cause=cause, **about) for node in outcome.suspects)]
     placed = read_placement(attempt.placement)
     rank = outcome.rank
     if cause != "crash" or rank is None or placed is None or rank >= len(placed[0].ranks):

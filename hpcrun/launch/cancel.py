@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
@@ -31,6 +32,11 @@ def cancel(run: RunDir, *, now: bool = False) -> list[str]:
     ahead = [one for one in states if one.state in ("running", "queued")]
     if not ahead:
         raise _nothing_to_stop(look_at_all([run])[0])
+    if not now:
+        for one in ahead:
+            # A supervisor that is lost at this moment hands nothing on.
+            with suppress(OSError):
+                write_json(one.run.wish, {"time": time.time()})
     lines = [_stop_process(one.run, now) for one in _one_a_process([one for one in ahead if not one.job])]
     by_job: dict[Question, list[RunState]] = {}
     for one in ahead:

@@ -12,6 +12,7 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.elsewhere import exclusion, keep_away
+from hpcrun.launch.endurance import patiently
 from hpcrun.launch.lease import LeaderWriter
 from hpcrun.launch.site import Site
 from hpcrun.specs.job import JobSpec
@@ -40,7 +41,7 @@ class Register:
         record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
         more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
         with suppress(OSError):
-            write_json(outcome.files.outcome, record | more | after)
+            patiently(lambda: write_json(outcome.files.outcome, record | more | after))
 
     def close(self, outcome: Outcome, progress: int | None, refused: str = "") -> Outcome:
         """Record how the last attempt ended, and queue the job again where that is called for.
@@ -107,4 +108,4 @@ def record_exit(
     record = {"status": status, "exit_code": exit_code, "message": message, "attempt": attempt, "step": step}
     # Where even this cannot be written, the message on the terminal says so.
     with suppress(OSError):
-        write_json(run.exit, record | {"ended": time.time()})
+        patiently(lambda: write_json(run.exit, record | {"ended": time.time()}))

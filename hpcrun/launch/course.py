@@ -124,6 +124,7 @@ class Course:
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
         self._lost: list[NodeLost] = []
+        self._told_lost: set[str] = set()
         self._stragglers = Stragglers()
         self._replaced: tuple[str, ...] = ()
         self._hang: Hang | None = None
@@ -142,7 +143,8 @@ class Course:
 
     def run(self, inbox: Inbox) -> Outcome:
         """Start the attempt, follow it to its end, and leave nothing of it behind."""
-        self._event("launch", ranks=self._launch.ranks, command=list(self._launch.command))
+        launch = self._launch
+        self._event("launch", ranks=launch.ranks, command=list(launch.command), job=launch.job)
         running = RunningAttempt(self._launch, inbox, self._nodes)
         try:
             verdict = self._follow(running)
@@ -155,6 +157,8 @@ class Course:
         # Whether a node is gone often shows only when it is told to clear up.
         lost = [*self._nodes.lost][self._lost_before :]
         self._lost = [one for one in lost if one.node in self._launch.placement.ranks]
+        for gone in lost:
+            self._tell_lost(gone.node, gone.why)
         self._read_metrics()
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
@@ -198,7 +202,7 @@ class Course:
                 self._event("rank gave up", rank=rank)
                 self._settle(self._limits.settle_s)
             case NodeLost(node, why):
-                self._event("node lost", node=node, why=why)
+                self._tell_lost(node, why)
                 # A spare has no part in this attempt.
                 if node in self._launch.placement.ranks:
                     self._settle(self._limits.settle_s)
@@ -218,6 +222,11 @@ class Course:
                 self._ask(running, number)
             case _:
                 self._read_metrics()
+
+    def _tell_lost(self, node: str, why: str) -> None:
+        if node not in self._told_lost:
+            self._told_lost.add(node)
+            self._event("node lost", node=node, why=why)
 
     def _settle(self, seconds: float) -> None:
         by = time.monotonic() + seconds
@@ -298,7 +307,10 @@ class Course:
             text = f"interrupted twice: the ranks were ended without a save{self._at_step()}"
             return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
         attempt, ranks = self._launch.attempt, self._launch.ranks
-        if verdict == "died":
+        odd = odd_ones(self._groups)
+        # Ranks wait for a node that is gone, but no rank stands still because a node goes after it.
+        is_cut_off = verdict == "hung" and self._lost and not (odd and self._is_there(odd))
+        if verdict == "died" or is_cut_off:
             name = self._launch.launcher.name
             cause = explain(attempt, ranks, self._ended, self._launcher, self._lost, name)
             if self._stop is not None and self._launch.judges_exits and not self._lost:
@@ -306,7 +318,6 @@ class Course:
                 return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
             return self._failed(cause, "failed")
         if verdict == "hung":
-            odd = odd_ones(self._groups)
             failure = explain_hang(attempt, self._hang, self._groups, odd)
             return replace(self._failed(failure, "failed"), hung=True, suspects=odd.nodes if odd else ())
         where = f"; logs: {attempt.path / 'logs'}"
@@ -323,6 +334,9 @@ class Course:
         if self._interrupts:
             return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
         return self._failed(Failure(text), "failed")
+
+    def _is_there(self, odd: Group) -> bool:
+        return not set(odd.nodes) & {one.node for one in self._lost}
 
     def _finished(self) -> Outcome:
         assert self._result is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import selectors
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.lease import RENEW_S, FencedError, Leader, Leadership
-from hpcrun.launch.pulse import Pulse
+from hpcrun.launch.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.wire import Gate, Guest, Session
 from hpcrun.specs.rundir import RunDir
 
@@ -42,10 +43,11 @@ _CALL_S = 30.0
 class Member:
     """One agent: what we have told each other, and the command that has started it."""
 
-    def __init__(self, node: str, log: Path) -> None:
-        self.node, self.log = node, log
+    def __init__(self, node: str, log: Path, clock: Callable[[], float]) -> None:
+        self.node, self.log, self._clock = node, log, clock
         self.session, self.id = Session(), ""
-        self.heard = time.monotonic()
+        self._heard = clock()
+        self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = False
         self.hello: dict[str, Any] = {}
         """What it has said about itself."""
@@ -53,7 +55,7 @@ class Member:
         self.losses = 0
         self.replaced: set[str] = set()
         """The sessions of agents that another one has taken the place of."""
-        self.broken_at: float | None = None
+        self._broken: float | None = None
         self.children: list[subprocess.Popen[bytes]] = []
         """The steps that it may be in."""
 
@@ -70,7 +72,15 @@ class Member:
     @property
     def silent_s(self) -> float:
         """For how long nothing was heard."""
-        return time.monotonic() - self.heard
+        return self._clock() - self._heard
+
+    def heard(self) -> None:
+        """It has said something, over a connection that stands."""
+        self._heard, self._broken = self._clock(), None
+
+    def broken(self) -> None:
+        """Its connection has broken."""
+        self._broken = self._clock()
 
     @property
     def is_ended(self) -> bool:
@@ -82,7 +92,7 @@ class Member:
         """Why it must be taken for lost; None where there is no reason."""
         if self.is_ended:
             return f"its agent ended{self.last_words()}"
-        if self.broken_at is not None and time.monotonic() - self.broken_at > _GRACE_S:
+        if self._broken is not None and self._clock() - self._broken > _GRACE_S:
             return f"its agent has let the connection go{self.last_words()}"
         return _SILENT if self.silent_s > _SILENCE_S else None
 
@@ -94,9 +104,11 @@ class Member:
             self.children[-1].kill()
 
     def last_words(self) -> str:
-        """What its log ends with."""
+        """What its log ends with, of what was said while we lead."""
         try:
-            lines = self.log.read_text(errors="replace").split("\n")
+            with self.log.open(errors="replace") as file:
+                file.seek(self._said_before)
+                lines = file.read().split("\n")
         except OSError:
             return ""
         said = [line.strip() for line in lines if line.strip()]
@@ -107,13 +119,23 @@ class Crew:
     """Agents that come to our gate, one a node."""
 
     def __init__(
-        self, run: RunDir, leadership: Leadership, address: str, nodes: Sequence[str], missing: str = ""
+        self,
+        run: RunDir,
+        leadership: Leadership,
+        address: str,
+        nodes: Sequence[str],
+        missing: str = "",
+        gone: Collection[str] = (),
     ) -> None:
-        """`missing`: the node whose supervisor we come after; its agent is not waited for."""
+        """`missing`: the node whose supervisor we come after; `gone`: those that were lost before.
+
+        Their agents are not waited for; if they come, they are let in.
+        """
         self._logs = run.agent_logs
         self._logs.mkdir(mode=0o700, exist_ok=True)
         self._leadership = leadership
-        self.members = {node: Member(node, self._logs / f"{node}.log") for node in nodes}
+        clock = AwakeClock()
+        self.members = {node: Member(node, self._logs / f"{node}.log", clock) for node in nodes}
         self._steps: list[subprocess.Popen[bytes]] = []
         self._again: Callable[[str], subprocess.Popen[bytes]] | None = None
         self._put_aside: list[tuple[Member, dict[str, Any]]] = []
@@ -124,6 +146,9 @@ class Crew:
         self._selector = selectors.EpollSelector()
         self._selector.register(self._gate, selectors.EVENT_READ)
         self._pulses = [Pulse(RENEW_S, leadership.renew), Pulse(_BEAT_S, self._beat)]
+        self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
+        for node in self.members.keys() & {*gone} - {missing}:
+            self.members[node].is_lost, self.members[node].losses = True, 1
         if missing in self.members:
             self.lose(self.members[missing], "its supervisor did not answer any more")
         Leader(leadership.epoch, address, self._gate.port, secret, os.uname().nodename).publish(run)
@@ -224,7 +249,7 @@ class Crew:
             channel = agent.session.channel
             messages = agent.session.hear()
             if messages:
-                agent.heard = time.monotonic()
+                agent.heard()
             for message in messages:
                 if message.get("kind") == "hello":
                     agent.hello = message
@@ -235,7 +260,7 @@ class Crew:
                     yield agent, message
             if channel is not None and channel.is_closed and agent.session.channel is channel:
                 self._let_go(agent)
-                agent.broken_at = time.monotonic()
+                agent.broken()
 
     def _welcome(self, guest: Guest) -> None:
         """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
@@ -254,7 +279,7 @@ class Crew:
         channel = guest.admit(agent.session.seen)
         agent.session.attach(channel, guest.badge.seen)
         self._selector.register(channel, selectors.EVENT_READ, agent)
-        agent.heard, agent.broken_at = time.monotonic(), None
+        agent.heard()
         if agent.is_lost:
             agent.is_lost = False
             # Whatever it has of an attempt that went on without it.

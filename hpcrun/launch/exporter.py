@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.beside import log, remembered, say
+from hpcrun.launch.beside import TEXTFILE, log, remembered, say, shown_as
 from hpcrun.launch.exposition import Figures, render_exposition
 from hpcrun.launch.heard import heard_s
 from hpcrun.launch.ownership import supervisor_of
@@ -47,9 +47,8 @@ class Exporter:
         self._nodes = _Nodes(run)
         self._errors, self._written, self._text = 0, float("-inf"), ""
         self._is_well = True
-        name = f"hpcrun-{run.id.replace('/', '-')}"
-        self._textfile = Path(orders["textfile"]) / f"{name}.prom" if orders["textfile"] else None
-        self._targets = Path(orders["targets"]) / f"{name}.json" if orders["targets"] else None
+        self._textfile = shown_as(run, orders["textfile"], TEXTFILE) if orders["textfile"] else None
+        self._targets = shown_as(run, orders["targets"], ".json") if orders["targets"] else None
         self._server: HTTPServer | None = None
         for place in (self._textfile, self._targets):
             if place is not None:

@@ -23,13 +23,13 @@ class Heard:
         self._is_wanted = run.telemetry.is_dir()
         self._shown = 0.0
 
-    def show(self, heard: Mapping[str, float]) -> None:
-        """Write down when each node was heard of (monotonic), if it is time to; what fails is let go."""
+    def show(self, silent_s: Mapping[str, float]) -> None:
+        """Write down for how long nothing was heard of each node, if it is time to; what fails is let go."""
         now = time.monotonic()
         if not self._is_wanted or now - self._shown < _EVERY_S:
             return
         self._shown = now
-        ages = {node: round(max(0.0, now - at), 3) for node, at in heard.items()}
+        ages = {node: round(age, 3) for node, age in silent_s.items()}
         aside = self._path.with_suffix(".new")
         # Not synced: it is worth nothing a moment later, and must not hold up the supervisor.
         with contextlib.suppress(OSError):

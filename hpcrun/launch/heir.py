@@ -10,6 +10,7 @@ import time
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
 from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.endurance import say
 from hpcrun.launch.lease import RENEW_S, Leadership
 from hpcrun.launch.pulse import Pulse
 from hpcrun.specs.records import read_json, write_json
@@ -57,7 +58,7 @@ class Heir:
         return True
 
     def _start(self, epoch: int) -> None:
-        self._say(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
+        say(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
         self._began = time.monotonic()
         log = self._run.agent_logs / f"takeover-{epoch}.log"
         with log.open("ab") as output:
@@ -91,9 +92,9 @@ class Heir:
             ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
             write_json(self._run.exit, ended | {"step": None, "ended": time.time()})
             process.run(["scancel", self._allocation.id], timeout_s=60)
-            self._say(message)
+            say(message)
             return
-        self._say(f"{told} queued the job again")
+        say(f"{told} queued the job again")
 
     def see_off(self) -> None:
         """Stay until it has ended: with us, Slurm would end it."""
@@ -101,8 +102,4 @@ class Heir:
             try:
                 self._child.wait(_SEE_OFF_S)
             except subprocess.TimeoutExpired:
-                self._say(f"the supervisor here (pid {self._child.pid}) has not ended")
-
-    def _say(self, text: str) -> None:
-        sys.stderr.write(f"hpcrun: {text}\n")
-        sys.stderr.flush()
+                say(f"the supervisor here (pid {self._child.pid}) has not ended")

@@ -39,6 +39,8 @@ class Launch:
     """Whether the ranks know what to do when they are asked to save and stop before the time limit."""
     stragglers: Literal["off", "report", "replace"] = "report"
     """What is done about nodes that are slower than the others."""
+    job: int | None = None
+    """The batch job that it is part of, which Slurm may queue again."""
 
     @property
     def ranks(self) -> int:

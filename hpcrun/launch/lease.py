@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpcrun.launch.endurance import patiently
 from hpcrun.launch.ownership import TakenError
 from hpcrun.specs.records import LineWriter, read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -164,12 +165,12 @@ class LeaderWriter(LineWriter):
     def __init__(self, path: Path, verify: Callable[[], None]) -> None:
         self._verify = verify
         verify()
-        super().__init__(path)
+        patiently(lambda: super(LeaderWriter, self).__init__(path))
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; FencedError where another leads."""
         self._verify()
-        super().write(record | {"host": os.uname().nodename})
+        patiently(lambda: super(LeaderWriter, self).write(record | {"host": os.uname().nodename}))
 
 
 Move = Literal["wait", "bid", "claim", "withdraw"]

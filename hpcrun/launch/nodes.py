@@ -328,7 +328,7 @@ class AgentNodes:
                 self._note(happening)
                 yield happening
         yield from self._new_losses()
-        self._heard.show({one.node: one.heard for one in self._crew.living})
+        self._heard.show({one.node: one.silent_s for one in self._crew.living})
 
     def verify(self) -> None:
         """FencedError where another supervisor has taken over."""

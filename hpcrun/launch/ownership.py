@@ -90,12 +90,17 @@ def sweep_leftovers(run: RunDir) -> list[str]:
     if strays:
         process.kill_all(strays)
         notes.append(f"ended {len(strays)} processes that an earlier attempt had left")
+    sweep_segments(run)
+    return notes
+
+
+def sweep_segments(run: RunDir) -> None:
+    """Remove the shared memory that ranks of earlier attempts have left on this host."""
     for attempt in run.attempts():
         records = [read_json(path) for path in attempt.rank_record(0).parent.glob("rank-*.json")]
         ours = [record for record in records if record and record.get("node") == os.uname().nodename]
         for record in ours:
             remove_segments(record.get("shm", ()), since=record.get("started", 0.0))
-    return notes
 
 
 def _taken(run: RunDir) -> TakenError:

@@ -1,4 +1,4 @@
-"""A pulse: signs of life that go on while a process is busy, and stop when it hangs."""
+"""Pulses: signs of life that go on while a process is busy, and stop when it hangs; and a clock for them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,34 @@ PATIENCE_S = 120.0
 
 Slurm's commands may take a minute, and a file system that fails over two: neither is a reason to be given up.
 """
+TICK_S = 0.5
+_LATE_S = 1.5
+"""Longer than this a tick takes only while the whole process stands."""
+
+
+class AwakeClock:
+    """A monotonic clock that stands while its process is stopped, as by `scontrol suspend`, or its machine.
+
+    Whoever wakes has heard nothing of the others for as long, and must take none of them for lost. Time
+    passes only where `tick` is called every TICK_S.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ticked, self._stood_s = clock(), 0.0
+        self._lock = threading.Lock()
+
+    def __call__(self) -> float:
+        """Seconds, of which only differences mean something."""
+        with self._lock:
+            return min(self._clock(), self._ticked + _LATE_S) - self._stood_s
+
+    def tick(self) -> None:
+        """The process runs."""
+        with self._lock:
+            now = self._clock()
+            self._stood_s += max(0.0, now - self._ticked - _LATE_S)
+            self._ticked = now
 
 
 class Pulse:

@@ -32,7 +32,7 @@ def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None 
     if outcome.status == "saved" and outcome.stop is None and outcome.suspects:
         return "straggler"
     if outcome.status == "failed" and outcome.exit_code == EXIT_RANKS_DIED and outcome.stop is None:
-        return "node" if outcome.lost else "hang" if outcome.hung else "crash"
+        return "hang" if outcome.hung else "node" if outcome.lost else "crash"
     if outcome.status == "failed" and outcome.exit_code == EXIT_SITE and outcome.lost:
         return "node"  # nothing was started: the preflight has left too few nodes
     return None

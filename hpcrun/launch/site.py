@@ -21,7 +21,7 @@ from hpcrun.launch.crew import Crew
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
 from hpcrun.launch.lease import Leadership
 from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
-from hpcrun.launch.succession import Succession
+from hpcrun.launch.succession import Succession, left_out
 from hpcrun.launch.wire import address_here
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import LiveCluster, ask_topology
@@ -139,7 +139,8 @@ class Site:
         environ = step_environment(without_world(with_our_package(os.environ)))
         address = address_here(self.cluster.network.interface if self.cluster else None, names)
         leadership = Leadership(run, succession.epoch if succession else None)
-        crew = Crew(run, leadership, address, names, succession.former if succession else "")
+        missing, gone = (succession.former, left_out(run)[0]) if succession else ("", frozenset())
+        crew = Crew(run, leadership, address, names, missing, gone)
         try:
             if succession is None:
                 crew.start(self.allocation.agent_steps(run, names), environ)

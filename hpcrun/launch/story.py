@@ -296,7 +296,9 @@ def _fate(event: Record) -> str:
         return f"rank {event['rank']}{where} gave up"
     status = event.get("wait_status")
     how = describe_status(status) if _is_status(status) else "ended"
-    return f"rank {event['rank']}{where} {how} before the run was done"
+    # Of a command's ranks each ends by itself, and only all of them together say that the run is done.
+    early = "" if status == 0 else " before the run was done"
+    return f"rank {event['rank']}{where} {how}{early}"
 
 
 def _is_status(value: Any) -> TypeGuard[int]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
+from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome, Status
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.lease import LEADERLESS_S, sign_of
-from hpcrun.specs.records import LineReader, LineWriter, read_json
+from hpcrun.launch.lease import LEADERLESS_S, RENEW_S, claim, newest_epoch, read_lease, sign_of
+from hpcrun.launch.ownership import hold, succeed, supervisor_of
+from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _LOOK_S = 1.0
+_MOVES_S = 2.5 * RENEW_S
+"""A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
+_ENDS_S = LEADERLESS_S + 4.0
+"""So long the ranks of a supervisor that was fenced may still take to end."""
 _STILL_S = 8 * LEADERLESS_S
 """A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
 
@@ -48,7 +55,11 @@ class Succession:
             names = tuple(one.node for one in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
             message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
-            outcome = Outcome(run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, lost=names)
+            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            message += "; it was asked to save and stop" if stop else ""
+            outcome = Outcome(
+                run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, lost=names
+            )
         self._tell(run, outcome, lost)
         return outcome
 
@@ -64,6 +75,66 @@ class Succession:
             write("node lost", node=one.node, why=one.why)
         write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         events.close()
+
+
+@contextmanager
+def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Own a run inside the block; TakenError where another supervisor does.
+
+    But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
+    may live on, and the run is ours. It finds our epoch, and its ranks end.
+    """
+    former = supervisor_of(run)
+    is_ours = allocation is not None and former.get("slurm_job") == allocation.job
+    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and _is_led(run)):
+        with hold(run):
+            yield
+        return
+    note(f"the supervisor on {former.get('host')}, from before the job was queued again, lives; it is fenced")
+    while not claim(run, newest_epoch(run) + 1):
+        pass
+    time.sleep(_ENDS_S)
+    with succeed(run):
+        yield
+
+
+def _is_led(run: RunDir) -> bool:
+    """Whether somebody leads the run at this moment."""
+    seen = read_lease(run)
+    until = time.monotonic() + _MOVES_S
+    while seen and time.monotonic() < until:
+        time.sleep(_LOOK_S / 4)
+        if read_lease(run) != seen:
+            return True
+    return False
+
+
+def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
+    """The nodes that the newest allocation has lost, and those left out for what was seen of them."""
+    attempt, goes_on = 0, True
+    lost: set[str] = set()
+    out: set[str] = set()
+    for event in read_lines(run.events):
+        number = event.get("attempt")
+        if isinstance(number, int) and number > attempt:
+            if not goes_on:  # in another allocation
+                lost, out = set(), set()
+            attempt, goes_on = number, False
+        if event.get("event") == "node lost":
+            lost.add(str(event.get("node")))
+        elif event.get("event") == "relaunch":
+            goes_on, out = True, {str(node) for node in event.get("excluded", ())}
+    return frozenset(out & lost), frozenset(out - lost)
+
+
+def _is_to_stop(attempt: Attempt) -> bool:
+    """Whether somebody has asked the run to stop since the attempt began."""
+    wish, began = read_json(attempt.run.wish), read_json(attempt.supervisor)
+    events = read_lines(attempt.run.events)
+    told = [one for one in events if one.get("attempt") == attempt.number and one.get("event") == "signal"]
+    if any(one.get("signal") in ("SIGTERM", "SIGINT") for one in told):
+        return True
+    return bool(wish and began) and wish["time"] > began["started"]
 
 
 def _step(attempt: Attempt) -> int | None:

@@ -17,17 +17,18 @@ from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.drains import Drains
+from hpcrun.launch.endurance import patiently
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.lease import FencedError, LeaderWriter
 from hpcrun.launch.lemons import Sighting, note_sightings
 from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.ownership import hold, succeed, sweep_leftovers
+from hpcrun.launch.ownership import succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
 from hpcrun.launch.snapshot import record_origin
-from hpcrun.launch.succession import Succession, stand_back
+from hpcrun.launch.succession import Succession, left_out, own, stand_back
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.launch.telemetry import told_of
 from hpcrun.launch.watchdog import Watchdog
@@ -72,13 +73,15 @@ class Supervisor:
         run = prepared.resume or create_run(prepared.spec.name)
         if prepared.resume is None:
             record_origin(run, prepared.spec)
-        owned = succeed(run) if self._succession else hold(run)
-        with owned, told_of(run, prepared.spec, self._site, self._observer.note):
+        note = self._observer.note
+        owned = succeed(run) if self._succession else own(run, self._site.allocation, note)
+        with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
                 with self._site.nodes(run, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
+                hand_over()
                 self._observer.note(str(fenced))
                 stand_back(run, self._is_told_to_end)
                 raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
@@ -110,6 +113,10 @@ class Supervisor:
     def _one_after_another(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """For as long as there is reason for another attempt here."""
         outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
+        if self._succession:
+            lost, suspects = left_out(run)
+            self._roster.lose(lost)
+            self._roster.avoid(suspects, nodes)
         while True:
             if outcome is None:
                 attempt = self._open(run)
@@ -140,7 +147,7 @@ class Supervisor:
         self._fruitless = 0 if progress else self._fruitless + 1
         is_same = not progress and cause in ("crash", "hang") and recover.is_repeated(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
-        more: dict[str, Any] = {"nodes": list(outcome.lost or outcome.suspects), "rank": outcome.rank}
+        more: dict[str, Any] = {"nodes": list(outcome.suspects or outcome.lost), "rank": outcome.rank}
         more |= {"cause": cause, "kind": kind, "message": outcome.message}
         self._register.event(outcome.files, "fault", **more)
         self._roster.lose(outcome.lost)
@@ -209,13 +216,18 @@ class Supervisor:
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
         spec = self._prepared.spec
-        run.exit.unlink(missing_ok=True)
         for note in sweep_leftovers(run):
             self._observer.note(note)
-        attempt = run.next_attempt()
+        attempt = run.coming_attempt()
         self._began_at = recover.saved_step(run)
-        write_whole(run.spec, render_job(spec))
-        write_json(attempt.supervisor, self._identity())
+
+        def furnish() -> None:
+            run.exit.unlink(missing_ok=True)
+            attempt.create()
+            write_whole(run.spec, render_job(spec))
+            write_json(attempt.supervisor, self._identity())
+
+        patiently(furnish)
         return attempt
 
     def _identity(self) -> dict[str, Any]:
@@ -265,6 +277,7 @@ class Supervisor:
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
             stragglers=spec.watch.stragglers,
+            job=self._site.allocation.job if self._site.allocation and self._site.is_batch else None,
         )
         events = LeaderWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.launch.ledger import BUCKETS
-from hpcrun.launch.timeline import is_count
+from hpcrun.launch.timeline import gap_between, is_count, job_of
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
@@ -63,6 +63,8 @@ class Tally:
     """Up to here (wall clock) all time is counted."""
     gap: str = "stopped"
     """The bucket of the time between two attempts."""
+    job: str | None = None
+    """Of the newest attempt; None before the first."""
     reached: int = 0
     is_met: bool = False
     has_stepped: bool = False
@@ -161,13 +163,14 @@ class Tally:
 
     def _launch(self, event: Record, now: float) -> None:
         if not self.is_over:
-            # Its supervisor went without a word, and so did the job, which Slurm has queued again.
             self._fault("supervisor lost", self.seen or now)
-            self.gap = "queued"
+        if self.gap == "stopped" and self.job is not None:
+            self.gap = gap_between(self.job, job_of(event), is_over=self.is_over)
         if self.gap == "stopped":
             self.recovering_since = None  # a person came between
         self._pass(now, self.gap)
         self.state, self.attempt, self.gap = "starting", int(event["attempt"]), "stopped"
+        self.job = job_of(event)
         self.is_met = self.has_stepped = self.is_good = self.is_over = False
         self.progress_at, self.died_at = now, None
 

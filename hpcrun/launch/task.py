@@ -15,6 +15,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_S
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.endurance import say
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.prepare import prepare
@@ -38,8 +39,7 @@ class BatchLog:
 
     def note(self, text: str) -> None:
         """A line of its own."""
-        sys.stderr.write(f"hpcrun: {text}\n")
-        sys.stderr.flush()
+        say(text)
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met."""
@@ -63,7 +63,12 @@ def run_submitted(folder: str) -> int:
     """Run the pickle that submitit has put there for this job, which is run_task; gives its exit code."""
     # It loads numpy where there is one, which a login node is spared.
     process_job = importlib.import_module("submitit.core.submission").process_job
-    process_job(folder)
+    try:
+        process_job(folder)
+    except OSError:
+        # Where its own record of the result cannot be written, ours, or the code alone, says how it went.
+        if not _codes:
+            raise
     return _codes.pop()
 
 

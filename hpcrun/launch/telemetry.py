@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.launch.beside import ALL_TOLD, DRAIN_S, ORDERS
+from hpcrun.launch.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE, shown_as
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.world import without_world
 from hpcrun.specs.job import JobSpec
@@ -33,20 +33,51 @@ _SIOCGIFADDR = 0x8915
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
+class _Beside:
+    """The process that looks after all the others, or nobody."""
+
+    def __init__(self, run: RunDir, orders: dict[str, Any], note: Callable[[str], None]) -> None:
+        self._run, self._orders, self._note = run, orders, note
+        self._child: subprocess.Popen[bytes] | None = None
+        if orders:
+            try:
+                self._child = _start(run, orders)
+            except OSError as error:
+                note(f"telemetry: {error}; the run goes on without it")
+
+    def hand_over(self) -> None:
+        """Tell nothing more, not even that the supervisor is gone: another one has the run, and tells."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        process.kill_tree(child.pid)
+        child.kill()
+        child.communicate()
+        textfile = self._orders.get("exporter", {}).get("textfile")
+        if textfile is not None:
+            # The figures of the run are shown elsewhere.
+            with suppress(OSError):
+                shown_as(self._run, textfile, TEXTFILE).unlink()
+
+    def end(self) -> None:
+        """Have the rest told."""
+        if self._child is not None:
+            _end(self._child, self._note)
+
+
 @contextmanager
-def told_of(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]) -> Iterator[None]:
-    """Have everybody told whom the job or the site names, for as long as the block lasts."""
-    child = None
-    if orders := _orders(run, spec, site, note):
-        try:
-            child = _start(run, orders)
-        except OSError as error:
-            note(f"telemetry: {error}; the run goes on without it")
+def told_of(
+    run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Have everybody told whom the job or the site names, for as long as the block lasts.
+
+    Gives what ends it before, to be called where another supervisor has the run.
+    """
+    beside = _Beside(run, _orders(run, spec, site, note), note)
     try:
-        yield
+        yield beside.hand_over
     finally:
-        if child is not None:
-            _end(child, note)
+        beside.end()
 
 
 def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:

@@ -54,6 +54,7 @@ class Timeline:
         names = [event.get("event") for event in events]
         launch = names.index("launch") if "launch" in names else 0
         self._before, self._events = events[:launch], events[launch:]
+        self.job = job_of(self._events[0]) if self._events else ""
         self._places = _places(self._events)
         self._clocks = _clocks(self._events, self._places)
         self.begin = _begin(self._events, lines)
@@ -124,8 +125,7 @@ class Timeline:
             return "queued"
         if "relaunch" in previous.marks or any(one.get("event") == "relaunch" for one in self._before):
             return "recovery"
-        # Whoever ended without a word was lost with its node, and Slurm has queued it again.
-        return "stopped" if "exit" in previous.marks else "queued"
+        return gap_between(previous.job, self.job, is_over="exit" in previous.marks)
 
     @property
     def is_failed(self) -> bool:
@@ -183,6 +183,22 @@ class Timeline:
         for name in ("productive", "lost", *of.values()):
             spans[name] = scale * math.fsum(seconds for bucket, seconds in named if bucket == name)
         return max(0.0, window - told)
+
+
+def job_of(launch: Record) -> str:
+    """The batch job of an attempt by its launch, `none` without one; empty where it is not known."""
+    return str(launch["job"] or "none") if "job" in launch else ""
+
+
+def gap_between(before: str, after: str, *, is_over: bool) -> str:
+    """The bucket of the time between attempts of these jobs, where no event says what came between.
+
+    Slurm queues the same job again; another one, or none, is somebody's. `is_over`: the first told its end.
+    """
+    if before and after:
+        return "queued" if before == after != "none" else "stopped"
+    # Whoever ended without a word was most likely lost with its node.
+    return "stopped" if is_over or after == "none" else "queued"
 
 
 def timelines(events: Iterable[Record], metrics: Iterable[Record]) -> list[Timeline]:

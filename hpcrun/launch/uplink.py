@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 from hpcrun.errors import HpcrunError
 from hpcrun.launch import lease
 from hpcrun.launch.lease import Leader, Vigil
-from hpcrun.launch.pulse import Pulse
+from hpcrun.launch.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.wire import Badge, Channel, Session, WireError, join
 from hpcrun.specs.rundir import RunDir
 
@@ -29,7 +30,8 @@ class Uplink:
     def __init__(self, run: RunDir, node: str, position: int, may_claim: Callable[[], bool] | None) -> None:
         """`position`: whose turn it is to take over; `may_claim`: asked before, None where nobody may."""
         self._run, self._node, self._may_claim = run, node, may_claim
-        self.vigil = Vigil(position)
+        clock = AwakeClock()
+        self.vigil = Vigil(position, clock)
         self.session, self._id = Session(), ""
         self.epoch = 0
         """The newest supervisor's that was met."""
@@ -39,6 +41,7 @@ class Uplink:
         self._arrived: tuple[Leader, Channel, int, Session, str] | None = None
         works = ((BEAT_S, self._beat), (_SEEK_S, self._look_for_leader), (_SEEK_S, self._look_at_lease))
         self._pulses = [Pulse(seconds, do) for seconds, do in works]
+        self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
 
     def hear(self) -> list[dict[str, Any]]:
         """The orders that have come."""

@@ -59,14 +59,15 @@ class LineWriter:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         size = os.fstat(self._descriptor).st_size
-        # A line torn by a crash would swallow the next one: end it first.
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")
+        # A line torn by a crash would swallow the next one: that one ends it first.
+        self._is_torn = bool(size) and os.pread(self._descriptor, 1, size - 1) != b"\n"
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; OSError when it did not fit."""
-        line = (json.dumps(record) + "\n").encode()
-        if os.write(self._descriptor, line) < len(line):
+        line = b"\n" * self._is_torn + (json.dumps(record) + "\n").encode()
+        written = os.write(self._descriptor, line)
+        self._is_torn = written < len(line) and line[written - 1 : written] != b"\n"
+        if written < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def close(self) -> None:

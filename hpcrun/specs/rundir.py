@@ -208,6 +208,11 @@ class RunDir:
         return self.path / "leader.json"
 
     @property
+    def wish(self) -> Path:
+        """When somebody has asked it to save and stop; for a supervisor that comes after another."""
+        return self.path / "stop.json"
+
+    @property
     def exit(self) -> Path:
         """How the run ended; absent while it goes on."""
         return self.path / "exit.json"
@@ -242,10 +247,14 @@ class RunDir:
         numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
         return [Attempt(self, number) for number in numbers]
 
+    def coming_attempt(self) -> Attempt:
+        """The attempt after the newest one, of which nothing is there yet."""
+        attempts = self.attempts()
+        return self.attempt(attempts[-1].number + 1 if attempts else 1)
+
     def next_attempt(self) -> Attempt:
         """The attempt after the newest one, with its directories made."""
-        attempts = self.attempts()
-        return self.attempt(attempts[-1].number + 1 if attempts else 1).create()
+        return self.coming_attempt().create()
 
     def read_exit(self) -> dict[str, Any] | None:
         """The exit record, or None while there is none."""

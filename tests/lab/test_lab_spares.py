@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpcrun.launch.lease import LEADERLESS_S
 from hpcrun.launch.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
@@ -171,3 +172,18 @@ def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
     assert {line["host"] for line in told[told.index(took) :]} == {took["host"]}
     assert "another supervisor has taken over; this one stands back" in story(run)
     print(f"takeover after {took['time'] - cut:.1f} s")
+
+
+def test_a_job_that_is_suspended_goes_on_where_it_stood(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "train.steps=100000")
+    desk.until(lambda: len(steps(run)) > 6, run)
+    job = str(json.loads(run.job.read_text())["submissions"][-1]["job"])
+    desk.lab.run(["scontrol", "suspend", job]).require()
+    time.sleep(LEADERLESS_S + 4)
+    seen = max(steps(run))
+    desk.lab.run(["scontrol", "resume", job]).require()
+    desk.until(lambda: max(steps(run)) > seen + 5, run)
+    desk.hpcrun("stop", run.id)
+    assert desk.ended(run)["status"] == "saved", story(run)
+    assert outcomes(run) == [("saved", None, None)]

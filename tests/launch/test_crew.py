@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from hpcrun import process
 from hpcrun.launch import crew as crews
 from hpcrun.launch.crew import Crew
 from hpcrun.launch.happenings import NodeLost, RankEnded
-from hpcrun.launch.lease import FencedError, Leadership, claim, read_leader
+from hpcrun.launch.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
 from hpcrun.launch.nodes import AgentNodes
 from hpcrun.launch.site import with_our_package
 from hpcrun.launch.wire import Badge, WireError, join
@@ -51,8 +52,10 @@ class Place:
         self.agents.setdefault(node, []).append(child)
         return child
 
-    def lead(self, *nodes: str, missing: str = "", epoch: int | None = None) -> AgentNodes:
-        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing)
+    def lead(
+        self, *nodes: str, missing: str = "", gone: tuple[str, ...] = (), epoch: int | None = None
+    ) -> AgentNodes:
+        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing, gone)
         self.opened.append(crew)
         crew.adopt()
         return AgentNodes(crew, self.run)
@@ -236,6 +239,31 @@ def test_a_new_supervisor_finds_cleared_nodes_and_the_old_one_stops(place: Place
     assert place.launch(new, 2, "n02", "n01")
 
 
+def test_nodes_that_were_lost_before_are_not_waited_for_nor_lost_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crews, "_ADOPT_S", 600.0)
+    place.agent("n02")
+    nodes = place.lead(*NODES, missing="n01", gone=("n01", "n03"), epoch=2)
+    assert nodes.alive == ("n02",)
+    assert [one.node for one in nodes.lost] == ["n01"]
+    place.agent("n03")
+    until(lambda: news(nodes) or "n03" in nodes.alive)
+
+
+def test_last_words_are_those_that_were_said_to_this_supervisor(place: Place) -> None:
+    place.run.agent_logs.mkdir()
+    log = place.run.agent_logs / "n01.log"
+    log.write_text("hpcrun: the supervisor does not answer\n")
+    place.agent("n01")
+    place.lead("n01")
+    member = place.opened[0].members["n01"]
+    assert member.last_words() == ""
+    with log.open("a") as file:
+        file.write("Out of memory\n")
+    assert member.last_words() == "; it said last: Out of memory"
+
+
 def test_whoever_loses_most_of_its_agents_waits_for_a_successor(place: Place) -> None:
     for node in NODES:
         place.agent(node)
@@ -285,3 +313,29 @@ def test_agents_outside_of_a_batch_job_end_with_their_supervisor(place: Place) -
     child.stdin.close()
     assert child.wait(10) == 0
     assert not is_alive(pid)
+
+
+def test_where_slurm_ends_the_job_ranks_without_a_supervisor_end_at_once(place: Place) -> None:
+    agent = place.agent("n01")
+    nodes = place.lead("n01")
+    (pid,) = place.launch(nodes, 1, "n01")
+    agent.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert is_alive(pid)  # what the signal means is the supervisor's to say
+    for pulse in place.opened[0]._pulses:
+        pulse.stop()
+    until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+
+
+def test_what_ranks_have_left_in_memory_goes_before_the_next_attempt(place: Place) -> None:
+    place.agent("n01")
+    nodes = place.lead("n01")
+    left = Path(f"/dev/shm/mpich_shm_{os.urandom(4).hex()}_0")
+    left.touch()
+    try:
+        record = place.run.attempt(1).create().rank_record(0)
+        record.write_text(json.dumps({"node": os.uname().nodename, "shm": [str(left)], "started": 0.0}))
+        place.launch(nodes, 2, "n01")
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)

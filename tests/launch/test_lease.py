@@ -25,6 +25,7 @@ from hpcrun.launch.lease import (
     sign_of,
 )
 from hpcrun.launch.ownership import TakenError, hold, succeed
+from hpcrun.launch.pulse import TICK_S, AwakeClock
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -95,6 +96,21 @@ def test_a_file_system_that_stalled_gives_no_reason() -> None:
     assert moves(vigil, clock, ["a"] * 2)[0][1] == "bid"
     assert [move for _, move in moves(vigil, clock, ["b"])] == ["withdraw"]
     assert moves(vigil, clock, ["c", "d", "e", "f"] * 10) == []
+
+
+def test_whoever_was_stopped_himself_takes_nobody_for_lost() -> None:
+    clock = Clock()
+    awake = AwakeClock(clock)
+    vigil = Vigil(0, awake)
+    clock.now += 3600.0
+    assert vigil.quiet_s < QUIET_S  # it has just been woken, and has not ticked yet
+    awake.tick()
+    assert vigil.quiet_s < QUIET_S
+    while vigil.quiet_s < LEADERLESS_S:
+        clock.now += TICK_S
+        awake.tick()
+    # From then on time passes as ever.
+    assert LEADERLESS_S - QUIET_S <= clock.now - 4600.0 <= LEADERLESS_S
 
 
 def test_a_refusal_begins_the_wait_anew() -> None:

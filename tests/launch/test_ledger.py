@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrun.launch.ledger import BUCKETS, Ledger, add, ledger, read_ledger
+from hpcrun.launch.tally import Tally
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import create_run
 
@@ -231,6 +232,32 @@ def test_a_supervisor_that_vanished_is_a_fault_and_its_host_s_absence_is_waiting
     found = run.account()
     close(found, run.truth)
     assert found.causes == {"supervisor lost": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "bucket"),
+    [(7, 7, "queued"), (7, 8, "stopped"), (None, None, "stopped"), (None, 7, "stopped")],
+)
+@pytest.mark.parametrize("has_told", [False, True], ids=["without a word", "with an end"])
+def test_where_no_event_says_so_only_the_same_job_was_in_the_queue(
+    before: int | None, after: int | None, bucket: str, *, has_told: bool
+) -> None:
+    run = Run()
+    for job, first in ((before, 1), (after, 4)):
+        run.launch(first - 1)
+        run.events[-2]["job"] = job
+        run.steps(first, 3)
+        if first == 1:
+            if has_told:
+                run.event("exit", status="interrupted", exit_code=130, message="")
+            run.passes(bucket, 300)
+    run.steps(4, 6)
+    run.ends()
+    found = run.account()
+    close(found, run.truth)
+    tally = Tally()
+    tally.take(run.events, run.metrics)
+    assert tally.badput_s[bucket] == pytest.approx(300)
 
 
 def test_a_run_that_somebody_resumed_the_next_day_has_not_wasted_the_night() -> None:

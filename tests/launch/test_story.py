@@ -98,6 +98,12 @@ def test_the_story_is_told_in_the_order_of_things_with_ranks_folded() -> None:
     assert texts(Teller(nodes).tell(FIRST + THEN, METRICS)) == TOLD
 
 
+def test_ranks_of_a_command_end_one_by_one_before_it_is_known_to_be_done() -> None:
+    ends = [event(5, "rank ended", rank=rank, node="n01", pid=7, wait_status=0) for rank in (1, 0)]
+    told = texts(Teller(nodes).tell([*ends, event(6, "exit", status="done", message="done")], []))
+    assert told == [(1, "rank 1 on n01 ended with exit code 0; rank 0 ended after it"), (1, "done")]
+
+
 def test_told_piece_by_piece_it_says_the_same() -> None:
     teller = Teller(nodes)
     found: list[Entry] = []

@@ -223,6 +223,24 @@ def test_a_supervisor_that_is_killed_is_told_as_lost_and_nobody_stays(site: Site
     assert states(path) == ["starting", "lost"]
 
 
+def test_what_another_supervisor_tells_is_told_once(site: Site, tmp_path: Path) -> None:
+    run, path, folder = RunDir(tmp_path / "r"), tmp_path / "told", tmp_path / "prom"
+    run.path.mkdir()
+    folder.mkdir()
+    run.events.write_text(json.dumps({"time": 1.0, "attempt": 1, "event": "launch"}) + "\n")
+    spec = load_job(site.job, [hook(path), f"telemetry.textfile={folder}"]).spec
+    with told_of(run, spec, Place(), print) as hand_over:
+        end = time.monotonic() + 20
+        while not (path.exists() and path.read_text().endswith("\n") and any(folder.glob("*.prom"))):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        hand_over()
+        with run.events.open("a") as events:
+            events.write(json.dumps({"time": 2.0, "attempt": 1, "event": "fault"}) + "\n")
+    assert states(path) == ["starting"]
+    assert list(folder.iterdir()) == []
+
+
 def test_hooks_of_the_profile_are_called_beside_the_job_s(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.happenings import Progress, decode, encode
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.listener import Listener
@@ -22,9 +23,11 @@ from hpcrun.launch.stragglers import Stragglers
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.watchdog import Watchdog
 from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.watch import WatchSpec
-from tests.launch.conftest import LIMITS, Recorder, Site
+from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
+from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 
 NODE = os.uname().nodename
 QUICK = ("watch={floor: 1s, slow: 20s}", "retry={hang: 1, crash: 0}")
@@ -58,6 +61,40 @@ def test_a_rank_that_is_stopped_is_named_though_it_can_write_nothing(site: Site)
     first = read_json(outcome.run.attempt(1).outcome)
     assert f"rank 1 on node {NODE} stands apart: rank 1: stopped by a signal" in first["message"]
     assert (outcome.status, outcome.attempt) == ("done", 2)
+
+
+class FadingNodes(PretendedNodes):
+    """Two nodes; one of them is lost while the ranks are looked into."""
+
+    def __init__(self, falls: str) -> None:
+        super().__init__(("a", "b"))
+        self._falls = falls
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        seen = super().dump(timeout_s)
+        self.lose(self._falls)
+        return seen
+
+
+class FadingSite(PretendedSite):
+    def place(self, spec: JobSpec, *_: object, **__: object) -> Placement:
+        return Placement(("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("falls", "cause", "nodes"), [("a", "hang", ["b"]), ("b", "node", ["b"])], ids=["another", "the same"]
+)
+def test_a_node_that_goes_after_a_hang_is_told_and_explains_it_only_where_it_can(
+    site: Site, falls: str, cause: str, nodes: list[str]
+) -> None:
+    there = FadingSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, pretended=FadingNodes(falls))
+    spread = ("parallel.dp_replicate=2", "resources.nodes=2", "watch.floor=1s", "retry={hang: 0, node: 0}")
+    prepared = prepare(site.job, [*spread, "watch.slow=20s"])
+    outcome = supervise(there, prepared, Recorder(), (str(PROGRAM), "stops-itself"))
+    (fault,), (lost,) = events_of(site, "fault"), events_of(site, "node lost")
+    assert (fault["cause"], fault["nodes"], lost["node"]) == (cause, nodes, falls)
+    assert ("no progress" in outcome.message) == (cause == "hang")
+    assert fault["rank"] == (1 if cause == "hang" else None)
 
 
 def test_a_long_save_is_no_hang(site: Site) -> None:

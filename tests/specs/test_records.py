@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,19 @@ def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None
     steps = last_of_each_step(records)
     assert [(record["step"], record["loss"]) for record in steps] == [(1, 9), (2, 7), (3, 5)]
     assert json.dumps(steps)
+
+
+def test_a_line_that_did_not_fit_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    writer = LineWriter(path)
+    writer.write({"n": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space"):
+            writer.write({"n": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    writer.write({"n": 2})
+    writer.close()
+    assert list(read_lines(path)) == [{"n": 1}, {"n": 2}]

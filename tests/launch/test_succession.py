@@ -1,0 +1,88 @@
+"""What a supervisor finds out of a run whose supervisor it comes after."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.launch import succession
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.lease import FencedError, Leadership
+from hpcrun.launch.ownership import TakenError, hold
+from hpcrun.launch.pulse import Pulse
+from hpcrun.launch.recover import cause_of
+from hpcrun.launch.succession import Succession, left_out, own
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import RunDir
+
+LOST = (1, "node lost", {"node": "n3"})
+WITHOUT = (1, "relaunch", {"excluded": ["n2", "n3"]})
+
+
+@pytest.mark.parametrize(
+    ("events", "lost", "suspect"),
+    [
+        ([(1, "launch", {}), LOST], set(), set()),
+        ([(1, "launch", {}), LOST, WITHOUT, (2, "preflight", {})], {"n3"}, {"n2"}),
+        ([(1, "launch", {}), LOST, WITHOUT, (2, "relaunch", {"excluded": ["n3"]})], {"n3"}, set()),
+        # Another allocation has nodes of its own.
+        ([LOST, WITHOUT, (2, "launch", {}), (2, "requeue", {}), (3, "launch", {})], set(), set()),
+        ([LOST, WITHOUT, (2, "launch", {}), (3, "launch", {}), (3, "relaunch", {})], set(), set()),
+    ],
+    ids=["nothing yet", "both", "back", "queued again", "resumed"],
+)
+def test_who_is_left_out(
+    tmp_path: Path, events: list[tuple[int, str, dict[str, Any]]], lost: set[str], suspect: set[str]
+) -> None:
+    run = RunDir(tmp_path)
+    lines = [{"attempt": attempt, "event": event} | more for attempt, event, more in events]
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [*map(set, left_out(run))] == [lost, suspect]
+
+
+def job(number: int, restarts: int) -> Allocation:
+    return Allocation(number, ("n1", "n2"), str(number), is_batch=True, restarts=restarts)
+
+
+def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "_ENDS_S", 0.1)
+    said: list[str] = []
+    run = RunDir(tmp_path)
+    write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
+    with hold(run):
+        old = Leadership(run)
+        pulse = Pulse(0.1, old.renew)
+        for other in (job(7, 0), job(8, 1), None):  # itself, somebody's resume, and a laptop
+            with pytest.raises(TakenError), own(run, other, said.append):
+                pass
+        old.verify()
+        with own(run, job(7, 1), said.append):
+            with pytest.raises(FencedError):
+                old.verify()
+            with pytest.raises(TakenError), hold(run):
+                pass
+        pulse.stop()
+    assert said == ["the supervisor on n1, from before the job was queued again, lives; it is fenced"]
+    # One that is gone is waited for in vain.
+    with own(run, job(7, 2), said.append):
+        assert len(said) == 1
+
+
+@pytest.mark.parametrize("way", ["heard", "not heard", "before", "not at all"])
+def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path, way: str) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.attempt(1).create().supervisor, {"started": 100.0})
+    told = {"attempt": 1, "event": "signal", "signal": "SIGTERM" if way == "heard" else "SIGUSR1"}
+    run.events.write_text(json.dumps(told) + "\n")
+    if way in ("not heard", "before"):
+        write_json(run.wish, {"time": 101.0 if way == "not heard" else 99.0})
+    outcome = Succession(2, "n1").last_attempt(run, ())
+    assert outcome is not None
+    wanted = way in ("heard", "not heard")
+    assert (outcome.stop is not None, "asked to save and stop" in outcome.message) == (wanted, wanted)
+    assert (cause_of(outcome) is None) == wanted
