@@ -4,16 +4,16 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hpcrun.launch.functions import submit as submit
-    from hpcrun.launch.functions import submit_array as submit_array
-    from hpcrun.launch.progress import progress as progress
+    from hpcrun.launch.submit.functions import submit as submit
+    from hpcrun.launch.submit.functions import submit_array as submit_array
+    from hpcrun.launch.watch.progress import progress as progress
 
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "submit": "hpcrun.launch.functions",
-    "submit_array": "hpcrun.launch.functions",
-    "progress": "hpcrun.launch.progress",
+    "submit": "hpcrun.launch.submit.functions",
+    "submit_array": "hpcrun.launch.submit.functions",
+    "progress": "hpcrun.launch.watch.progress",
 }
 """The public names, and where each is found on its first use: importing the package loads nothing."""
 

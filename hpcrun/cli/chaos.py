@@ -16,7 +16,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, Problem, UsageError
 from hpcrun.specs.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from hpcrun.launch.chaos import Aim
+    from hpcrun.launch.rehearsal.chaos import Aim
 
 SCHEMA_VERSION = 1
 
@@ -186,8 +186,8 @@ def play(
 
     It is checked as a whole before the first. The exit code is 1 where one of them could not be done.
     """
-    from hpcrun.launch.chaos import require_running
-    from hpcrun.launch.scenario import Play, check_victims, load_scenario
+    from hpcrun.launch.rehearsal.chaos import require_running
+    from hpcrun.launch.rehearsal.scenario import Play, check_victims, load_scenario
 
     scenes = load_scenario(scenario)
     run = find_run(name)
@@ -219,8 +219,8 @@ def play(
 
 
 def _do(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool, as_json: bool) -> None:
-    from hpcrun.launch import chaos
-    from hpcrun.launch.faults import read_fault
+    from hpcrun.launch.rehearsal import chaos
+    from hpcrun.launch.rehearsal.faults import read_fault
 
     fault, problems = read_fault({"do": do, **values})
     if fault is None:

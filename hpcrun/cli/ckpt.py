@@ -196,7 +196,7 @@ def gc(
     import contextlib
 
     from hpcrun.checkpoint.commit import find_garbage, remove
-    from hpcrun.launch.runs import look_at_all
+    from hpcrun.launch.record.runs import look_at_all
     from hpcrun.specs.load import load_job
     from hpcrun.specs.rundir import find_run
 

@@ -14,7 +14,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_SAVED, HpcrunError,
 from hpcrun.specs.rundir import RunDir, find_run, find_runs
 
 if TYPE_CHECKING:
-    from hpcrun.launch.story import Entry
+    from hpcrun.launch.record.story import Entry
 
 SCHEMA_VERSION = 1
 
@@ -36,7 +36,7 @@ def events(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run is over.")] = False,
 ) -> None:
     """What happened to a run: launches, saves, signals, faults, and how each attempt ended."""
-    from hpcrun.launch import story
+    from hpcrun.launch.record import story
 
     run = find_run(name)
     if run.sweep.is_file():
@@ -71,7 +71,7 @@ def postmortem(
     as_json: _Json = False,
 ) -> None:
     """Put what an engineer asks for into one tar: records, logs, the story; secrets are masked."""
-    from hpcrun.launch.postmortem import postmortem as write_bundle
+    from hpcrun.launch.record.postmortem import postmortem as write_bundle
 
     run = find_run(name)
     bundle = write_bundle(run, out)
@@ -93,7 +93,7 @@ def save(
     ] = False,
 ) -> None:
     """Ask runs to save at their next step and go on (SIGUSR1)."""
-    from hpcrun.launch import ask
+    from hpcrun.launch.record import ask
 
     seconds = _seconds(timeout, wait)
     asked: list[ask.Asked] = []
@@ -117,8 +117,8 @@ def stop(
     timeout: _Timeout = None,
 ) -> None:
     """Ask runs to save and stop; they are not queued again. What waits is taken out of the queue."""
-    from hpcrun.launch import ask
-    from hpcrun.launch.follow import wait as wait_for
+    from hpcrun.launch.record import ask
+    from hpcrun.launch.record.follow import wait as wait_for
 
     seconds = _seconds(timeout, wait)
     asked: list[RunDir] = []

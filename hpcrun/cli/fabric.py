@@ -12,7 +12,7 @@ from hpcrun.cli import lemons
 from hpcrun.errors import SiteError, UsageError
 
 if TYPE_CHECKING:
-    from hpcrun.launch.forecast import Forecast, Network
+    from hpcrun.launch.submit.forecast import Forecast, Network
     from hpcrun.mesh import Degrees
 
 SCHEMA_VERSION = 1
@@ -100,7 +100,7 @@ def place(
     ] = None,
 ) -> None:
     """Which nodes a job would ask for, which rank would sit where, what that costs, and why."""
-    from hpcrun.launch.forecast import forecast
+    from hpcrun.launch.submit.forecast import forecast
     from hpcrun.specs.load import load_job
 
     given = words or []
@@ -157,7 +157,7 @@ def avoid(
 
 def network_of(topology: Path | None, cluster: str | None, partition: str | None = None) -> Network:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
-    from hpcrun.launch.forecast import look
+    from hpcrun.launch.submit.forecast import look
     from hpcrun.slurm.live import ask_cluster
     from hpcrun.specs.cluster import find_cluster
 

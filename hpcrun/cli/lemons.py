@@ -13,7 +13,7 @@ from hpcrun.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpcrun.launch.lemons import Score
+    from hpcrun.launch.health.lemons import Score
 
 SCHEMA_VERSION = 1
 
@@ -74,7 +74,7 @@ def drain(
     import getpass
     import time
 
-    from hpcrun.launch.drainrequest import check_webhook, drain_request, post
+    from hpcrun.launch.health.drainrequest import check_webhook, drain_request, post
 
     if webhook is not None:
         check_webhook(webhook)
@@ -97,7 +97,7 @@ def drain(
 
 def _forget(listed: str, now: float) -> None:
     from hpcrun.hostlist import expand
-    from hpcrun.launch.lemons import forget, sightings_file
+    from hpcrun.launch.health.lemons import forget, sightings_file
     from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 
     named = expand(listed, "--forget")
@@ -119,7 +119,7 @@ def _forget(listed: str, now: float) -> None:
 
 def _scores(now: float) -> dict[str, Score]:
     """Of all nodes that something counts against; damaged lines are told."""
-    from hpcrun.launch.lemons import load_sightings, score, sightings_file
+    from hpcrun.launch.health.lemons import load_sightings, score, sightings_file
 
     found = load_sightings(sightings_file())
     for line in found.notes:

@@ -177,7 +177,7 @@ def _be_agent(run_dir: str, called: str = "") -> int:
     """The internal verb `_agent RUN [called]`: what the supervisor starts on each node of an allocation."""
     from pathlib import Path
 
-    from hpcrun.launch.agent import Agent
+    from hpcrun.launch.agents.agent import Agent
     from hpcrun.specs.rundir import RunDir
 
     Agent(RunDir(Path(run_dir)), is_called_back=bool(called)).serve()
@@ -189,7 +189,7 @@ def _be_successor(run_dir: str, epoch: str) -> int:
     from hpcrun.launch.inbox import hold_back
 
     hold_back()
-    return int(importlib.import_module("hpcrun.launch.takeover").run_taken_over(run_dir, epoch))
+    return int(importlib.import_module("hpcrun.launch.agents.takeover").run_taken_over(run_dir, epoch))
 
 
 def _be_task(folder: str) -> int:
@@ -211,7 +211,7 @@ def _strike(run_dir: str, order: str) -> int:
     import json
     from pathlib import Path
 
-    from hpcrun.launch.strike import strike
+    from hpcrun.launch.rehearsal.strike import strike
     from hpcrun.specs.rundir import RunDir
 
     return strike(RunDir(Path(run_dir)), json.loads(order))
@@ -219,12 +219,12 @@ def _strike(run_dir: str, order: str) -> int:
 
 def _be_beside(run_dir: str, name: str = "") -> int:
     """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
-    return int(importlib.import_module("hpcrun.launch.beside").main(run_dir, name))
+    return int(importlib.import_module("hpcrun.launch.outlets.beside").main(run_dir, name))
 
 
 def _be_reached(interface: str) -> int:
     """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
-    from hpcrun.launch.reach import take_part
+    from hpcrun.launch.health.reach import take_part
 
     take_part(interface)
     return EXIT_DONE

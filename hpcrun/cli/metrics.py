@@ -49,8 +49,8 @@ def metrics(
         raise UsageError("metrics: name a run, or several; or give --dashboard or --alerts")
     if out is not None and as_json:
         raise UsageError("metrics: --out is for Prometheus's text; give it or --json")
-    from hpcrun.launch.exporter import figures_of
-    from hpcrun.launch.exposition import render_exposition, samples
+    from hpcrun.launch.outlets.exporter import figures_of
+    from hpcrun.launch.outlets.exposition import render_exposition, samples
 
     figures = [figures_of(part) for run in find_runs(names) for part in _parts(run)]
     if as_json:
@@ -69,6 +69,6 @@ def metrics(
 def _parts(run: RunDir) -> list[RunDir]:
     if not run.sweep.is_file():
         return [run]
-    from hpcrun.launch.runs import elements_of
+    from hpcrun.launch.record.runs import elements_of
 
     return elements_of(run)

@@ -14,7 +14,7 @@ import typer
 
 from hpcrun.cli.display import Lines, duration
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
-from hpcrun.launch import runs
+from hpcrun.launch.record import runs
 from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
 
 SCHEMA_VERSION = 1
@@ -100,7 +100,7 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         return
     (state,) = runs.look_at_all([run])
     if as_json:
-        from hpcrun.launch.describe import account
+        from hpcrun.launch.record.describe import account
 
         _print_json(**state.as_json(), ledger=account(state).as_json())
         return
@@ -125,7 +125,7 @@ def _accounts(state: runs.RunState) -> dict[str, str]:
     """Faults, spares and goodput, where reading every step is a matter of a moment."""
     if _size(state.run.metrics) > _QUICK_BYTES:
         return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
-    from hpcrun.launch.describe import account
+    from hpcrun.launch.record.describe import account
 
     ledger = account(state)
     told = {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
@@ -149,7 +149,7 @@ def _size(path: Path) -> int:
 
 
 def _show_sweep(run: RunDir, as_json: bool) -> None:
-    from hpcrun.launch.describe import sweep_table
+    from hpcrun.launch.record.describe import sweep_table
 
     table = sweep_table(run)
     whole = runs.sum_up(run, [state for _, state in table])
@@ -177,7 +177,7 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
 @app.command()
 def describe(name: _Run, as_json: _Json = False) -> None:
     """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
-    from hpcrun.launch.describe import describe as describe_run
+    from hpcrun.launch.record.describe import describe as describe_run
 
     told, ledger = describe_run(find_run(name))
     if as_json:
@@ -241,7 +241,7 @@ def wait(
     as_json: _Json = False,
 ) -> None:
     """Wait until runs are over; the exit code is the run's, of several the worst."""
-    from hpcrun.launch import follow
+    from hpcrun.launch.record import follow
     from hpcrun.units import parse_time
 
     seconds = None if timeout is None else parse_time(timeout, "--timeout").seconds
@@ -267,7 +267,7 @@ def logs(
     as_json: _Json = False,
 ) -> None:
     """What a rank has printed."""
-    from hpcrun.launch import follow as following
+    from hpcrun.launch.record import follow as following
 
     if follow and as_json:
         raise UsageError("logs: --json prints what there is now, as one object; leave out --follow or --json")
@@ -294,7 +294,7 @@ def follow_run(
     run: RunDir, *, rank: int | None = None, attempt: int | None = None, batch: bool = False
 ) -> int:
     """Show what a run prints until it is over, and on stderr how it comes along; its exit code."""
-    from hpcrun.launch.follow import follow
+    from hpcrun.launch.record.follow import follow
 
     lines = Lines(runs.look_at(run).steps or 0, sys.stderr)
     return follow(run, _write, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
@@ -307,7 +307,7 @@ def cancel(
     as_json: _Json = False,
 ) -> None:
     """Ask runs to save and stop; what waits in the queue is taken out of it."""
-    from hpcrun.launch import cancel as stopping
+    from hpcrun.launch.record import cancel as stopping
 
     code, told = EXIT_DONE, []
     for run in find_runs(names):

@@ -81,8 +81,8 @@ def submit(
     """
     if slurm_version is not None and not dry_run:
         raise UsageError("--slurm-version goes with --dry-run: a job is submitted to the Slurm that is here")
-    from hpcrun.launch import submission
-    from hpcrun.launch.request import Request
+    from hpcrun.launch.submit import submission
+    from hpcrun.launch.submit.request import Request
 
     job, overrides = _job_and_overrides(words or [])
     request = Request(

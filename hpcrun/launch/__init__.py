@@ -1,1 +1,1 @@
-"""Starts a world of ranks, watches it, and leaves nothing behind."""
+"""Launch: from a job file to a run that goes on; `agents`, `watch`, `health`, … are rooms of their own in it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED
+from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.happenings import (
     Asked,
     Finished,
@@ -26,9 +27,8 @@ from hpcrun.launch.happenings import (
 )
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
-from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.progress import SOCKET_VARIABLE
-from hpcrun.launch.stacks import Frame, RankStack, parse_stacks
+from hpcrun.launch.watch.progress import SOCKET_VARIABLE
+from hpcrun.launch.watch.stacks import Frame, RankStack, parse_stacks
 from hpcrun.process import Handle
 from hpcrun.specs.records import read_json
 

@@ -6,7 +6,7 @@ import re
 import signal
 from typing import Any, Literal
 
-from hpcrun.launch.stacks import Group
+from hpcrun.launch.watch.stacks import Group
 
 Kind = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
 """deterministic: it will happen again; data: in reading them; infrastructure: it is not the job's."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
+from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt import RunningAttempt
 from hpcrun.launch.classify import Kind
 from hpcrun.launch.failure import Failure, explain, explain_hang
@@ -26,10 +27,9 @@ from hpcrun.launch.happenings import (
 )
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
-from hpcrun.launch.nodes import Nodes
-from hpcrun.launch.stacks import Group, as_json, group, odd_ones
-from hpcrun.launch.stragglers import Stragglers
-from hpcrun.launch.watchdog import Hang, Watchdog
+from hpcrun.launch.watch.stacks import Group, as_json, group, odd_ones
+from hpcrun.launch.watch.stragglers import Stragglers
+from hpcrun.launch.watch.watchdog import Hang, Watchdog
 from hpcrun.specs.records import LineReader, LineWriter
 from hpcrun.specs.rundir import Attempt, RunDir
 

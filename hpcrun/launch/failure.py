@@ -14,8 +14,8 @@ from hpcrun.launch import hydra
 from hpcrun.launch.classify import Kind, kind_of_crash, kind_of_hang
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
-from hpcrun.launch.stacks import Group
-from hpcrun.launch.watchdog import Hang
+from hpcrun.launch.watch.stacks import Group
+from hpcrun.launch.watch.watchdog import Hang
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 

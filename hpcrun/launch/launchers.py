@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.hostlist import fold
+from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.hydra import find_mpiexec, wait_statuses
-from hpcrun.launch.nodes import Nodes
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
 

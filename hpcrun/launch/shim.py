@@ -15,8 +15,8 @@ from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
 from hpcrun.launch.binding import bind
 from hpcrun.launch.nodevalues import apply_here
-from hpcrun.launch.progress import progress
 from hpcrun.launch.shm import segments_of
+from hpcrun.launch.watch.progress import progress
 from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json

@@ -15,14 +15,14 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import order
 from hpcrun.fabric.read import find_fabric, from_addresses
 from hpcrun.fabric.traffic import traffic_of
+from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.lease import Leadership
+from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
+from hpcrun.launch.agents.succession import Succession, left_out
+from hpcrun.launch.agents.wire import address_here
 from hpcrun.launch.allocation import Allocation, find_allocation
 from hpcrun.launch.command import STEP_VARIABLE, template_words
-from hpcrun.launch.crew import Crew
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
-from hpcrun.launch.lease import Leadership
-from hpcrun.launch.nodes import AgentNodes, Nodes, ThisNode
-from hpcrun.launch.succession import Succession, left_out
-from hpcrun.launch.wire import address_here
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import LiveCluster, ask_topology
 from hpcrun.specs.cluster import ClusterSpec, find_cluster

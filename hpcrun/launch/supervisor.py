@@ -10,28 +10,29 @@ from typing import Any, Literal
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError
-from hpcrun.launch import admission, recover
+from hpcrun.launch import recover
+from hpcrun.launch.agents.lease import FencedError, LeaderWriter
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.succession import Succession, left_out, own, stand_back
 from hpcrun.launch.assign import circumstances, decide
-from hpcrun.launch.blame import blamed
 from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
 from hpcrun.launch.drains import Drains
 from hpcrun.launch.endurance import patiently
+from hpcrun.launch.health import admission
+from hpcrun.launch.health.blame import blamed
+from hpcrun.launch.health.lemons import Sighting, note_sightings
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch, Launcher
-from hpcrun.launch.lease import FencedError, LeaderWriter
-from hpcrun.launch.lemons import Sighting, note_sightings
-from hpcrun.launch.nodes import Nodes
+from hpcrun.launch.outlets.telemetry import told_of
 from hpcrun.launch.ownership import succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
-from hpcrun.launch.snapshot import record_origin
-from hpcrun.launch.succession import Succession, left_out, own, stand_back
+from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.launch.surroundings import environment_of_ranks
-from hpcrun.launch.telemetry import told_of
-from hpcrun.launch.watchdog import Watchdog
+from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from hpcrun.launch.probe import NCCL_PIPE, NCCL_TRACE
-from hpcrun.launch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
+from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
+from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
-from hpcrun.launch.progress import progress
+from hpcrun.launch.watch.progress import progress
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps

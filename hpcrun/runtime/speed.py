@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from hpcrun.launch.progress import probed
+from hpcrun.launch.watch.progress import probed
 from hpcrun.runtime.device import Device
 
 _EVERY_S = 1.0

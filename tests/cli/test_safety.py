@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
-from hpcrun.launch.request import Request
-from hpcrun.launch.submission import dry_run
+from hpcrun.launch.submit.request import Request
+from hpcrun.launch.submit.submission import dry_run
 from hpcrun.specs.job import JobSpec
 from tests.slurm.test_template_scripts import BROKEN, HOSTILE, Bench, sbatch_words
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.lease import LEADERLESS_S
-from hpcrun.launch.ledger import read_ledger
+from hpcrun.launch.agents.lease import LEADERLESS_S
+from hpcrun.launch.record.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
@@ -130,10 +130,10 @@ ONE_STEP = """
 import os, sys
 from pathlib import Path
 from hpcrun.launch.allocation import find_allocation
-from hpcrun.launch.crew import Crew
+from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.launchers import step_environment
-from hpcrun.launch.lease import Leadership
-from hpcrun.launch.wire import address_here
+from hpcrun.launch.agents.lease import Leadership
+from hpcrun.launch.agents.wire import address_here
 from hpcrun.specs.rundir import RunDir
 
 run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrun.launch.agents.nodes import Nodes, ThisNode
+from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.happenings import Happening, NodeLost
+from hpcrun.launch.health.preflight import Ask
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.nodes import Nodes, ThisNode
-from hpcrun.launch.preflight import Ask
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.site import Site
-from hpcrun.launch.succession import Succession
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, in_blocks

@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 
 from hpcrun.launch import site as places
-from hpcrun.launch.admission import Admission, ask_for, judge
+from hpcrun.launch.agents.nodes import Nodes, ThisNode
+from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.allocation import Allocation
-from hpcrun.launch.blame import blamed
-from hpcrun.launch.checked import Checked
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.elsewhere import exclusion, keep_away
 from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.health.admission import Admission, ask_for, judge
+from hpcrun.launch.health.blame import blamed
+from hpcrun.launch.health.checked import Checked
+from hpcrun.launch.health.elsewhere import exclusion, keep_away
+from hpcrun.launch.health.lemons import Sighting, load_sightings, sightings_file
+from hpcrun.launch.health.preflight import Ask
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.ledger import read_ledger
-from hpcrun.launch.lemons import Sighting, load_sightings, sightings_file
-from hpcrun.launch.nodes import Nodes, ThisNode
-from hpcrun.launch.preflight import Ask
 from hpcrun.launch.prepare import prepare
+from hpcrun.launch.record.ledger import read_ledger
+from hpcrun.launch.record.story import story
 from hpcrun.launch.recover import cause_of
-from hpcrun.launch.story import story
-from hpcrun.launch.succession import Succession
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec
@@ -324,7 +324,7 @@ def test_a_crash_is_remembered_by_the_supervisor(site: Site, requeues: Path) -> 
 
 
 def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir) -> None:
-    from hpcrun.launch.admission import stopped
+    from hpcrun.launch.health.admission import stopped
 
     gone = [NodeLost("n02", "its agent ended", 0.0)]
     outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)

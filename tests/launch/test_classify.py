@@ -8,7 +8,7 @@ import pytest
 
 from hpcrun.launch.classify import kind_of_crash, kind_of_hang
 from hpcrun.launch.recover import back_off_s
-from hpcrun.launch.stacks import RankStack, group, odd_ones
+from hpcrun.launch.watch.stacks import RankStack, group, odd_ones
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch import crew as crews
-from hpcrun.launch.crew import Crew
+from hpcrun.launch.agents import crew as crews
+from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
+from hpcrun.launch.agents.nodes import AgentNodes
+from hpcrun.launch.agents.wire import Badge, WireError, join
 from hpcrun.launch.happenings import NodeLost, RankEnded
-from hpcrun.launch.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
-from hpcrun.launch.nodes import AgentNodes
 from hpcrun.launch.site import with_our_package
-from hpcrun.launch.wire import Badge, WireError, join
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcrun.launch import runs
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.describe import describe
 from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.prepare import Prepared, prepare
-from hpcrun.launch.story import story
+from hpcrun.launch.record import runs
+from hpcrun.launch.record.describe import describe
+from hpcrun.launch.record.story import story
 from hpcrun.specs.records import read_json, read_lines
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch import closing, endurance, lease, task
+from hpcrun.launch import closing, endurance, task
 from hpcrun.launch import supervisor as supervisors
+from hpcrun.launch.agents import lease
 from hpcrun.launch.endurance import patiently
 from hpcrun.specs.records import LineWriter, read_json, read_lines, write_json
 from tests.launch.conftest import Site

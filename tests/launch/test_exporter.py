@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpcrun.launch.exporter import Exporter, figures_of
-from hpcrun.launch.exposition import Figures, render_exposition
-from hpcrun.launch.heard import Heard, heard_s
+from hpcrun.launch.outlets.exporter import Exporter, figures_of
+from hpcrun.launch.outlets.exposition import Figures, render_exposition
+from hpcrun.launch.outlets.heard import Heard, heard_s
 from hpcrun.mesh import Degrees
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json

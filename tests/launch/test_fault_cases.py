@@ -11,12 +11,12 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch import crew as crews
 from hpcrun.launch import recover
+from hpcrun.launch.agents import crew as crews
+from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.lease import Leadership
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.crew import Crew
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.lease import Leadership
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.job import JobSpec

@@ -174,7 +174,7 @@ def test_a_call_that_cannot_be_recorded_is_cancelled(
     put("sbatch", "12;blue")
     cancelled = put("scancel", "")
     # The origin, which is written before, has come by its own way to this.
-    importlib.import_module("hpcrun.launch.snapshot")
+    importlib.import_module("hpcrun.launch.submit.snapshot")
     monkeypatch.setattr("hpcrun.specs.provenance.write_provenance", full)
     with pytest.raises((SiteError, KeyboardInterrupt)):
         hpcrun.submit_array(divmod, [7, 8], [2, 3])
@@ -265,7 +265,7 @@ def run_task(paths: JobPaths) -> subprocess.CompletedProcess[str]:
     """What the script of a job runs, as the only task of job 7."""
     slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
     return subprocess.run(
-        [sys.executable, "-m", "hpcrun.launch.functions", str(paths.folder)],
+        [sys.executable, "-m", "hpcrun.launch.submit.functions", str(paths.folder)],
         capture_output=True,
         text=True,
         check=False,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.lease import (
+from hpcrun.launch.agents.lease import (
     CONFIRM_S,
     LEADERLESS_S,
     QUIET_S,
@@ -24,8 +24,8 @@ from hpcrun.launch.lease import (
     read_lease,
     sign_of,
 )
+from hpcrun.launch.agents.pulse import TICK_S, AwakeClock
 from hpcrun.launch.ownership import TakenError, hold, succeed
-from hpcrun.launch.pulse import TICK_S, AwakeClock
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -180,7 +180,7 @@ def test_a_supervisor_that_stood_still_looks_before_it_acts(
     old = Leadership(run)
     claim(run, old.epoch + 1)
     old.check()  # it has just looked, and the renewals will
-    monkeypatch.setattr("hpcrun.launch.lease.time.monotonic", lambda: 1e9)
+    monkeypatch.setattr("hpcrun.launch.agents.lease.time.monotonic", lambda: 1e9)
     with pytest.raises(FencedError):
         old.check()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.ledger import BUCKETS, Ledger, add, ledger, read_ledger
-from hpcrun.launch.tally import Tally
+from hpcrun.launch.outlets.tally import Tally
+from hpcrun.launch.record.ledger import BUCKETS, Ledger, add, ledger, read_ledger
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import create_run
 

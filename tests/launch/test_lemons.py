@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import SiteError
-from hpcrun.launch import lemons
-from hpcrun.launch.forecast import look
-from hpcrun.launch.lemons import (
+from hpcrun.launch.health import lemons
+from hpcrun.launch.health.lemons import (
     HALF_LIFE_S,
     THRESHOLD,
     WEIGHTS,
@@ -27,6 +26,7 @@ from hpcrun.launch.lemons import (
     score,
     sightings_file,
 )
+from hpcrun.launch.submit.forecast import look
 from hpcrun.specs.badnodes import BadNodes
 from hpcrun.specs.cluster import parse_cluster
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcrun.launch.exposition import Figures, samples
-from hpcrun.launch.tally import BADPUT, STATES, Tally
+from hpcrun.launch.outlets.exposition import Figures, samples
+from hpcrun.launch.outlets.tally import BADPUT, STATES, Tally
 from hpcrun.specs.shipped import shipped
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")

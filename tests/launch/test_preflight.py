@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch import preflight, probes
-from hpcrun.launch.checked import (
+from hpcrun.launch.health import preflight, probes
+from hpcrun.launch.health.checked import (
     Checked,
     judge_clock,
     judge_interface,
@@ -25,9 +25,9 @@ from hpcrun.launch.checked import (
     judge_space,
     parse_checked,
 )
-from hpcrun.launch.gpuhealth import gpu_health, judge_gpus, parse_gpus, with_rows
-from hpcrun.launch.preflight import Ask, answer, look
-from hpcrun.launch.probes import Place
+from hpcrun.launch.health.gpuhealth import gpu_health, judge_gpus, parse_gpus, with_rows
+from hpcrun.launch.health.preflight import Ask, answer, look
+from hpcrun.launch.health.probes import Place
 from hpcrun.launch.shm import stale_segments
 from hpcrun.specs.preflight import CHECKS, checks_of
 from hpcrun.specs.records import write_json

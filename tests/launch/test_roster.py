@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
+from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.nodes import Nodes
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site

@@ -13,8 +13,8 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.launch.follow import Pace, follow, wait
-from hpcrun.launch.runs import STATES, RunState, look_at, look_at_all, look_at_elements, worst
+from hpcrun.launch.record.follow import Pace, follow, wait
+from hpcrun.launch.record.runs import STATES, RunState, look_at, look_at_all, look_at_elements, worst
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run, runs_root, runs_roots

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.sinks import Points, TensorBoard, Wandb, scalars
+from hpcrun.launch.outlets.sinks import Points, TensorBoard, Wandb, scalars
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 

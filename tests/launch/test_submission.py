@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.launch.request import Request
-from hpcrun.launch.runs import look_at_elements
-from hpcrun.launch.submission import Submitted, dry_run, submit
+from hpcrun.launch.record.runs import look_at_elements
+from hpcrun.launch.submit.request import Request
+from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.process import ProcessId
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json
@@ -170,7 +170,7 @@ def test_an_option_that_sbatch_does_not_know_is_told_by_its_key(put: Fake) -> No
 def test_a_job_that_cannot_be_recorded_is_cancelled(
     what: str, fault: BaseException, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcrun.launch import submission
+    from hpcrun.launch.submit import submission
 
     writes, answered = getattr(submission, what), slurm("sbatch", "101;far")
 
@@ -195,7 +195,7 @@ def test_a_local_run_that_cannot_be_recorded_is_ended(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpcrun.launch.submission.write_provenance", full)
+    monkeypatch.setattr("hpcrun.launch.submit.submission.write_provenance", full)
     with pytest.raises(SiteError, match="No space left on device"):
         handed_over(ask(None, command=("sleep", "600")))
     assert executor._controllers[-1].wait(timeout=60) == -signal.SIGINT
@@ -210,7 +210,7 @@ def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pyte
     run.attempt(1).create()
     end(run, "saved")
     before = sorted(run.path.rglob("*"))
-    monkeypatch.setattr("hpcrun.launch.submission.write_whole", full)
+    monkeypatch.setattr("hpcrun.launch.submit.submission.write_whole", full)
     with pytest.raises(
         SiteError, match=r"spec\.yaml: cannot be written: No space left on device; nothing was"
     ):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch import succession
+from hpcrun.launch.agents import succession
+from hpcrun.launch.agents.lease import FencedError, Leadership
+from hpcrun.launch.agents.pulse import Pulse
+from hpcrun.launch.agents.succession import Succession, left_out, own
 from hpcrun.launch.allocation import Allocation
-from hpcrun.launch.lease import FencedError, Leadership
 from hpcrun.launch.ownership import TakenError, hold
-from hpcrun.launch.pulse import Pulse
 from hpcrun.launch.recover import cause_of
-from hpcrun.launch.succession import Succession, left_out, own
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 

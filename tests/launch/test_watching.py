@@ -15,13 +15,13 @@ import pytest
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.happenings import Progress, decode, encode
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.listener import Listener
 from hpcrun.launch.prepare import prepare
-from hpcrun.launch.progress import Reporter
-from hpcrun.launch.stacks import Group, RankStack, group, odd_ones, parse_stacks
-from hpcrun.launch.stragglers import Stragglers
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.watchdog import Watchdog
+from hpcrun.launch.watch.listener import Listener
+from hpcrun.launch.watch.progress import Reporter
+from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_stacks
+from hpcrun.launch.watch.stragglers import Stragglers
+from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_lines

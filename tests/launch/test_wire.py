@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SiteError
-from hpcrun.launch import wire
-from hpcrun.launch.wire import Badge, Channel, Gate, Guest, Session, WireError, address_here, join
+from hpcrun.launch.agents import wire
+from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, Session, WireError, address_here, join
 
 SECRET = "a" * 64
 HERE = "127.0.0.1"

@@ -1,0 +1,1 @@
+"""A supervisor and its agents: the wire between them, and who leads."""

@@ -1,0 +1,373 @@
+"""The agents of a run as their supervisor has them: started, let in, listened to, given up, called back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import secrets
+import selectors
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.launch.agents.lease import RENEW_S, FencedError, Leader, Leadership
+from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
+from hpcrun.launch.agents.wire import Gate, Guest, Session
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.specs.rundir import RunDir
+
+_HELLO_S = 120.0
+_BEAT_S = 1.0
+_SILENCE_S = 10.0
+"""An agent speaks every second; one that is silent for so long is lost."""
+_SILENT = f"its agent has said nothing for {_SILENCE_S:g} s"
+_GRACE_S = 4.0
+"""So long an agent has to connect again when its connection breaks."""
+_DOUBT_S = 4.0
+"""When most agents are silent for so long, we may be the one who is cut off: the lease rests."""
+_SUCCESSOR_S = 25.0
+"""So long others have then to take over: LEADERLESS_S, two more looks, their turns, and Slurm's word."""
+_ADOPT_S = 15.0
+_LEAVE_S = 5.0
+_MOST_LOSSES = 1
+"""A node that was lost more often is not called back."""
+_CALL_S = 30.0
+"""So long an agent that is called back may take to come."""
+
+
+class Member:
+    """One agent: what we have told each other, and the command that has started it."""
+
+    def __init__(self, node: str, log: Path, clock: Callable[[], float]) -> None:
+        self.node, self.log, self._clock = node, log, clock
+        self.session, self.id = Session(), ""
+        self._heard = clock()
+        self._said_before = log.stat().st_size if log.exists() else 0
+        self.is_lost = False
+        self.hello: dict[str, Any] = {}
+        """What it has said about itself."""
+        self.called: float | None = None
+        self.losses = 0
+        self.replaced: set[str] = set()
+        """The sessions of agents that another one has taken the place of."""
+        self._broken: float | None = None
+        self.children: list[subprocess.Popen[bytes]] = []
+        """The steps that it may be in."""
+
+    def tell(self, **order: Any) -> None:
+        """Give it an order, which it gets also when its connection breaks meanwhile."""
+        if not self.is_lost:
+            self.session.say(**order)
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it has said who it is."""
+        return bool(self.hello)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing was heard."""
+        return self._clock() - self._heard
+
+    def heard(self) -> None:
+        """It has said something, over a connection that stands."""
+        self._heard, self._broken = self._clock(), None
+
+    def broken(self) -> None:
+        """Its connection has broken."""
+        self._broken = self._clock()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it is gone for sure: its connection, and the step that it was in."""
+        has_ended = bool(self.children) and all(child.poll() is not None for child in self.children)
+        return has_ended and self.session.channel is None
+
+    def trouble(self) -> str | None:
+        """Why it must be taken for lost; None where there is no reason."""
+        if self.is_ended:
+            return f"its agent ended{self.last_words()}"
+        if self._broken is not None and self._clock() - self._broken > _GRACE_S:
+            return f"its agent has let the connection go{self.last_words()}"
+        return _SILENT if self.silent_s > _SILENCE_S else None
+
+    def give_up_calling(self) -> None:
+        """End the try to have another agent in its place."""
+        if self.called is not None:
+            self.called = None
+            process.kill_tree(self.children[-1].pid)
+            self.children[-1].kill()
+
+    def last_words(self) -> str:
+        """What its log ends with, of what was said while we lead."""
+        try:
+            with self.log.open(errors="replace") as file:
+                file.seek(self._said_before)
+                lines = file.read().split("\n")
+        except OSError:
+            return ""
+        said = [line.strip() for line in lines if line.strip()]
+        return f"; it said last: {said[-1][:300]}" if said else ""
+
+
+class Crew:
+    """Agents that come to our gate, one a node."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        leadership: Leadership,
+        address: str,
+        nodes: Sequence[str],
+        missing: str = "",
+        gone: Collection[str] = (),
+    ) -> None:
+        """`missing`: the node whose supervisor we come after; `gone`: those that were lost before.
+
+        Their agents are not waited for; if they come, they are let in.
+        """
+        self._logs = run.agent_logs
+        self._logs.mkdir(mode=0o700, exist_ok=True)
+        self._leadership = leadership
+        clock = AwakeClock()
+        self.members = {node: Member(node, self._logs / f"{node}.log", clock) for node in nodes}
+        self._steps: list[subprocess.Popen[bytes]] = []
+        self._again: Callable[[str], subprocess.Popen[bytes]] | None = None
+        self._put_aside: list[tuple[Member, dict[str, Any]]] = []
+        self.lost: list[NodeLost] = []
+        """The nodes that have ceased to answer, first one first."""
+        secret = secrets.token_hex(32)
+        self._gate = Gate(address, secret, run.id, leadership.epoch, nodes)
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._gate, selectors.EVENT_READ)
+        self._pulses = [Pulse(RENEW_S, leadership.renew), Pulse(_BEAT_S, self._beat)]
+        self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
+        for node in self.members.keys() & {*gone} - {missing}:
+            self.members[node].is_lost, self.members[node].losses = True, 1
+        if missing in self.members:
+            self.lose(self.members[missing], "its supervisor did not answer any more")
+        Leader(leadership.epoch, address, self._gate.port, secret, os.uname().nodename).publish(run)
+
+    def _beat(self) -> None:
+        # Who goes on hearing us would not look for the one who leads now.
+        if self._leadership.is_fenced:
+            return
+        for member in self.members.values():
+            member.session.beat(do="beat")
+
+    def fileno(self) -> int:
+        """Becomes readable when an agent has something to tell."""
+        return self._selector.fileno()
+
+    @property
+    def living(self) -> list[Member]:
+        """Those that answer."""
+        return [one for one in self.members.values() if not one.is_lost]
+
+    def verify(self) -> None:
+        """FencedError where another supervisor has taken over."""
+        self._leadership.verify()
+
+    def start(self, steps: Mapping[tuple[str, ...], Sequence[str]], environ: Mapping[str, str]) -> None:
+        """Start agents by these commands, and wait for them; SiteError names who stays away."""
+        for nodes, command in steps.items():
+            log = self._logs / f"{nodes[0] if len(nodes) == 1 else 'step'}.log"
+            child = self._launch(command, environ, log)
+            for node in nodes:
+                self.members[node].children.append(child)
+        self._await_hello(_HELLO_S)
+        silent = [one for one in self.members.values() if not one.has_answered]
+        for agent in silent:
+            if agent.is_ended:
+                words = f"the agent of node {agent.node} did not start{agent.last_words()}"
+                raise SiteError(f"{words}; log: {agent.log}")
+        if silent:
+            who = ", ".join(one.node for one in silent)
+            raise SiteError(f"no agent answered on {who} within {_HELLO_S:g} s")
+
+    def adopt(self) -> None:
+        """Wait for the agents that somebody else has started; who does not come in time is lost."""
+        self._await_hello(_ADOPT_S)
+        for agent in self.living:
+            if not agent.has_answered:
+                self.lose(agent, "its agent did not come to the new supervisor")
+
+    def call_back_with(self, command: Callable[[str], Sequence[str]], environ: Mapping[str, str]) -> None:
+        """How the agent of a lost node is started again, once it is tried."""
+        self._again = lambda node: self._launch(command(node), environ, self._logs / f"{node}.log")
+
+    def _launch(
+        self, command: Sequence[str], environ: Mapping[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            child = subprocess.Popen(
+                command,
+                # Its end tells agents outside of a batch job that we are gone.
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=dict(environ),
+                start_new_session=True,
+            )
+        self._steps.append(child)
+        return child
+
+    def call_back(self) -> None:
+        """Try to start an agent again on nodes that were lost once: some come back. Nobody waits for it."""
+        for agent in self.members.values():
+            is_wanted = agent.is_lost and agent.losses <= _MOST_LOSSES and agent.called is None
+            if is_wanted and self._again is not None:
+                agent.children.append(self._again(agent.node))
+                agent.called = time.monotonic()
+
+    def _await_hello(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(not (one.has_answered or one.is_ended) for one in self.living):
+            if time.monotonic() > deadline:
+                return
+            for _ in self.pump(0.1):
+                pass
+
+    def pump(self, timeout_s: float) -> Iterator[tuple[Member, dict[str, Any]]]:
+        """What has come in, of agents that live; FencedError where another supervisor leads."""
+        for pulse in self._pulses:
+            pulse.come_by()
+        self._leadership.check()
+        aside, self._put_aside = self._put_aside, []
+        yield from aside
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                for guest in self._gate.arrivals():
+                    self._welcome(guest)
+                continue
+            agent: Member = key.data
+            channel = agent.session.channel
+            messages = agent.session.hear()
+            if messages:
+                agent.heard()
+            for message in messages:
+                if message.get("kind") == "hello":
+                    agent.hello = message
+                    if message.get("called"):
+                        agent.called = None
+                    agent.give_up_calling()
+                elif "kind" in message and not agent.is_lost:
+                    yield agent, message
+            if channel is not None and channel.is_closed and agent.session.channel is channel:
+                self._let_go(agent)
+                agent.broken()
+
+    def _welcome(self, guest: Guest) -> None:
+        """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
+        agent = self.members[guest.badge.node]
+        if agent.losses > _MOST_LOSSES or guest.badge.session in agent.replaced:
+            guest.refuse()
+            return
+        if guest.badge.session != agent.id:
+            agent.tell(do="leave")
+            agent.replaced.add(agent.id)
+            if agent.id and not agent.is_lost:
+                self.lose(agent, "another agent has come in its place")
+                agent.losses -= 1
+            agent.session, agent.id, agent.hello = Session(), guest.badge.session, {}
+        self._let_go(agent)
+        channel = guest.admit(agent.session.seen)
+        agent.session.attach(channel, guest.badge.seen)
+        self._selector.register(channel, selectors.EVENT_READ, agent)
+        agent.heard()
+        if agent.is_lost:
+            agent.is_lost = False
+            # Whatever it has of an attempt that went on without it.
+            agent.tell(do="clear", attempt=None, spared=[])
+
+    def _let_go(self, agent: Member) -> None:
+        if agent.session.channel is not None:
+            self._selector.unregister(agent.session.channel)
+            agent.session.detach()
+
+    def troubles(self) -> list[tuple[Member, str]]:
+        """Who must be taken for lost, and why; where most fall silent at once, it may be us who are lost."""
+        if self._is_cut_off():
+            self._wait_for_successor()
+        for member in self.members.values():
+            if member.called is not None and time.monotonic() - member.called > _CALL_S:
+                member.give_up_calling()
+        found = ((agent, agent.trouble()) for agent in self.living)
+        return [(agent, why) for agent, why in found if why is not None]
+
+    def _is_cut_off(self) -> bool:
+        living = self.living
+        silent = [one for one in living if one.silent_s > _DOUBT_S and not one.is_ended]
+        return 2 * len(silent) > len(living)
+
+    def _wait_for_successor(self) -> None:
+        """Do nothing for as long as it takes the others to go on without us; FencedError when they have.
+
+        Nobody can tell a network that has left us from nodes that have failed: the lease rests meanwhile, so
+        that the other side may take over. If nobody does, they have failed, and we decide.
+        """
+        self._leadership.is_paused = True
+        living = self.living
+        began, has_killed = time.monotonic(), False
+        try:
+            while self._is_cut_off() and time.monotonic() - began < _SUCCESSOR_S:
+                # What was put aside before comes first.
+                self._put_aside = list(self.pump(0.2))
+                if not has_killed and time.monotonic() - began > _SILENCE_S - _DOUBT_S:
+                    # Before anybody else starts them, our own ranks are gone.
+                    has_killed = True
+                    for member in living:
+                        member.tell(do="kill", attempt=None)
+            self._leadership.verify()
+        finally:
+            self._leadership.is_paused = False
+
+    def lose(self, member: Member, why: str) -> NodeLost:
+        """Give one up."""
+        self._let_go(member)
+        member.is_lost = True
+        member.losses += 1
+        self.lost.append(NodeLost(member.node, why, time.time()))
+        return self.lost[-1]
+
+    def close(self) -> None:
+        """End the agents, unless another supervisor has them now."""
+        try:
+            self._leadership.verify()
+            self._say_goodbye()
+        except FencedError:
+            # At a signal that can be caught, and at the end of its own child too, srun would end the agents.
+            for child in self._steps:
+                process.kill_tree(child.pid)
+                child.kill()
+        for pulse in self._pulses:
+            pulse.stop()
+        for child in self._steps:
+            if child.poll() is None:
+                process.kill_tree(child.pid)
+                child.kill()
+            child.wait()
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+        for agent in self.members.values():
+            self._let_go(agent)
+        self._gate.close()
+        self._selector.close()
+
+    def _say_goodbye(self) -> None:
+        for agent in self.members.values():
+            agent.tell(do="leave")
+        deadline = time.monotonic() + _LEAVE_S
+        here = [one for one in self.living if one.session.channel is not None]
+        while time.monotonic() < deadline and any(one.session.channel is not None for one in here):
+            for _ in self.pump(0.1):
+                pass
+        for child in self._steps:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.1, deadline - time.monotonic()))

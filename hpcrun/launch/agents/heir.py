@@ -1,0 +1,105 @@
+"""An agent that has won the right to go on with a run starts the next supervisor on its node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+from hpcrun import process
+from hpcrun.errors import EXIT_RANKS_DIED, SiteError
+from hpcrun.launch.agents.lease import RENEW_S, Leadership
+from hpcrun.launch.agents.pulse import Pulse
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.endurance import say
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import RunDir
+
+_START_S = 120.0
+"""From its start until the new supervisor listens; loading Python from a shared file system may take long."""
+_SEE_OFF_S = 60.0
+
+
+class Heir:
+    """The next supervisor, as the agent that starts it sees it."""
+
+    def __init__(self, run: RunDir, allocation: Allocation) -> None:
+        self._run, self._allocation = run, allocation
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pulse: Pulse | None = None
+        self._began = 0.0
+        self.has_ended_job = False
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, which is none of the ranks'."""
+        return None if self._child is None else self._child.pid
+
+    def may_claim(self) -> bool:
+        """Whether there is a job to go on with: one that ends anyway has lost its supervisor for good."""
+        return self._allocation.fate() in ("running", "unknown")
+
+    def tend(self, epoch: int, met: int) -> bool:
+        """Start the supervisor of this epoch, and keep its lease until `met` shows that it is up."""
+        if self._pulse is None:
+            leadership = Leadership(self._run, epoch)
+            self._pulse = Pulse(RENEW_S, leadership.renew)
+            self._start(epoch)
+        self._pulse.come_by()
+        assert self._child is not None
+        is_late = time.monotonic() - self._began > _START_S
+        if met < epoch and not is_late and self._child.poll() is None:
+            return False
+        self._pulse.stop()
+        self._pulse = None
+        if met < epoch:
+            self._give_up()
+        return True
+
+    def _start(self, epoch: int) -> None:
+        say(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
+        self._began = time.monotonic()
+        log = self._run.agent_logs / f"takeover-{epoch}.log"
+        with log.open("ab") as output:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpcrun", "_takeover", str(self._run.path), str(epoch)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _give_up(self) -> None:
+        """The new supervisor did not come up: the job goes back into the queue, or ends with a record of it.
+
+        Without that the rest of the allocation would stay, as a ghost, until its time limit.
+        """
+        assert self._child is not None
+        process.kill_tree(self._child.pid)
+        self._child.kill()
+        self._child.wait()
+        record = read_json(self._run.exit)
+        self.has_ended_job = True
+        if isinstance(record, dict):  # it has told by itself why it could not go on
+            process.run(["scancel", self._allocation.id], timeout_s=60)
+            return
+        told = f"the supervisor did not answer any more; the agent of {os.uname().nodename} has"
+        try:
+            self._allocation.requeue()
+        except SiteError as error:
+            message = f"{told} ended the job: {error}"
+            ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
+            write_json(self._run.exit, ended | {"step": None, "ended": time.time()})
+            process.run(["scancel", self._allocation.id], timeout_s=60)
+            say(message)
+            return
+        say(f"{told} queued the job again")
+
+    def see_off(self) -> None:
+        """Stay until it has ended: with us, Slurm would end it."""
+        if self._child is not None:
+            try:
+                self._child.wait(_SEE_OFF_S)
+            except subprocess.TimeoutExpired:
+                say(f"the supervisor here (pid {self._child.pid}) has not ended")

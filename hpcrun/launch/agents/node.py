@@ -1,0 +1,237 @@
+"""The ranks of an attempt that stand on this node: found, heard, signalled, ended, and cleared up after."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from hpcrun import process
+from hpcrun.launch.happenings import OnNode, RankEnded, RankMet, RankStopped, RankUp
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shm import mpi_segments, remove_segments, segments_of, unmapped
+from hpcrun.launch.watch.listener import Listener
+from hpcrun.launch.watch.probe import look_into
+from hpcrun.launch.world import rank_in
+from hpcrun.process import Handle, ProcessId
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import Attempt
+
+_LOST_S = 1.0
+_MOMENT_S = 0.05
+
+
+@dataclass
+class _Rank:
+    handle: Handle
+    up: bool = False
+    met: bool = False
+    ended: bool = False
+
+
+class NodeRanks:
+    """Takes hold of ranks as they appear, and lets go when nothing of them is left.
+
+    Made before the ranks are started, so that what they leave can be told from what was there.
+    """
+
+    below: int | None = None
+    """The process whose descendants the ranks are; without one they are known by their environment alone."""
+
+    def __init__(self, attempt: Attempt, ranks: Collection[int], hears: str) -> None:
+        """`hears`: the name of the socket through which ranks report their progress."""
+        self._attempt, self._expected = attempt, frozenset(ranks)
+        self._listener = Listener(hears, ranks)
+        self._node = os.uname().nodename
+        self._ranks: dict[int, _Rank] = {}
+        self._lost: set[int] = set()
+        self._stopped: set[int] = set()
+        self._first_seen: float | None = None
+        self._segments: set[str] = set()
+        self._segments_before = mpi_segments()
+        self._began = time.time()
+        self._selector = selectors.EpollSelector()
+        process.become_subreaper()
+        self._before = {*process.descendants(os.getpid())}
+
+    def fileno(self) -> int:
+        """Becomes readable when a rank ends."""
+        return self._selector.fileno()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has been seen, if only as one that has gone."""
+        return len(self._ranks) + len(self._lost) >= len(self._expected)
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all ranks have met and none has ended."""
+        return not self._lost and self._all_met and not any(one.ended for one in self._ranks.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has ended."""
+        return self.is_complete and all(one.ended for one in self._ranks.values())
+
+    @property
+    def _all_met(self) -> bool:
+        met = {rank for rank, one in self._ranks.items() if one.met}
+        return met >= self._expected
+
+    def ended(self) -> Iterator[OnNode]:
+        """Who has ended since the last call, first death first."""
+        # The kernel gives them in the order in which they became ready.
+        woken = [key.data for key, _ in self._selector.select(0)]
+        for number in dict.fromkeys([*woken, *self._ranks]):
+            rank = self._ranks[number]
+            if not rank.ended and not rank.handle.is_alive():
+                rank.ended = True
+                self._unregister(rank.handle)
+                status = rank.handle.wait_status()
+                yield RankEnded(number, self._node, rank.handle.process.pid, status, time.time())
+
+    def appeared(self) -> Iterator[OnNode]:
+        """Who has come up, or met the others, since the last call."""
+        if self._all_met:
+            return
+        if not self.is_complete:
+            yield from self._find_processes()
+        for number in sorted(self._expected):
+            known = self._ranks.get(number)
+            if known is not None and known.met:
+                continue
+            record = read_json(self._attempt.rank_record(number))
+            if record is None or record["node"] != self._node:
+                continue
+            if known is None or not known.up:
+                self._hold(number, ProcessId(record["pid"], record["start_ticks"]))
+                self._ranks[number].up = True
+                yield RankUp(number, record["node"], record["pid"])
+            if "shm" in record:
+                self._ranks[number].met = True
+                yield RankMet(number)
+        self._sample_segments()
+
+    def _find_processes(self) -> Iterator[OnNode]:
+        """Take hold of ranks as soon as they are started: they may end before they have said a word."""
+        if self._ranks and self._first_seen is None:
+            self._first_seen = time.monotonic()
+        for found in self._candidates():
+            environ = process.environment_of(found.pid)
+            rank = rank_in(environ) if environ.get(ATTEMPT_VARIABLE) == str(self._attempt.number) else None
+            if rank is not None and rank in self._expected and rank not in self._ranks:
+                self._hold(rank, found)
+        # All ranks of a node start at once: who is not there a moment later has come and gone.
+        if self._first_seen is not None and time.monotonic() - self._first_seen > _LOST_S:
+            for number in self._expected - self._ranks.keys() - self._lost:
+                self._lost.add(number)
+                yield RankEnded(number, self._node, None, None, time.time())
+
+    def _candidates(self) -> list[ProcessId]:
+        if self.below is not None:
+            return process.descendants(self.below)
+        return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
+
+    def heard(self) -> Iterator[OnNode]:
+        """Where the ranks say they are, those that have spoken since the last call, and who is stopped."""
+        yield from self._listener.hear()
+        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        for rank, handle in (handles | self._listener.dumpable()).items():
+            is_stopped = process.state(handle.process.pid) in ("T", "t")
+            if is_stopped != (rank in self._stopped):
+                self._stopped ^= {rank}
+                yield RankStopped(rank, self._node, is_stopped)
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every rank write its stacks, for so long at most; what else is seen of each, from outside."""
+        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        return look_into(self._attempt, handles, self._listener.dumpable(), timeout_s)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank or to all that are up."""
+        for one in self._ranks.values() if rank is None else [self._ranks[rank]]:
+            if one.up and not one.ended:
+                one.handle.signal(number)
+
+    def kill(self) -> None:
+        """End the ranks; what they have started besides stays until `clear`."""
+        self._sample_segments()
+        process.kill_all(one.handle.process for one in self._ranks.values() if not one.ended)
+
+    def clear(self, timeout_s: float, spared: Iterable[int] = ()) -> list[int]:
+        """End whatever of the attempt is still here, and remove what it left.
+
+        `spared` processes and those below them are let live. Gives the pids of what could not be ended.
+        """
+        self.kill()
+        deadline = time.monotonic() + timeout_s
+        kept = set(spared)
+        while alive := self._processes(kept):
+            process.kill_all(alive)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        self._remove_segments()
+        self._close()
+        return [one.pid for one in alive]
+
+    def _processes(self, spared: set[int]) -> list[ProcessId]:
+        """All living processes of the attempt: below the launcher, and those that left that tree."""
+        found = {*process.descendants(self.below)} if self.below is not None else set()
+        marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
+        number = str(self._attempt.number)
+        found |= {one for one in marked if process.started_with(one.pid, ATTEMPT_VARIABLE) == number}
+        # Whoever has lost his parents becomes our child, whatever session and environment he has.
+        ours = {one for one in process.descendants(os.getpid()) if one.pid != self.below}
+        found |= ours - self._before - {*self._below(self._before)}
+        kept = spared | {one.pid for pid in spared for one in process.descendants(pid)}
+        return sorted(one for one in found if one.pid not in kept)
+
+    def _below(self, processes: Iterable[ProcessId]) -> Iterator[ProcessId]:
+        for one in processes:
+            yield from process.descendants(one.pid)
+
+    def _remove_segments(self) -> None:
+        records = (read_json(self._attempt.rank_record(rank)) for rank in self._expected)
+        here = (record for record in records if record and record.get("node") == self._node)
+        found = self._segments.union(*(record.get("shm", ()) for record in here))
+        if not self._all_met:
+            # A rank that dies inside MPI_Init has had no time to tell. What came since the launch and stays
+            # without a process is garbage; a segment that another run just makes is mapped a moment later.
+            strays = unmapped(mpi_segments() - self._segments_before)
+            if strays:
+                time.sleep(_MOMENT_S)
+            found |= strays
+        remove_segments(found, since=self._began)
+
+    def _hold(self, rank: int, found: ProcessId) -> None:
+        known = self._ranks.get(rank)
+        if known is not None:
+            if known.handle.process == found:
+                return
+            # A wrapper around the rank was seen first.
+            if not known.ended:
+                self._unregister(known.handle)
+            known.handle.close()
+        self._ranks[rank] = _Rank(Handle(found))
+        descriptor = self._ranks[rank].handle.fileno()
+        if descriptor is not None:
+            self._selector.register(descriptor, selectors.EVENT_READ, rank)
+
+    def _sample_segments(self) -> None:
+        for rank in self._ranks.values():
+            if not rank.ended:
+                self._segments |= segments_of(rank.handle.process.pid)
+
+    def _unregister(self, handle: Handle) -> None:
+        descriptor = handle.fileno()
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+
+    def _close(self) -> None:
+        self._selector.close()
+        self._listener.close()
+        for rank in self._ranks.values():
+            rank.handle.close()

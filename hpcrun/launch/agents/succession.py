@@ -1,0 +1,155 @@
+"""What a supervisor knows that goes on with the run of another one, and what that other one does then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
+from hpcrun.launch.agents.lease import LEADERLESS_S, RENEW_S, claim, newest_epoch, read_lease, sign_of
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.course import Outcome, Status
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.ownership import hold, succeed, supervisor_of
+from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
+from hpcrun.specs.rundir import Attempt, RunDir
+
+_LOOK_S = 1.0
+_MOVES_S = 2.5 * RENEW_S
+"""A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
+_ENDS_S = LEADERLESS_S + 4.0
+"""So long the ranks of a supervisor that was fenced may still take to end."""
+_STILL_S = 8 * LEADERLESS_S
+"""A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
+
+
+@dataclass(frozen=True)
+class Succession:
+    """The epoch of the supervisor that takes over, and the host of the one before it."""
+
+    epoch: int
+    former: str
+
+    def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> Outcome | None:
+        """How the attempt ended that the former supervisor has left behind; None where it had none.
+
+        What it did not write down any more is written here, so that the account of the run still adds up.
+        """
+        attempts = run.attempts()
+        if not attempts or attempts[-1].outcome.exists():
+            return None
+        attempt = attempts[-1]
+        step = _step(attempt)
+        result = read_json(attempt.result)
+        if isinstance(result, dict) and result.get("attempt") == attempt.number:
+            is_saved = result.get("status") == "saved"
+            status: Status = "saved" if is_saved else "done"
+            at = "" if step is None else f" at step {step}"
+            code = EXIT_SAVED if is_saved else EXIT_DONE
+            outcome = Outcome(run, attempt.number, status, code, f"{status}{at}", step, result)
+        else:
+            names = tuple(one.node for one in lost) or (self.former,)
+            why = lost[0].why if lost else "its supervisor did not answer any more"
+            message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
+            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            message += "; it was asked to save and stop" if stop else ""
+            outcome = Outcome(
+                run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, lost=names
+            )
+        self._tell(run, outcome, lost)
+        return outcome
+
+    def _tell(self, run: RunDir, outcome: Outcome, lost: Sequence[NodeLost]) -> None:
+        events = LineWriter(run.events)
+
+        def write(event: str, **more: object) -> None:
+            now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
+            events.write(now | {"event": event} | more | {"host": os.uname().nodename})
+
+        write("takeover", epoch=self.epoch, former=self.former)
+        for one in lost if outcome.lost else ():
+            write("node lost", node=one.node, why=one.why)
+        write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        events.close()
+
+
+@contextmanager
+def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
+    """Own a run inside the block; TakenError where another supervisor does.
+
+    But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
+    may live on, and the run is ours. It finds our epoch, and its ranks end.
+    """
+    former = supervisor_of(run)
+    is_ours = allocation is not None and former.get("slurm_job") == allocation.job
+    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and _is_led(run)):
+        with hold(run):
+            yield
+        return
+    note(f"the supervisor on {former.get('host')}, from before the job was queued again, lives; it is fenced")
+    while not claim(run, newest_epoch(run) + 1):
+        pass
+    time.sleep(_ENDS_S)
+    with succeed(run):
+        yield
+
+
+def _is_led(run: RunDir) -> bool:
+    """Whether somebody leads the run at this moment."""
+    seen = read_lease(run)
+    until = time.monotonic() + _MOVES_S
+    while seen and time.monotonic() < until:
+        time.sleep(_LOOK_S / 4)
+        if read_lease(run) != seen:
+            return True
+    return False
+
+
+def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
+    """The nodes that the newest allocation has lost, and those left out for what was seen of them."""
+    attempt, goes_on = 0, True
+    lost: set[str] = set()
+    out: set[str] = set()
+    for event in read_lines(run.events):
+        number = event.get("attempt")
+        if isinstance(number, int) and number > attempt:
+            if not goes_on:  # in another allocation
+                lost, out = set(), set()
+            attempt, goes_on = number, False
+        if event.get("event") == "node lost":
+            lost.add(str(event.get("node")))
+        elif event.get("event") == "relaunch":
+            goes_on, out = True, {str(node) for node in event.get("excluded", ())}
+    return frozenset(out & lost), frozenset(out - lost)
+
+
+def _is_to_stop(attempt: Attempt) -> bool:
+    """Whether somebody has asked the run to stop since the attempt began."""
+    wish, began = read_json(attempt.run.wish), read_json(attempt.supervisor)
+    events = read_lines(attempt.run.events)
+    told = [one for one in events if one.get("attempt") == attempt.number and one.get("event") == "signal"]
+    if any(one.get("signal") in ("SIGTERM", "SIGINT") for one in told):
+        return True
+    return bool(wish and began) and wish["time"] > began["started"]
+
+
+def _step(attempt: Attempt) -> int | None:
+    lines = LineReader(attempt.run.metrics).read()
+    own = [one for one in lines if one.get("attempt") == attempt.number and one.get("kind", "step") == "step"]
+    step = own[-1].get("step") if own else None
+    return step if isinstance(step, int) else None
+
+
+def stand_back(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
+    """Wait, and do nothing else, until the run has ended, nobody leads it any more, or the job ends."""
+    sign, since = "", time.monotonic()
+    while run.read_exit() is None and time.monotonic() - since < _STILL_S and not is_told_to_end():
+        with suppress(OSError):
+            seen = sign_of(run)
+            if seen != sign:
+                sign, since = seen, time.monotonic()
+        time.sleep(_LOOK_S)

@@ -1,0 +1,99 @@
+"""The supervisor that comes after one that was lost: on another node, and without a batch shell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpcrun import process
+from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, SiteError
+from hpcrun.launch.agents.lease import read_leader
+from hpcrun.launch.agents.succession import Succession
+from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.launch.closing import record_exit
+from hpcrun.launch.inbox import Inbox, hold_back
+from hpcrun.launch.ownership import TakenError, supervisor_of
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.site import Site
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.launch.task import BatchLog
+from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.rundir import RunDir
+from hpcrun.units import parse_time
+
+_LOOK_S = 300.0
+"""How often Slurm is asked for the time that is left: somebody may have changed the limit."""
+_SCANCEL_S = 60.0
+
+
+def run_taken_over(run_path: str, epoch: str) -> int:
+    """Go on with a run, in the epoch that the agent of this node has won; gives the exit code.
+
+    Slurm knows nothing of us: when the run has ended we end the job too; the exit record says how it went.
+    """
+    run, log = RunDir(Path(run_path)), BatchLog()
+    allocation = find_allocation(os.environ)
+    if allocation is None:
+        raise SiteError("_takeover: this is no allocation")
+    code = _run(run, int(epoch), allocation, log)
+    if run.read_exit() is not None:
+        log.note(f"ending job {allocation.id}, whose batch script is gone")
+        process.run(["scancel", allocation.id], timeout_s=_SCANCEL_S)
+    return code
+
+
+def _run(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -> int:
+    former = read_leader(run)
+    host = former.host if former else str(supervisor_of(run).get("host", ""))
+    try:
+        with Inbox() as inbox:
+            cluster = load_cluster(run.cluster) if run.cluster.exists() else None
+            prepared = prepare(None, resume=run)
+            log.note(f"{prepared.spec.name}: takes over from {host or 'nobody'} in epoch {epoch}")
+            site, succession = Site(allocation, cluster), Succession(epoch, host)
+            grace = prepared.spec.retries.grace if prepared.spec.retries else None
+            with _time_limit(allocation, parse_time(grace).seconds if grace else None):
+                outcome = Supervisor(prepared, inbox, log, site=site, succession=succession).run()
+            hold_back()
+            return outcome.exit_code
+    except TakenError as error:
+        log.note(str(error))
+        return error.exit_code
+    except (HpcrunError, OSError) as error:
+        failure = error if isinstance(error, HpcrunError) else SiteError(str(error))
+        log.note(str(failure))
+        if run.read_exit() is None:
+            record_exit(run, "failed", failure.exit_code, str(failure))
+        return failure.exit_code
+    except Exception as error:  # the outermost frame of the process
+        record_exit(
+            run, "failed", EXIT_CHECK_FAILED, f"{type(error).__name__}: {error}; see {run.agent_logs}"
+        )
+        raise
+
+
+@contextlib.contextmanager
+def _time_limit(allocation: Allocation, grace_s: float | None) -> Iterator[None]:
+    """Send ourselves what Slurm would have sent to the batch shell before the time limit."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            left = allocation.seconds_left()
+            pause = _LOOK_S if left is None or grace_s is None else min(_LOOK_S, left - grace_s)
+            if pause <= 0:
+                os.kill(os.getpid(), signal.SIGUSR2)
+                return
+            over.wait(pause)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    if grace_s is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()

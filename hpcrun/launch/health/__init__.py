@@ -1,0 +1,1 @@
+"""Whether nodes are well: looked at before an attempt, remembered after faults."""

@@ -1,0 +1,163 @@
+"""Which nodes are let into an attempt: what every node's preflight has found, and what follows from it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from hpcrun.errors import EXIT_SITE
+from hpcrun.hostlist import fold
+from hpcrun.launch import recover
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.health.checked import Checked, judge_clock, parse_checked
+from hpcrun.launch.health.lemons import Sighting
+from hpcrun.launch.health.preflight import Ask
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.preflight import checks_of
+from hpcrun.specs.rundir import Attempt, RunDir
+
+_BEGIN = "preflight: "
+_IN_A_ROW = 3
+_OF_THE_NODE = ("space", "write", "leftovers", "sums", "gpu", "nic")
+"""Of one node alone nobody can compare: these are its own trouble all the same."""
+
+Found = tuple[str, Checked]
+"""A node, and what was found there."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the preflight of an attempt has found."""
+
+    nodes: tuple[str, ...]
+    """Those that were looked at."""
+    seconds: float
+    found: tuple[Found, ...] = ()
+    """All that is not well, node by node."""
+
+    @property
+    def refused(self) -> dict[str, list[Checked]]:
+        """The nodes that are left out, with the checks that failed."""
+        failed: dict[str, list[Checked]] = {}
+        for node, one in self.found:
+            if one.verdict == "fail":
+                failed.setdefault(node, []).append(one)
+        return failed
+
+    @property
+    def blamed(self) -> list[Found]:
+        """Failures that are a node's own: not those that all nodes have, nor those of what nodes share."""
+        failed = [(node, one) for node, one in self.found if one.verdict == "fail"]
+        where: dict[str, set[str]] = {}
+        for node, one in failed:
+            where.setdefault(one.check, set()).add(node)
+        if len(self.nodes) < 2:
+            return [(node, one) for node, one in failed if one.check in _OF_THE_NODE and not one.common]
+        return [(node, one) for node, one in failed if len(where[one.check]) < len(self.nodes)]
+
+    def notes(self, *, warnings: bool = True) -> Iterator[str]:
+        """Lines for the person, the same words of several nodes in one."""
+        said: dict[str, list[str]] = {}
+        for node, one in self.found:
+            if one.verdict == "fail" or (warnings and one.verdict == "warn"):
+                out = "; the node is left out" if one.verdict == "fail" else ""
+                said.setdefault(f"{one}{out}", []).append(node)
+        for text, nodes in said.items():
+            yield f"{_BEGIN}{fold(nodes)}: {text}"
+
+    def as_event(self) -> dict[str, Any]:
+        """As it stands in the run's events."""
+        found = [{"node": node, **one.as_json()} for node, one in self.found]
+        rest = {"nodes": len(self.nodes), "seconds": round(self.seconds, 3), "found": found}
+        return {**rest, "excluded": sorted(self.refused)}
+
+    def sightings(self, attempt: Attempt, job: int, now: float) -> list[Sighting]:
+        """What is to be remembered against nodes, for the jobs that come after."""
+        log, number = str(attempt.run.events), attempt.number
+        return [
+            Sighting(node, now, "preflight", attempt.run.id, number, str(one), log, one.check, job)
+            for node, one in self.blamed
+        ]
+
+
+def ask_for(spec: JobSpec, cluster: ClusterSpec | None, attempt: int, *, is_alone: bool) -> Ask | None:
+    """What the nodes are asked to look at; None where the job wants no preflight."""
+    checks = checks_of(spec.preflight)
+    if not checks:
+        return None
+    if cluster is None:
+        return Ask(checks, attempt, gpus=spec.resources.gpus_per_node or 0)
+    local = [one.path for one in cluster.file_systems.values() if not one.shared or one.kind == "local"]
+    return Ask(
+        checks,
+        attempt,
+        scratch=local,
+        interface=None if is_alone else cluster.network.interface,
+        hcas=cluster.network.hcas,
+        gpus=spec.resources.gpus_per_node or 0,
+        programs=cluster.preflight.checks,
+        program_s=cluster.preflight.timeout_s,
+    )
+
+
+def admit(ask: Ask, nodes: Nodes) -> Admission:
+    """Have every node look at itself, and judge what they say."""
+    sent, began = time.time(), time.monotonic()
+    answers = nodes.preflight(ask)
+    seconds = time.monotonic() - began
+    return judge(ask, nodes.alive, answers, sent, sent + seconds)
+
+
+def judge(
+    ask: Ask, alive: Sequence[str], answers: Mapping[str, Mapping[str, Any]], sent: float, received: float
+) -> Admission:
+    """The answers of the nodes that live; one that gives none is unknown, and stays."""
+    found: list[Found] = []
+    for node in alive:
+        said = answers.get(node)
+        if said is None:
+            found.append((node, Checked("preflight", "unknown", "the node gave no answer in time")))
+            continue
+        told = [parse_checked(one) for one in said.get("checks", ())]
+        found += [(node, one) for one in told if one is not None and one.verdict != "ok"]
+        if "clock" in ask.checks:
+            clock = judge_clock(sent, received, float(said["time"]), float(said["seconds"]))
+            found += [(node, clock)] if clock.verdict != "ok" else []
+    return Admission(tuple(alive), received - sent, tuple(found))
+
+
+def stopped(
+    attempt: Attempt, admission: Admission, left: Collection[str], needed: int, lost: Iterable[NodeLost] = ()
+) -> Outcome:
+    """How the attempt ends for which too few nodes are left; it names every check that failed.
+
+    Another place in the queue may help where the trouble is the nodes' own, but not for ever. `lost`: the
+    nodes that do not answer any more.
+    """
+    failed = {f"is lost: {one.why}": [one.node] for one in lost}
+    gone = [one.node for one in lost]
+    for node, checks in admission.refused.items():
+        for one in checks:
+            failed.setdefault(str(one), []).append(node)
+    why = "; ".join(f"{fold(nodes)}: {text}" for text, nodes in failed.items())
+    names = ", ".join(dict.fromkeys(one.check for checks in admission.refused.values() for one in checks))
+    wanted = "1 node is" if needed == 1 else f"{needed} nodes are"
+    message = f"{_BEGIN}{wanted} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
+    if names:
+        message += f" (to go on all the same: preflight=[{names}] leaves these checks out)"
+    blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
+    if _came_to_nothing(attempt.run) + 1 >= _IN_A_ROW:
+        message, blamed = f"{message}; this is the {_IN_A_ROW}rd attempt in a row", ()
+    return Outcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
+
+
+def _came_to_nothing(run: RunDir) -> int:
+    """How many attempts before this one have ended with their preflight."""
+    before = reversed(recover.outcomes(run))
+    return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_BEGIN), before)])

@@ -1,0 +1,128 @@
+"""A request to the admin to take nodes out of service: a text to send, and the same as JSON for a webhook."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.hostlist import fold
+from hpcrun.launch.health.lemons import Score
+
+_POST_S = 10.0
+_MOST_SEEN = 20
+
+
+def drain_request(scores: Mapping[str, Score], by: str, now: float) -> dict[str, Any]:
+    """What is known against these nodes, as plain values; `text` holds it as people read it."""
+    command = drain_command(scores)
+    nodes = [
+        {
+            "node": node,
+            "score": round(found.score, 3),
+            "causes": dict(found.causes),
+            "seen": [
+                {
+                    "time": one.time,
+                    "cause": one.cause,
+                    "run": one.run,
+                    "job": one.job,
+                    "attempt": one.attempt,
+                    "evidence": one.evidence,
+                    "log": one.log,
+                }
+                for one in found.seen[:_MOST_SEEN]
+            ],
+        }
+        for node, found in scores.items()
+    ]
+    return {"by": by, "time": now, "command": command, "nodes": nodes, "text": render(scores, by, now)}
+
+
+def drain_command(scores: Mapping[str, Score]) -> str:
+    """What an admin would type."""
+    causes = dict.fromkeys(cause for found in scores.values() for cause in found.causes)
+    words = [f"NodeName={fold(scores)}", "State=DRAIN", f"Reason=hpcrun: {', '.join(causes)}"]
+    return shlex.join(["scontrol", "update", *words])
+
+
+def render(scores: Mapping[str, Score], by: str, now: float) -> str:
+    """The text of the request."""
+    lines = [
+        f"Please look at {fold(scores)}, and drain {'it' if len(scores) == 1 else 'them'} if you agree.",
+        f"Runs of {by} saw the following there (times of {time.strftime('%Z', time.localtime(now))}).",
+    ]
+    for node, found in scores.items():
+        causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
+        lines += ["", f"{node}: {causes}"]
+        for one in found.seen[:_MOST_SEEN]:
+            job = f", job {one.job}" if one.job is not None else ""
+            lines.append(f"  {_stamp(one.time)}  {one.cause}  run {one.run}{job}, attempt {one.attempt}")
+            lines += [f"    {one.evidence}"] if one.evidence else []
+            lines += [f"    log: {one.log}"] if one.log else []
+        rest = len(found.seen) - _MOST_SEEN
+        lines += [f"  and {rest} more before"] if rest > 0 else []
+    return "\n".join([*lines, "", f"    {drain_command(scores)}", ""])
+
+
+def _stamp(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def check_webhook(url: str) -> str:
+    """The host of a webhook; UsageError for what would send the request in the clear, or is no URL."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+    except ValueError:
+        raise UsageError("--webhook: is no URL; write https://HOST/PATH") from None
+    if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host))):
+        raise UsageError("--webhook: must be https://HOST/PATH (http:// to this machine alone)")
+    return host
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _StaysThere(urllib.request.HTTPRedirectHandler):
+    """Follows no redirection: where it leads to nobody has agreed to."""
+
+    def redirect_request(self, *args: Any, **named: Any) -> None:
+        """Nowhere."""
+
+
+def post(url: str, content: Mapping[str, Any]) -> None:
+    """Post JSON to a webhook; SiteError says in one line why it was not taken.
+
+    The URL itself is not told: those of chat services hold a secret.
+    """
+    host = check_webhook(url)
+    body = json.dumps(content).encode()
+    headers = {"Content-Type": "application/json"}
+    handlers: list[Any] = [_StaysThere()]
+    if _is_loopback(host):
+        handlers.append(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(url, body, headers)
+        with urllib.request.build_opener(*handlers).open(request, timeout=_POST_S):
+            return
+    except urllib.error.HTTPError as error:
+        words = f"{error.code} {error.reason}"
+        error.close()
+    except urllib.error.URLError as error:
+        words = str(error.reason)
+    except (OSError, HTTPException, ValueError) as error:
+        words = str(error) or type(error).__name__
+    raise SiteError(f"the webhook at {host} did not take it: {words}; --out FILE keeps the text")

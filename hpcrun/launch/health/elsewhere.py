@@ -1,0 +1,55 @@
+"""A job that is queued again because nodes were not well asks Slurm for other ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hpcrun import process
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.hostlist import expand, fold
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.health.lemons import most_avoided
+from hpcrun.slurm.jobs import parse_scontrol_jobs
+
+_ASK_S = 10
+_TRIES, _PAUSE_S = 3, 0.3
+
+
+def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
+    """The job's ExcNodeList with these nodes in it, for after the requeue; empty: it is to stay as it is.
+
+    Asked for before the requeue, whose TERM ends our commands. A job never excludes more of its partition
+    than what runs saw may take away, nor so much that it would wait for ever.
+    """
+    try:
+        shown = process.run(["scontrol", "show", "job", allocation.id], timeout_s=_ASK_S).stdout
+        record = next(iter(parse_scontrol_jobs(shown)), None)
+        if record is None or not record.partition:
+            return ""
+        words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
+        known = dict.fromkeys(process.run(words, timeout_s=_ASK_S).stdout.split())
+        before = expand(record.fields.get("ExcNodeList", ""), "ExcNodeList")
+    except (SiteError, UsageError):
+        return ""
+    new = [node for node in nodes if node in known and node not in before]
+    most = most_avoided(len(known), needed + sum(node in known for node in before))
+    return fold([*before, *new[:most]], suffixes=False) if new[:most] else ""
+
+
+def keep_away(allocation: Allocation, excluded: str) -> str:
+    """Give a job that is in the queue again this ExcNodeList; says what came of it."""
+    told = ""
+    for _ in range(_TRIES):
+        # The TERM of the requeue may end the command before it has done anything.
+        try:
+            words = ["scontrol", "update", f"JobId={allocation.id}", f"ExcNodeList={excluded}"]
+            done = process.run(words, timeout_s=_ASK_S)
+        except SiteError as error:
+            told = str(error)
+        else:
+            if done.exit_code == 0:
+                return f"job {allocation.id} now excludes {excluded}"
+            told = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.exit_code}"
+        time.sleep(_PAUSE_S)
+    return f"job {allocation.id} may be given the same nodes again: ExcNodeList={excluded}: {told}"

@@ -1,0 +1,116 @@
+"""The preflight of a node: every check in a time of its own, run on the node, answered in one message."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import HpcrunError
+from hpcrun.launch.health import probes
+from hpcrun.launch.health.checked import Checked
+from hpcrun.launch.health.probes import Place
+from hpcrun.specs.rundir import RunDir
+
+_PROBE_S = 3.0
+_GPU_S = 6.0
+_SLACK_S = 0.5
+_BEAT_S = 0.5
+LONGEST_S = 9.0
+"""No node looks for longer than this; it answers in far less than a second when it is well."""
+_PROBES: dict[str, Callable[[Place], list[Checked]]] = {
+    "limits": probes.limits,
+    "space": probes.space,
+    "write": probes.write,
+    "interface": probes.interface,
+    "leftovers": probes.leftovers,
+    "shm": probes.shm,
+    "sums": probes.arithmetic,
+    "gpu": probes.gpu,
+    "nic": probes.nic,
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a node is asked to look at, as it travels to the agents."""
+
+    checks: Sequence[str]
+    attempt: int = 1
+    scratch: Sequence[str] = ()
+    """Directories of the node's own, besides /tmp."""
+    interface: str | None = None
+    hcas: Sequence[str] = ()
+    gpus: int = 0
+    programs: Sequence[str] = ()
+    program_s: float = 5.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    def place(self, run: RunDir, root: Path = Path("/")) -> Place:
+        """What the probes look at."""
+        scratch, hcas = tuple(self.scratch), tuple(self.hcas)
+        return Place(run, self.attempt, scratch, self.interface, hcas, self.gpus, root)
+
+
+class _Probe(threading.Thread):
+    """One check, in a thread of its own: a file system or a tool that hangs must not hold up the others."""
+
+    def __init__(self, check: str, look: Callable[[], list[Checked]], limit_s: float) -> None:
+        super().__init__(name=f"preflight {check}", daemon=True)
+        self.check, self.limit_s = check, limit_s
+        self._look = look
+        self.found: list[Checked] | None = None
+
+    def run(self) -> None:
+        """Look."""
+        try:
+            self.found = self._look()
+        except (HpcrunError, OSError, ValueError) as error:
+            self.found = [Checked(self.check, "unknown", " ".join(str(error).split())[:200])]
+
+    @property
+    def verdicts(self) -> list[Checked]:
+        """What it has found; that it is unknown where it has not come back."""
+        late = Checked(self.check, "unknown", f"gave no answer within {self.limit_s:g} s")
+        return [late] if self.found is None else self.found
+
+
+def look(place: Place, ask: Ask, beat: Callable[[], None] = lambda: None) -> list[Checked]:
+    """Everything that was asked for, all at once; `beat` is called now and then while one waits."""
+    waiting = [
+        _Probe(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
+        for name, probe in _PROBES.items()
+        if name in ask.checks
+    ]
+    limit_s = min(ask.program_s, LONGEST_S - 2 * _SLACK_S)
+    waiting += [
+        _Probe("site", partial(probes.program, path, limit_s), limit_s + _SLACK_S)
+        for path in ask.programs
+        if "site" in ask.checks
+    ]
+    began = beaten = time.monotonic()
+    for one in waiting:
+        one.start()
+    for one in waiting:
+        while one.is_alive() and (left := began + one.limit_s - time.monotonic()) > 0:
+            one.join(min(left, _BEAT_S))
+            if time.monotonic() - beaten >= _BEAT_S:
+                beaten = time.monotonic()
+                beat()
+    return [found for one in waiting for found in one.verdicts]
+
+
+def answer(run: RunDir, order: Mapping[str, Any], beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """An agent's answer to the order `preflight`: its clock, the time it took, and what is not well."""
+    clock, began = time.time(), time.monotonic()
+    ask = Ask(**{key: value for key, value in order.items() if key in Ask.__dataclass_fields__})
+    found = look(ask.place(run), ask, beat)
+    checks = [one.as_json() for one in found if one.verdict != "ok"]
+    return {"kind": "preflight", "time": clock, "seconds": time.monotonic() - began, "checks": checks}

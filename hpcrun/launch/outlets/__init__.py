@@ -1,0 +1,1 @@
+"""Who else is told of a run: Prometheus, TensorBoard, W&B, hooks."""

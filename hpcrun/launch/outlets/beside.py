@@ -1,0 +1,190 @@
+"""The processes beside a run: each tells somebody else of it, and one looks after them until it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcrun import process
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+
+COMPANIONS = {
+    "exporter": ("hpcrun.launch.outlets.exporter", "Exporter"),
+    "tensorboard": ("hpcrun.launch.outlets.sinks", "TensorBoard"),
+    "wandb": ("hpcrun.launch.outlets.sinks", "Wandb"),
+    "hooks": ("hpcrun.launch.outlets.hooks", "Hooks"),
+}
+ORDERS = "orders.json"
+"""What the supervisor wants of each, by its name; `about`: the run itself."""
+TEXTFILE = ".prom"
+"""How the file for the node_exporter ends."""
+ALL_TOLD = "all told"
+"""What the supervisor reads when there is nothing more to tell."""
+DRAIN_S = 45.0
+"""At the end, for what is still to be told."""
+_NICE = 10
+_AGAIN_S = (1.0, 5.0, 25.0)
+"""One that dies is started again after so long, and after that no more."""
+_LOOK_S = 0.5
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Meant for the run: that its supervisor is gone is what ends us."""
+
+
+class Companion(Protocol):
+    """One of them: `turn` does what there is to do now, again and again."""
+
+    every_s: float
+
+    def turn(self) -> None:
+        """Look, and tell what is new."""
+
+    def close(self) -> None:
+        """The supervisor is gone: tell the rest."""
+
+
+def main(run_dir: str, name: str) -> int:
+    """Be the companion of this name, or without one the process that looks after all."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    run = RunDir(Path(run_dir))
+    orders = read_json(run.telemetry / ORDERS)
+    if not name:
+        os.nice(_NICE)
+        process.become_subreaper()
+        _Keeper(run, [one for one in COMPANIONS if one in orders]).keep()
+        sys.stdout.write(ALL_TOLD)
+        return 0
+    process.die_with_parent()
+    _keep_stderr()
+    module, kind = COMPANIONS[name]
+    companion = getattr(importlib.import_module(module), kind)(run, orders["about"], orders[name])
+    _accompany(companion)
+    return 0
+
+
+def _accompany(companion: Companion) -> None:
+    while True:
+        companion.turn()
+        if _is_over(companion.every_s):
+            companion.turn()
+            companion.close()
+            return
+
+
+def _is_over(wait_s: float) -> bool:
+    """Wait so long; True at once when whoever started us has closed our stdin."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+        return bool(selector.select(wait_s)) and not os.read(sys.stdin.fileno(), 4096)
+
+
+class _Keeper:
+    """Starts them, starts again what dies, and ends them when the run is over."""
+
+    def __init__(self, run: RunDir, names: list[str]) -> None:
+        self._run = run
+        self._children = {name: self._start(name) for name in names}
+        self._deaths = dict.fromkeys(names, 0)
+        self._due: dict[str, float] = {}
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        with self._log(name).open("ab") as log:
+            words = ["-P", "-m", "hpcrun", "_beside", str(self._run.path), name]
+            return subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=log)
+
+    def _log(self, name: str) -> Path:
+        return self._run.telemetry / f"{name}.log"
+
+    def keep(self) -> None:
+        """Until the supervisor is gone, and all has been told."""
+        while not _is_over(_LOOK_S):
+            for name, child in self._children.items():
+                if name not in self._due and child.poll():
+                    self._mourn(name)
+            for name in [name for name, due in self._due.items() if time.monotonic() > due]:
+                del self._due[name]
+                self._children[name] = self._start(name)
+        self._drain()
+
+    def _mourn(self, name: str) -> None:
+        number, why = self._deaths[name], f"{name} has failed{_last_words(self._log(name))}"
+        self._deaths[name] += 1
+        if number < len(_AGAIN_S):
+            self._due[name] = time.monotonic() + _AGAIN_S[number]
+            # The first is worth a line, and the last.
+            if number == 0:
+                say(f"{why}; it is started again, the run goes on; log: {self._log(name)}")
+        else:
+            self._due[name] = float("inf")
+            say(f"{why} {number + 1} times; it is not started again, the run goes on")
+
+    def _drain(self) -> None:
+        for name in [name for name, due in self._due.items() if due < float("inf")]:
+            self._children[name] = self._start(name)  # for its last words
+        for child in self._children.values():
+            assert child.stdin is not None
+            child.stdin.close()
+        deadline = time.monotonic() + DRAIN_S
+        for name, child in self._children.items():
+            try:
+                code = child.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                say(f"{name} did not come to an end in {DRAIN_S:g} s, and was ended; log: {self._log(name)}")
+                continue
+            if code and self._due.get(name) != float("inf"):
+                say(f"{name} has failed at the end{_last_words(self._log(name))}; log: {self._log(name)}")
+        process.kill_tree(os.getpid())
+
+
+def _last_words(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:]]
+    said = [line for line in lines if line]
+    return f": {said[-1][:300]}" if said else ""
+
+
+_talk = [2]
+"""The supervisor's stderr."""
+
+
+def _keep_stderr() -> None:
+    """What a companion and its libraries complain of is for its log; what it says is for people."""
+    _talk[0] = os.dup(2)
+    os.dup2(1, 2)
+
+
+def say(text: str) -> None:
+    """Tell whoever watches the run, in one line."""
+    # A terminal that was closed must not end us.
+    with contextlib.suppress(OSError):
+        os.write(_talk[0], f"hpcrun: telemetry: {text}\n".encode())
+
+
+def log(text: str) -> None:
+    """A line, or several, in the companion's own log."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    sys.stdout.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
+    sys.stdout.flush()
+
+
+def shown_as(run: RunDir, folder: str, suffix: str) -> Path:
+    """The file of a run in a directory that others read."""
+    return Path(folder) / f"hpcrun-{run.id.replace('/', '-')}{suffix}"
+
+
+def remembered(run: RunDir, name: str) -> dict[str, Any]:
+    """What a companion has written down to go on from; empty without it, or where it is damaged."""
+    try:
+        found = read_json(run.telemetry / f"{name}.json")
+    except UsageError:
+        return {}
+    return found if isinstance(found, dict) else {}

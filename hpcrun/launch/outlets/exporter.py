@@ -1,0 +1,235 @@
+"""Shows the figures of a run to Prometheus: over HTTP, and as a file for the node_exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say, shown_as
+from hpcrun.launch.outlets.exposition import Figures, render_exposition
+from hpcrun.launch.outlets.heard import heard_s
+from hpcrun.launch.outlets.tally import Follower, Tally
+from hpcrun.launch.ownership import supervisor_of
+from hpcrun.launch.record.runs import look_at
+from hpcrun.specs.placement import read_placement
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import write_json, write_whole
+from hpcrun.specs.rundir import RunDir
+
+STATE = "exporter"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_WRITE_S = 15.0
+"""How often the file is written, and our own state."""
+_PORTS = 16
+"""So many, from the wanted one on, are tried."""
+_CLIENT_S = 5.0
+_POLL_S = 0.5
+_STALE_S = 86400.0
+_FINAL = ("done", "saved", "failed", "interrupted")
+
+
+class Exporter:
+    """Counts, and shows what it has counted; another thread answers, from a text that is ready."""
+
+    every_s = 2.0
+
+    def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
+        self._run, self._about = run, about
+        self._follower = Follower(run, remembered(run, STATE))
+        self._nodes = _Nodes(run)
+        self._errors, self._written, self._text = 0, float("-inf"), ""
+        self._is_well = True
+        self._textfile = shown_as(run, orders["textfile"], TEXTFILE) if orders["textfile"] else None
+        self._targets = shown_as(run, orders["targets"], ".json") if orders["targets"] else None
+        self._server: HTTPServer | None = None
+        for place in (self._textfile, self._targets):
+            if place is not None:
+                _sweep(place.parent, place.suffix)
+        self.turn()  # so that nobody is answered with nothing
+        if orders["port"]:
+            self._serve(orders["address"], orders["port"], orders["suffix"])
+
+    def turn(self) -> None:
+        """Count what is new, and show it."""
+        try:
+            self._show(self._follower.read())
+        except (OSError, UsageError) as error:
+            self._errors += 1
+            log(str(error))
+        if time.monotonic() - self._written > _WRITE_S:
+            self._write()
+
+    def _show(self, tally: Tally, *, is_last: bool = False) -> None:
+        counts = self._nodes.of(tally)
+        ages = {} if is_last else heard_s(self._run)
+        about = {name: str(self._about[name]) for name in ("run", "name", "slurm_job", "host")}
+        self._text = render_exposition(
+            [Figures(tally=tally, nodes=counts, heard_s=ages, scrape_errors=self._errors, **about)]
+        )
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        try:
+            write_json(self._run.telemetry / f"{STATE}.json", self._follower.as_json())
+            if self._textfile is not None:
+                write_whole(self._textfile, self._text, 0o644)
+        except OSError as error:
+            self._errors += 1
+            text = f"{error.filename or self._textfile}: {error.strerror}"
+            log(text)
+            if self._is_well:
+                # Once, until it has gone well again.
+                say(f"exporter: {text}; the run goes on")
+            self._is_well = False
+        else:
+            self._is_well = True
+
+    def close(self) -> None:
+        """The last figures; a run that goes on elsewhere leaves none here, where they would be told twice."""
+        state = state_at_end(self._run, self._follower.tally)
+        self._follower.tally.state = state
+        self._show(self._follower.tally, is_last=True)
+        self._write()
+        if self._textfile is not None and state not in _FINAL:
+            self._textfile.unlink(missing_ok=True)
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+        for path in (self._targets, self._run.telemetry / "targets.json"):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+    def _serve(self, address: str, port: int, suffix: str) -> None:
+        """Answer, and say where in the form that Prometheus's file_sd reads."""
+        try:
+            self._server = _bind(address, port, lambda: self._text)
+        except OSError as error:
+            say(f"exporter: {address}:{port} and the next ports: {error.strerror}; nothing is served there")
+            return
+        Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
+        bound = self._server.server_address[1]
+        is_here = address.startswith("127.")
+        host = address if is_here else f"{self._about['host']}{suffix}"
+        # Under names that no series has: Prometheus would rename those.
+        labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
+        targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
+        log(f"http://{host}:{bound}/metrics")
+        for path in (self._targets, self._run.telemetry / "targets.json"):
+            if path is not None:
+                write_whole(path, targets, 0o644)
+
+
+class _Nodes:
+    """How many nodes have which part, as the placement of the newest attempt says."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run, self._attempt = run, 0
+        self._counts: dict[str, int] = {}
+
+    def of(self, tally: Tally) -> dict[str, int]:
+        if tally.attempt != self._attempt:
+            placed = read_placement(self._run.attempt(tally.attempt).placement)
+            self._attempt = tally.attempt
+            self._counts = {}
+            if placed is not None:
+                self._counts = {"active": len(placed[0].nodes), "spare": len(placed[0].spares)}
+        return self._counts and {**self._counts, "excluded": tally.excluded}
+
+
+def state_at_end(run: RunDir, tally: Tally) -> str:
+    """How the run stands now that nobody runs it: by its exit record, or queued again, or lost."""
+    with contextlib.suppress(UsageError):
+        ended = run.read_exit()
+        if ended is not None and ended.get("status") in _FINAL:
+            return str(ended["status"])
+    return tally.state if tally.state in ("requeued", "waiting", *_FINAL) else "lost"
+
+
+def figures_of(run: RunDir) -> Figures:
+    """The figures of any run, also one that is over or was never watched; nothing is written."""
+    state = look_at(run)
+    follower = Follower(run, remembered(run, STATE))
+    tally = follower.read()
+    is_alive = not state.is_over and state.state != "queued"
+    if not is_alive:
+        tally.state = state_at_end(run, tally)
+    told: dict[str, Any] = {}
+    name, nodes = "", {}
+    with contextlib.suppress(UsageError):  # a damaged placement
+        nodes = _Nodes(run).of(tally)
+    with contextlib.suppress(UsageError):
+        origin = read_provenance(run.sweep_of_element or run)
+        told, name = supervisor_of(run), origin.name if origin else ""
+    job, host = (str(told.get(key) or "") for key in ("slurm_job", "host"))
+    ages = heard_s(run) if is_alive else {}
+    return Figures(run.id, tally, name, job, host, nodes, ages)
+
+
+def _sweep(folder: Path, suffix: str) -> None:
+    """Remove what runs of ours have left there a day ago and more."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"hpcrun-*{suffix}"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _STALE_S:
+                    path.unlink()
+
+
+def _bind(address: str, port: int, text: Callable[[], str]) -> HTTPServer:
+    """A server on the wanted port or one of the next; OSError where all are taken."""
+    for number in range(port, min(port + _PORTS, 65536)):
+        try:
+            return _Server(address, number, text)
+        except OSError as error:
+            last = error
+    raise last
+
+
+class _Server(HTTPServer):
+    """One connection at a time; a client that does not go on is let go."""
+
+    allow_reuse_address = False
+
+    def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
+        self.text = text
+        super().__init__((address, port), _Handler)
+
+    def server_bind(self) -> None:
+        """Without asking the name service who we are."""
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = _CLIENT_S
+    server: _Server
+    server_version, sys_version = "hpcrun", ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def _answer(self, *, with_body: bool) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(HTTPStatus.NOT_FOUND, "only /metrics is here")
+            return
+        body = self.server.text().encode()
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a line."""

@@ -1,0 +1,166 @@
+"""The figures of runs as Prometheus reads them, under names that dashboards and alerts can rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hpcrun import __version__
+from hpcrun.launch.outlets.tally import STATES, STEP_BOUNDS_S, Tally
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+    from prometheus_client.registry import Collector
+
+_KNOWN_CAUSES = ("crash", "node")
+"""Counted from the start, so that the first one is an increase."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What is known of one run at one moment. Every series of it has the label `run`."""
+
+    run: str
+    tally: Tally
+    name: str = ""
+    slurm_job: str = ""
+    host: str = ""
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """How many are active, spare, excluded; empty where nobody knows."""
+    heard_s: Mapping[str, float] = field(default_factory=dict)
+    """For how long nobody has heard of the agent of a node."""
+    scrape_errors: int = 0
+
+
+def render_exposition(runs: Sequence[Figures]) -> str:
+    """The text format of Prometheus."""
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(_collector(runs))
+    return generate_latest(registry).decode()
+
+
+def samples(runs: Sequence[Figures]) -> list[tuple[str, dict[str, str], float]]:
+    """The same as values: name, labels, value."""
+    return [(one.name, dict(one.labels), one.value) for each in families(runs) for one in each.samples]
+
+
+def _collector(runs: Sequence[Figures]) -> Collector:
+    from prometheus_client.registry import Collector
+
+    class _Figures(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return families(runs)
+
+    return _Figures()
+
+
+def families(runs: Sequence[Figures]) -> Iterator[Metric]:
+    """One family a name, with the series of all runs."""
+    yield from _what_it_is(runs)
+    yield from _progress(runs)
+    yield from _time(runs)
+    yield from _faults(runs)
+    yield from _around(runs)
+
+
+def _what_it_is(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily
+
+    text = "The version of hpcrun; always 1"
+    built = GaugeMetricFamily("hpcrun_build_info", text, labels=["run", "version"])
+    text = "The attempt of a run, and the Slurm job that it belongs to; always 1"
+    attempt = GaugeMetricFamily(
+        "hpcrun_attempt_info", text, labels=["run", "name", "attempt", "slurm_job", "host"]
+    )
+    state = GaugeMetricFamily("hpcrun_state", "1 for the state that the run is in", labels=["run", "state"])
+    for one in runs:
+        built.add_metric([one.run, __version__], 1)
+        if one.tally.attempt:
+            attempt.add_metric([one.run, one.name, str(one.tally.attempt), one.slurm_job, one.host], 1)
+        for name in STATES:
+            state.add_metric([one.run, name], name == one.tally.state)
+    yield from (built, attempt, state)
+
+
+def _progress(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    step = GaugeMetricFamily("hpcrun_step", "The newest step; after a fault it goes back", labels=["run"])
+    text = "How long steps took, those that were done again included"
+    took = HistogramMetricFamily("hpcrun_step_duration_seconds", text, labels=["run"])
+    text = "Tokens that steps have computed on, those that were done again included"
+    tokens = CounterMetricFamily("hpcrun_tokens", text, labels=["run"])
+    saved = GaugeMetricFamily("hpcrun_checkpoint_last_step", "The newest step saved", labels=["run"])
+    text = "When the newest save was complete (seconds since 1970)"
+    saved_at = GaugeMetricFamily("hpcrun_checkpoint_timestamp_seconds", text, labels=["run"])
+    for one in runs:
+        tally, label = one.tally, [one.run]
+        if tally.step is not None:
+            step.add_metric(label, tally.step)
+        below, buckets = 0, []
+        for bound, count in zip((*map(str, STEP_BOUNDS_S), "+Inf"), tally.step_counts, strict=True):
+            below += count
+            buckets.append((bound, below))
+        took.add_metric(label, buckets, tally.steps_s)
+        tokens.add_metric(label, tally.tokens)
+        if tally.saved_step is not None and tally.saved_at is not None:
+            saved.add_metric(label, tally.saved_step)
+            saved_at.add_metric(label, tally.saved_at)
+    yield from (step, took, tokens, saved, saved_at)
+
+
+def _time(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily
+
+    text = "Time in steps that were done for the first time, up to the newest record"
+    productive = CounterMetricFamily("hpcrun_productive_seconds", text, labels=["run"])
+    text = "All other time since the first launch; recompute: steps that a fault made be done again"
+    badput = CounterMetricFamily("hpcrun_badput_seconds", text, labels=["run", "bucket"])
+    for one in runs:
+        productive.add_metric([one.run], one.tally.productive_s)
+        for bucket, seconds in one.tally.badput_s.items():
+            badput.add_metric([one.run, bucket], seconds)
+    yield from (productive, badput)
+
+
+def _faults(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, SummaryMetricFamily
+
+    text = "Times that the run was started again, in its allocation or through the queue"
+    restarts = CounterMetricFamily("hpcrun_restarts", text, labels=["run", "cause", "level"])
+    faults = CounterMetricFamily("hpcrun_faults", "What took attempts down", labels=["run", "cause"])
+    text = "From the last sign of progress until a fault was seen"
+    detection = SummaryMetricFamily("hpcrun_detection_seconds", text, labels=["run"])
+    text = "From a fault that was seen to the first step beyond the old ones"
+    recovery = SummaryMetricFamily("hpcrun_recovery_seconds", text, labels=["run"])
+    for one in runs:
+        tally = one.tally
+        none = {f"{cause}/{level}": 0 for cause in _KNOWN_CAUSES for level in ("allocation", "requeue")}
+        for key, count in (none | tally.restarts).items():
+            cause, _, level = key.rpartition("/")
+            restarts.add_metric([one.run, cause, level], count)
+        for cause, count in (dict.fromkeys(_KNOWN_CAUSES, 0) | tally.faults).items():
+            faults.add_metric([one.run, cause], count)
+        detection.add_metric([one.run], tally.detections, tally.detection_s)
+        recovery.add_metric([one.run], tally.recoveries, tally.recovery_s)
+    yield from (restarts, faults, detection, recovery)
+
+
+def _around(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    nodes = GaugeMetricFamily("hpcrun_nodes", "Nodes of the run by their part in it", labels=["run", "role"])
+    text = "For how long the supervisor has heard nothing of the agent of a node"
+    heard = GaugeMetricFamily("hpcrun_heartbeat_age_seconds", text, labels=["run", "node"])
+    text = "Times that the figures of the run could not be read"
+    errors = CounterMetricFamily("hpcrun_exporter_scrape_errors", text, labels=["run"])
+    for one in runs:
+        for role, count in one.nodes.items():
+            nodes.add_metric([one.run, role], count)
+        for node, seconds in one.heard_s.items():
+            heard.add_metric([one.run, node], seconds)
+        errors.add_metric([one.run], one.scrape_errors)
+    yield from (nodes, heard, errors)

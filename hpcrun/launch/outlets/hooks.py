@@ -1,0 +1,223 @@
+"""Programs that are called when the state of a run changes: what has changed, and who is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, UsageError
+from hpcrun.launch.outlets.beside import log, remembered, say
+from hpcrun.launch.record.timeline import is_count
+from hpcrun.launch.record.view import View
+from hpcrun.specs.records import LineReader, write_json
+from hpcrun.specs.rundir import RunDir
+
+SCHEMA_VERSION = 1
+STATE = "hooks"
+TIME_LIMIT_S = 30.0
+"""For one call."""
+_MOST_WAITING = 64
+"""Calls of one hook; where it is that slow, the oldest of them are dropped."""
+_STATES = {
+    "launch": "starting",
+    "ranks met": "running",
+    "fault": "fault",
+    "relaunch": "relaunched",
+    "requeue": "requeued",
+}
+_MORE = ("cause", "nodes", "excluded", "spares_left")
+Record = Mapping[str, Any]
+
+
+@dataclass
+class Changes:
+    """From events to changes of state; dumps to JSON and reads back."""
+
+    number: int = 0
+    state: str = ""
+    attempt: int = 0
+    firing: list[str] = field(default_factory=list)
+    """The keys of the faults that the run has not recovered from."""
+
+    def of(self, events: Iterable[Record]) -> Iterator[dict[str, Any]]:
+        """The changes that these events are."""
+        for event in events:
+            state = _STATES.get(str(event.get("event")))
+            if state is not None and is_count(event.get("attempt")):
+                self.attempt = event["attempt"]
+                more = {name: event[name] for name in _MORE if name in event}
+                yield self._change(state, event.get("time"), str(event.get("message") or ""), **more)
+
+    def end(self, record: Record | None) -> Iterator[dict[str, Any]]:
+        """The last one, now that the supervisor is gone, by the exit record; none where it told before."""
+        if record is not None:
+            step = record.get("step")
+            more = {"step": step} if is_count(step) else {}
+            exit_code = record.get("exit_code")
+            yield self._change(
+                str(record.get("status")),
+                record.get("ended"),
+                str(record.get("message") or ""),
+                exit_code=exit_code,
+                **more,
+            )
+        elif self.state not in ("", "requeued", "lost"):
+            yield self._change("lost", time.time(), "the supervisor is gone without a word")
+
+    def _change(self, state: str, moment: Any, message: str, **more: Any) -> dict[str, Any]:
+        previous, self.state = self.state, state
+        self.number += 1
+        key, resolved = None, []
+        if state in ("fault", "failed", "lost"):
+            key = f"attempt-{self.attempt}"
+            # The end of the attempt that the fault took down is the same alert.
+            self.firing += [key] if key not in self.firing else []
+        elif state in ("running", "done"):
+            resolved, self.firing = self.firing, []
+        change = {"id": self.number, "state": state, "previous": previous or None, "time": moment}
+        change |= {"attempt": self.attempt or None, "message": message}
+        return change | {"alert": key, "resolved": resolved} | more
+
+
+class Hooks:
+    """Calls every hook for each change that it wants to hear of, one at a time and in order.
+
+    A call that had not ended when all ended is made again where the run goes on: `id` tells the two apart.
+    """
+
+    every_s = 0.5
+
+    def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
+        self._run, self._about = run, about
+        told = remembered(run, STATE)
+        self._changes = _changes_from(told.get("changes"))
+        offset = told.get("events")
+        self._reader = LineReader(run.events, offset if is_count(offset) else 0)
+        folder = Path(orders["directory"])
+        self._hooks = [_Hook(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
+        self._pending: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()
+
+    def turn(self) -> None:
+        """Call for what is new, and remember what has been told."""
+        self._call(self._changes.of(self._reader.read()))
+        while self._pending and all(one.done() for one in self._pending[0][1]):
+            state, calls = self._pending.popleft()
+            for one in calls:
+                if not one.cancelled():
+                    one.result()
+            write_json(self._run.telemetry / f"{STATE}.json", state)
+
+    def _call(self, changes: Iterator[dict[str, Any]]) -> None:
+        calls, told = [], False
+        for change in changes:
+            document, told = self._document(change), True
+            calls += [call for hook in self._hooks if (call := hook.call(document)) is not None]
+        if told:
+            state = {"events": self._reader.offset, "changes": asdict(self._changes)}
+            self._pending.append((state, calls))
+
+    def _document(self, change: Mapping[str, Any]) -> dict[str, Any]:
+        about = {name: self._about[name] for name in ("run", "name", "slurm_job", "host")}
+        step = None
+        with suppress(UsageError, OSError):
+            step = View(self._run, None).progress().step
+        place = {"path": str(self._run.path), "step": step}
+        return {"schema_version": SCHEMA_VERSION, **about, **place, **change}
+
+    def close(self) -> None:
+        """The end of the run, and then until all calls have ended."""
+        record = None
+        with suppress(UsageError):
+            record = self._run.read_exit()
+        self._call(self._changes.end(record))
+        for hook in self._hooks:
+            hook.close()
+        self.turn()
+
+
+class _Hook:
+    """One program, and the calls of it that wait."""
+
+    def __init__(self, spec: Mapping[str, Any], folder: Path) -> None:
+        self._command: Sequence[str] = spec["command"]
+        self._on, self._whose, self._folder = set(spec["on"]), spec["whose"], folder
+        self._pool = ThreadPoolExecutor(1)
+        self._waiting: deque[Future[None]] = deque()
+        self._has_failed = False
+
+    def call(self, document: Mapping[str, Any]) -> Future[None] | None:
+        """Have it called; None where it does not want to hear of this."""
+        if self._on and document["state"] not in self._on:
+            return None
+        while self._waiting and self._waiting[0].done():
+            self._waiting.popleft()
+        if len(self._waiting) >= _MOST_WAITING:
+            # The first of them is going on.
+            dropped = next(one for one in self._waiting if one.cancel())
+            self._waiting.remove(dropped)
+            self._log(document, "it is too slow: the call that has waited longest was dropped")
+        self._waiting.append(self._pool.submit(self._run, document))
+        return self._waiting[-1]
+
+    def _run(self, document: Mapping[str, Any]) -> None:
+        try:
+            done = process.tell(
+                self._command,
+                json.dumps(document) + "\n",
+                timeout_s=TIME_LIMIT_S,
+                env=os.environ | _variables(document),
+                cwd=self._folder,
+            )
+        except (HpcrunError, OSError) as error:
+            self._failed(document, str(error))
+            return
+        if done.exit_code:
+            said = done.stdout.strip().splitlines()
+            last = f": {said[-1][:300]}" if said else ""
+            self._failed(document, f"`{self._command[0]}` ended with exit code {done.exit_code}{last}")
+        else:
+            self._has_failed = False
+            if done.stdout.strip():
+                self._log(document, done.stdout.rstrip())
+
+    def _failed(self, document: Mapping[str, Any], why: str) -> None:
+        self._log(document, why)
+        if not self._has_failed:
+            # Once, until it has worked again.
+            self._has_failed = True
+            words = f"hook of the {self._whose} failed at {document['state']}: {why.splitlines()[0][:300]}"
+            say(f"{words}; the run goes on")
+
+    def _log(self, document: Mapping[str, Any], text: str) -> None:
+        about = f"{document['id']} {document['state']} {self._command[0]}"
+        log("\n".join(f"{about}: {line}" for line in text.splitlines()))
+
+    def close(self) -> None:
+        """Until its calls have ended."""
+        self._pool.shutdown(wait=True)
+
+
+def _variables(document: Mapping[str, Any]) -> dict[str, str]:
+    """For those that read no JSON."""
+    told = {"STATE": document["state"], "RUN": document["run"], "RUN_DIR": document["path"]}
+    told |= {"ATTEMPT": document["attempt"], "SLURM_JOB": document["slurm_job"]}
+    told |= {"MESSAGE": str(document["message"]).replace("\0", "")}
+    return {f"HPCRUN_HOOK_{name}": str("" if value is None else value) for name, value in told.items()}
+
+
+def _changes_from(found: Any) -> Changes:
+    with suppress(TypeError):
+        made = Changes(**found)
+        is_sound = is_count(made.number) and is_count(made.attempt) and isinstance(made.firing, list)
+        if is_sound and isinstance(made.state, str):
+            return made
+    return Changes()

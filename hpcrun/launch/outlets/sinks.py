@@ -1,0 +1,201 @@
+"""TensorBoard and W&B, fed from metrics.jsonl under the names that torchtitan's users know."""
+
+from __future__ import annotations
+
+import importlib
+import netrc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import HpcrunError
+from hpcrun.launch.outlets.beside import remembered, say
+from hpcrun.launch.outlets.exporter import state_at_end
+from hpcrun.launch.outlets.tally import Follower
+from hpcrun.launch.record.timeline import is_count
+from hpcrun.specs.records import LineReader, write_json
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.secrets import read_secrets
+
+_PIECE_BYTES = 4 << 20
+_GIB = 2**30
+_HOST = "api.wandb.ai"
+
+Record = Mapping[str, Any]
+
+
+def scalars(record: Record, ranks: int) -> dict[str, float]:
+    """The figures of a line of metrics.jsonl, by torchtitan's keys; speed is of one rank, as there."""
+    kind = record.get("kind", "step")
+    found: dict[str, float | None] = {}
+    if kind == "step":
+        parts = record.get("time_s")
+        data = parts.get("data") if isinstance(parts, dict) else None
+        seconds = _number(record.get("step_time_s"))
+        found = {
+            "loss_metrics/global_avg_loss": _number(record.get("loss")),
+            "grad_norm": _number(record.get("grad_norm")),
+            "lr": _number(record.get("lr")),
+            "throughput(tps)": _times(record.get("tokens_per_s"), 1 / max(1, ranks)),
+            "mfu(%)": _times(record.get("mfu"), 100),
+            "time_metrics/end_to_end(s)": seconds,
+            "time_metrics/data_loading(s)": _number(data),
+            "time_metrics/data_loading(%)": _times(data, 100 / seconds) if seconds else None,
+            # Of the tensors, as the device counts it; what its allocator keeps besides is not recorded.
+            "memory/max_allocated(GiB)": _times(record.get("peak_memory_bytes"), 1 / _GIB),
+        }
+    elif kind == "eval":
+        found = {"validation_metrics/loss": _number(record.get("eval_loss"))}
+    elif kind == "save":
+        found = {"time_metrics/checkpoint(s)": _number(record.get("seconds"))}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _times(value: Any, factor: float) -> float | None:
+    number = _number(value)
+    return None if number is None else number * factor
+
+
+class Points:
+    """The figures of a run, a step at a time, no step twice and none after a later one.
+
+    Steps that a fault made be done again have been told; `state` is where another one goes on.
+    """
+
+    def __init__(self, run: RunDir, ranks: int, state: Mapping[str, Any]) -> None:
+        offset, told = state.get("metrics"), state.get("steps")
+        self._reader = LineReader(run.metrics, offset if is_count(offset) else 0)
+        known = told if isinstance(told, dict) else {}
+        self._steps = {
+            kind: known[kind] if is_count(known.get(kind)) else -1 for kind in ("step", "eval", "save")
+        }
+        self._ranks = ranks
+
+    def new(self) -> Iterator[tuple[int, float, dict[str, float]]]:
+        """Step, wall time and figures of what came since the last call."""
+        while lines := self._reader.read(_PIECE_BYTES):
+            yield from self._of(lines)
+
+    def _of(self, lines: Iterable[Record]) -> Iterator[tuple[int, float, dict[str, float]]]:
+        for line in lines:
+            kind, step = str(line.get("kind", "step")), line.get("step")
+            if kind not in self._steps or not is_count(step) or step <= self._steps[kind]:
+                continue
+            if figures := scalars(line, self._ranks):
+                self._steps[kind] = step
+                yield step, _number(line.get("time")) or 0.0, figures
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where all that has been given ends."""
+        return {"metrics": self._reader.offset, "steps": self._steps}
+
+
+class TensorBoard:
+    """Event files for TensorBoard, one more for every start of the run."""
+
+    every_s = 2.0
+
+    def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
+        self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+        self._writer: Any = writer.EventFileWriter(orders["directory"])
+        self._state = run.telemetry / "tensorboard.json"
+        self._points = Points(run, about["ranks"], remembered(run, "tensorboard"))
+
+    def turn(self) -> None:
+        """Write what is new."""
+        written = False
+        for step, moment, figures in self._points.new():
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]
+            summary = self._summary(value=values)
+            self._writer.add_event(self._event(wall_time=moment, step=step, summary=summary))
+            written = True
+        if written:
+            self._writer.flush()
+            write_json(self._state, self._points.state)
+
+    def close(self) -> None:
+        """No more of it."""
+        self._writer.close()
+
+
+class Wandb:
+    """The run in W&B, under one id through all its attempts."""
+
+    every_s = 2.0
+
+    def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
+        self._run = run
+        os.environ.update(orders["env"])
+        # A file that is gone by now is no reason to write nothing at all.
+        with suppress(HpcrunError):
+            os.environ.update(read_secrets(orders["secrets"]))
+        self._state = run.telemetry / "wandb.json"
+        told = remembered(run, "wandb")
+        self._id = str(told.get("id") or os.environ.get("WANDB_RUN_ID") or run.id.replace("/", "-"))
+        self._points = Points(run, about["ranks"], told)
+        mode = orders["mode"] or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        if mode == "offline" and not orders["mode"]:
+            say("wandb: there is no key (WANDB_API_KEY, ~/.netrc): it writes offline; later: wandb sync")
+        self._wandb: Any = importlib.import_module("wandb")
+        self._logged: Any = self._wandb.init(
+            id=self._id,
+            resume=os.environ.get("WANDB_RESUME", "allow"),
+            name=os.environ.get("WANDB_NAME", run.id),
+            project=orders["project"] or os.environ.get("WANDB_PROJECT") or about["name"],
+            entity=orders["entity"] or os.environ.get("WANDB_ENTITY"),
+            group=orders["group"] or os.environ.get("WANDB_RUN_GROUP"),
+            mode=mode,
+            dir=str(run.telemetry),
+            config=orders["config"],
+        )
+        # The run in W&B may know more than we do, where a state of ours was lost.
+        self._least = int(getattr(self._logged, "step", 0) or 0)
+
+    def turn(self) -> None:
+        """Log what is new: all figures of a step at once, as W&B wants it."""
+        written = False
+        for step, figures in _by_step(self._points.new()):
+            if step >= self._least:
+                self._logged.log(figures, step=step)
+                self._least, written = step, True
+        if written:
+            write_json(self._state, {"id": self._id, **self._points.state})
+
+    def close(self) -> None:
+        """Say how it ended, and wait until it has been told."""
+        state = state_at_end(self._run, Follower(self._run, remembered(self._run, "exporter")).read())
+        if state == "requeued":
+            self._logged.mark_preempting()
+        self._logged.finish(exit_code=0 if state in ("done", "saved") else 1)
+
+
+def _by_step(points: Iterable[tuple[int, float, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
+    current: tuple[int, dict[str, float]] | None = None
+    for step, _, figures in points:
+        if current is not None and current[0] == step:
+            current[1].update(figures)
+            continue
+        if current is not None:
+            yield current
+        current = step, dict(figures)
+    if current is not None:
+        yield current
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        return netrc.netrc(path).authenticators(_HOST) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

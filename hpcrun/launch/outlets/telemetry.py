@@ -1,0 +1,206 @@
+"""Those who tell others of a run: started beside it by its supervisor, which waits for them only at the end.
+
+All they know they read in the run directory. One process looks after the rest and is the only one that the
+supervisor has: neither a sink that hangs nor one that dies can be felt by the run.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE, shown_as
+from hpcrun.launch.site import Site, with_our_package
+from hpcrun.launch.world import without_world
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.telemetry import TelemetrySpec
+
+_MORE_S = 5.0
+_LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+
+
+class _Beside:
+    """The process that looks after all the others, or nobody."""
+
+    def __init__(self, run: RunDir, orders: dict[str, Any], note: Callable[[str], None]) -> None:
+        self._run, self._orders, self._note = run, orders, note
+        self._child: subprocess.Popen[bytes] | None = None
+        if orders:
+            try:
+                self._child = _start(run, orders)
+            except OSError as error:
+                note(f"telemetry: {error}; the run goes on without it")
+
+    def hand_over(self) -> None:
+        """Tell nothing more, not even that the supervisor is gone: another one has the run, and tells."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        process.kill_tree(child.pid)
+        child.kill()
+        child.communicate()
+        textfile = self._orders.get("exporter", {}).get("textfile")
+        if textfile is not None:
+            # The figures of the run are shown elsewhere.
+            with suppress(OSError):
+                shown_as(self._run, textfile, TEXTFILE).unlink()
+
+    def end(self) -> None:
+        """Have the rest told."""
+        if self._child is not None:
+            _end(self._child, self._note)
+
+
+@contextmanager
+def told_of(
+    run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Have everybody told whom the job or the site names, for as long as the block lasts.
+
+    Gives what ends it before, to be called where another supervisor has the run.
+    """
+    beside = _Beside(run, _orders(run, spec, site, note), note)
+    try:
+        yield beside.hand_over
+    finally:
+        beside.end()
+
+
+def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
+    run.telemetry.mkdir(mode=0o700, exist_ok=True)
+    write_json(run.telemetry / ORDERS, orders)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=with_our_package(without_world(os.environ)),
+        start_new_session=True,
+    )
+
+
+def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
+    """Nothing more will happen: let it tell the rest, and go."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with suppress(BrokenPipeError):
+        child.stdin.close()
+    try:
+        child.wait(DRAIN_S + _MORE_S)
+        # Its exit code may have been reaped with that of the ranks.
+        if child.stdout.read().decode() != ALL_TOLD:
+            note("telemetry: what looks after it has died on the way; the run was not told of to its end")
+    except subprocess.TimeoutExpired:
+        note("telemetry: what was still to be told took too long, and was dropped")
+        process.kill_tree(child.pid)
+        child.kill()
+        child.wait()
+    finally:
+        child.stdout.close()
+
+
+def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]) -> dict[str, Any]:
+    """What each of them is to do, by its name; empty where there is nothing to be done."""
+    cluster = site.cluster
+    wanted = spec.telemetry.at(cluster.telemetry if cluster else None)
+    orders: dict[str, Any] = {}
+    if wanted.textfile or wanted.port:
+        orders["exporter"] = {
+            "textfile": _expanded(wanted.textfile),
+            "port": wanted.port,
+            "targets": _expanded(wanted.targets),
+            "address": _address(site),
+            "suffix": cluster.network.fabric_suffix if cluster else "",
+        }
+    if wanted.tensorboard:
+        place = run.path / "tensorboard"
+        if isinstance(wanted.tensorboard, str):
+            place = Path(_expanded(wanted.tensorboard) or "") / run.id
+        orders["tensorboard"] = {"directory": str(place)}
+    if wanted.wandb is not None:
+        orders["wandb"] = _wandb(run, spec, wanted)
+    hooks = [{**one.model_dump(), "whose": "job"} for one in spec.hooks]
+    hooks += [{**one.model_dump(), "whose": "site"} for one in (cluster.hooks if cluster else ())]
+    if hooks:
+        orders["hooks"] = {"hooks": hooks, "directory": str(Path.cwd())}
+    for name, package in _PACKAGES.items():
+        if name in orders and not _is_installed(package):
+            note(
+                f"telemetry.{name}: {sys.executable} has no package {package}; the run goes on without it;"
+                f" to have it: pip install {package}"
+            )
+            del orders[name]
+    return orders and orders | {"about": _about(run, spec, site)}
+
+
+def _about(run: RunDir, spec: JobSpec, site: Site) -> dict[str, Any]:
+    job = str(site.allocation.job) if site.allocation else ""
+    return {
+        "run": run.id,
+        "name": spec.name,
+        "ranks": spec.ranks,
+        "slurm_job": job,
+        "host": os.uname().nodename,
+    }
+
+
+def _wandb(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
+    assert wanted.wandb is not None
+    sweep = run.sweep_of_element
+    return {
+        **wanted.wandb.model_dump(),
+        "group": wanted.wandb.group or (sweep.id if sweep else None),
+        "env": {name: value for name, value in spec.env.items() if name.startswith("WANDB_")},
+        "secrets": {name: path for name, path in spec.secrets.items() if name.startswith("WANDB_")},
+        "config": spec.model_dump(mode="json", exclude={"env", "secrets", "hooks", "telemetry"}),
+    }
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported; a directory of that name, such as the one W&B itself makes, is none."""
+    found = importlib.util.find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def _expanded(place: str | None) -> str | None:
+    if place is None:
+        return None
+    # Whose home there is not is found out where it is written to.
+    with suppress(RuntimeError):
+        place = str(Path(place).expanduser())
+    return os.path.expandvars(place)
+
+
+def _address(site: Site) -> str:
+    """Where /metrics is served: on this machine alone, and in an allocation on the interface of its jobs."""
+    if site.allocation is None:
+        return _LOOPBACK
+    interface = site.cluster.network.interface if site.cluster else None
+    if interface is not None:
+        return _address_of(interface) or _LOOPBACK
+    try:
+        return socket.gethostbyname(os.uname().nodename)
+    except OSError:
+        return _LOOPBACK
+
+
+def _address_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])

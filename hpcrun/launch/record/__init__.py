@@ -1,0 +1,1 @@
+"""What became of runs: followed, told, accounted for, and asked for more."""

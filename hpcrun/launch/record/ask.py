@@ -1,0 +1,161 @@
+"""What a person asks of a run that goes on: save now and go on, or save and stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, SiteError, UsageError
+from hpcrun.launch.record.cancel import cancel
+from hpcrun.launch.record.farsignal import signal_successor
+from hpcrun.launch.record.follow import Pace, Watch, told
+from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.record.view import View
+from hpcrun.slurm.answers import parse_trouble
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import LineReader
+from hpcrun.specs.rundir import RunDir
+
+_SCANCEL_S = 30.0
+_OF_THE_CALLER = ("SCANCEL_", "SLURM_CLUSTERS")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was asked of whom, and where the answers of those who were asked will appear."""
+
+    lines: list[str]
+    """In words, a line each."""
+    answers: dict[RunDir, LineReader]
+    """The metrics of every run that was asked, from that moment on."""
+
+
+def save(run: RunDir, *, force: bool = False) -> Asked:
+    """Ask a run to save at its next step and go on; of a sweep, every element that has begun.
+
+    A program of the user's own gets the signal with `force` only: it ends one that does not handle it.
+    UsageError where there is nothing to save, SiteError where Slurm does not answer.
+    """
+    _require_our_training(run, force)
+    states = look_at_elements(run) if run.sweep.is_file() else look_at_all([run])
+    begun = [one for one in states if one.state == "running" and _has_begun(one.run)]
+    if not begun:
+        raise _nothing_to_save(look_at_all([run])[0] if run.sweep.is_file() else states[0])
+    answers = {one.run: _from_now_on(one.run) for one in begun}
+    lines = [_ask_process(one.run) for one in begun if not one.job]
+    by_cluster: defaultdict[str, list[str]] = defaultdict(list)
+    for one in begun:
+        if one.job and (reached := signal_successor(one.run, signal.SIGUSR1, one.cluster)):
+            lines.append(f"{one.run.id}: asked {reached} to save and go on")
+        elif one.job:
+            by_cluster[one.cluster].append(one.job)
+    for cluster, jobs in by_cluster.items():
+        _ask_jobs(jobs, cluster)
+        lines.append(f"{run.id}: asked job {', '.join(jobs)} to save and go on")
+    return Asked(lines, answers)
+
+
+def stop(run: RunDir) -> list[str]:
+    """Ask a run to save and stop, and not to be queued again; what waits is taken out of the queue."""
+    return cancel(run)
+
+
+def wait_for_saves(
+    asked: Asked,
+    note: Callable[[str], None],
+    *,
+    timeout_s: float | None = None,
+    pace: Pace | None = None,
+) -> bool:
+    """Wait until all who were asked have saved, which is noted; False where one ended without, or is late."""
+    ahead, all_saved = dict(asked.answers), True
+    watch = Watch(list(ahead), pace)
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while ahead:
+        # Looked at first: what was written until then is still read.
+        states = watch.look()
+        for state in states:
+            if state.run not in ahead:
+                continue
+            if saved := _saved(ahead[state.run]):
+                note(f"{state.run.id}: {saved}")
+            elif state.is_over:
+                note(f"{told(state)}; it has written no further save")
+                all_saved = False
+            else:
+                continue
+            del ahead[state.run]
+        if ahead and end is not None and time.monotonic() >= end:
+            note(f"no save within {timeout_s:g} s: {', '.join(run.id for run in ahead)}")
+            return False
+        if ahead:
+            time.sleep(watch.pace.records)
+    return all_saved
+
+
+def _saved(reader: LineReader) -> str:
+    for line in reader.read():
+        if line.get("kind") == "save":
+            seconds = line.get("seconds")
+            took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
+            return f"step {line.get('step')} was saved{took}"
+    return ""
+
+
+def _from_now_on(run: RunDir) -> LineReader:
+    return LineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
+
+
+def _require_our_training(run: RunDir, force: bool) -> None:
+    origin = read_provenance(run.sweep_of_element or run)
+    if origin is None or origin.steps is not None:
+        return
+    if origin.kind == "function":
+        raise UsageError(f"{run.id} is a function, which nobody can ask to save; `hpcrun stop` ends it")
+    if not force:
+        raise UsageError(
+            f"{run.id} is a program of your own: SIGUSR1 ends it unless it handles that signal; --force sends"
+            " it all the same"
+        )
+
+
+def _has_begun(run: RunDir) -> bool:
+    """Whether the newest attempt has a supervisor: that knows the signal, a shell may die of it."""
+    view = View(run, read_provenance(run.sweep_of_element or run))
+    return view.has_begun and not view.attempts[-1].outcome.exists()
+
+
+def _nothing_to_save(state: RunState) -> HpcrunError:
+    why = f" ({state.message})" if state.message else ""
+    if state.state == "running":
+        return UsageError(
+            f"{state.run.id} is about to start{why}; there is nothing to save yet, ask again later"
+        )
+    if state.state == "unknown" and state.job:
+        return SiteError(f"{state.run.id}: nothing was asked: {state.message}")
+    return UsageError(f"{state.run.id} is {state.state}{why}; there is nothing to save")
+
+
+def _ask_process(run: RunDir) -> str:
+    found = View(run, read_provenance(run.sweep_of_element or run)).process
+    handle = process.Handle(found[1]) if found else None
+    if handle is None or not handle.signal(signal.SIGUSR1):
+        return f"{run.id}: has ended just now"
+    handle.close()
+    return f"{run.id}: asked pid {handle.process.pid} to save and go on"
+
+
+def _ask_jobs(jobs: Sequence[str], cluster: str) -> None:
+    """Through the batch shell, which hands it on; SiteError with scancel's words."""
+    where = ["-M", cluster] if cluster else []
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
+    words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *where, *jobs]
+    done = process.run(words, timeout_s=_SCANCEL_S, env=env)
+    trouble = parse_trouble(done.stderr)
+    if trouble is None or trouble.kind not in ("no-job", "ended"):
+        done.require()

@@ -1,0 +1,117 @@
+"""How a run is stopped: through its process on this host, or through Slurm."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from hpcrun import process
+from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
+from hpcrun.launch.record.farsignal import signal_successor
+from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.record.view import View
+from hpcrun.slurm.ids import parse_job_id
+from hpcrun.slurm.queue import Question, cancel_job
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import write_json
+from hpcrun.specs.rundir import RunDir
+
+_POLL_S = 0.2
+_KILL_WAIT_S = 15.0
+
+
+def cancel(run: RunDir, *, now: bool = False) -> list[str]:
+    """Ask a run to save and stop, or with `now` to end at once; what waits is taken out of the queue.
+
+    Of a sweep, all elements that are not over. A line for each thing done; UsageError where there is nothing
+    to stop, SiteError where Slurm does not answer.
+    """
+    states = look_at_elements(run) if run.sweep.is_file() else look_at_all([run])
+    ahead = [one for one in states if one.state in ("running", "queued")]
+    if not ahead:
+        raise _nothing_to_stop(look_at_all([run])[0])
+    if not now:
+        for one in ahead:
+            # A supervisor that is lost at this moment hands nothing on.
+            with suppress(OSError):
+                write_json(one.run.wish, {"time": time.time()})
+    lines = [_stop_process(one.run, now) for one in _one_a_process([one for one in ahead if not one.job])]
+    by_job: dict[Question, list[RunState]] = {}
+    for one in ahead:
+        if one.job and not now and (reached := signal_successor(one.run, signal.SIGTERM, one.cluster)):
+            lines.append(f"{one.run.id}: asked {reached} to save and stop")
+        elif one.job:
+            by_job.setdefault(_target(run, one), []).append(one)
+    return [*lines, *(f"{run.id}: {_stop_job(job, each, now)}" for job, each in by_job.items())]
+
+
+def _nothing_to_stop(state: RunState) -> HpcrunError:
+    told = f" ({state.message})" if state.message else ""
+    if state.is_over:
+        return UsageError(f"{state.run.id} is {state.state}{told}; there is nothing to cancel")
+    if state.job:
+        return SiteError(f"{state.run.id}: nothing was cancelled: {state.message}")
+    return UsageError(f"{state.run.id} is not known to run{told}; there is nothing to cancel here")
+
+
+def _one_a_process(states: Sequence[RunState]) -> list[RunState]:
+    """Of a sweep that is one process, the element that runs, else any that waits."""
+    running = [one for one in states if one.state == "running"]
+    return list({one.pid: one for one in running or states}.values())
+
+
+def _stop_process(run: RunDir, now: bool) -> str:
+    found = View(run, read_provenance(run.sweep_of_element or run)).process
+    if found is None:
+        return f"{run.id}: has ended just now"
+    pid, handle = found[1].pid, process.Handle(found[1])
+    try:
+        if not now:
+            handle.signal(signal.SIGTERM)
+            return f"{run.id}: asked pid {pid} to save and stop"
+        deadline = time.monotonic() + _KILL_WAIT_S
+        # The supervisor ends its ranks at the second interrupt; two at once may arrive as one.
+        while handle.signal(signal.SIGINT) and handle.is_alive():
+            if time.monotonic() > deadline:
+                handle.signal(signal.SIGKILL)
+            time.sleep(_POLL_S)
+    finally:
+        handle.close()
+    return f"{run.id}: ended without a save"
+
+
+def _target(run: RunDir, state: RunState) -> Question:
+    """The job to name to scancel: of a sweep the whole array."""
+    found = parse_job_id(state.job or "")
+    assert found is not None
+    return Question(found.job, None if run.sweep.is_file() else found.element, state.cluster)
+
+
+def _stop_job(job: Question, states: Sequence[RunState], now: bool) -> str:
+    waiting = [one.run for one in states if one.state == "queued"]
+    if waiting:
+        # What waits comes first, and then a second look: nothing may start behind our back.
+        cancel_job(job, "pending")
+    # Slurm forgets an element that had not started as soon as it is cancelled.
+    taken = [one.run for one in look_at_all(waiting) if one.state in ("cancelled", "lost")]
+    for run in taken:
+        _record(run, job)
+    told = [f"{len(taken)} taken out of the queue"] if taken else []
+    if running := len(states) - len(taken):
+        cancel_job(job, "now" if now else "save")
+        told.append(f"{running} ended without a save" if now else f"{running} asked to save and stop")
+    if len(states) == 1:
+        return f"job {job} was {told[0].partition(' ')[2]}"
+    return f"of job {job}, {' and '.join(told)}"
+
+
+def _record(run: RunDir, job: Question) -> None:
+    """An end that no supervisor is there to write down, and that Slurm forgets in some minutes."""
+    attempts = run.attempts()
+    number = attempts[-1].number if attempts else None
+    text = f"job {job} was taken out of the queue"
+    record = {"status": "cancelled", "exit_code": EXIT_INTERRUPTED, "message": text, "attempt": number}
+    run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_json(run.exit, record | {"step": None, "ended": time.time()})

@@ -1,0 +1,81 @@
+"""Everything that is known of one run, in plain values: what `hpcrun describe` shows."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from hpcrun.launch.record.follow import batch_logs
+from hpcrun.launch.record.ledger import Ledger, add, read_ledger
+from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.record.view import replicas_of
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.sweep import read_sweep
+
+
+def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
+    """The state of a run, its origin and jobs, files, attempts and saves, and where its time went.
+
+    Of an element of a sweep also what it changes.
+    """
+    (state,) = look_at_all([run])
+    owner = run.sweep_of_element or run
+    origin = read_provenance(owner)
+    told = {
+        **state.as_json(),
+        "files": _files(owner, run),
+        "overrides": _overrides(run),
+        "origin": asdict(origin) if origin else None,
+        "attempts": [_attempt(one, state) for one in run.attempts()],
+        "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
+    }
+    return told, account(state)
+
+
+def account(state: RunState) -> Ledger:
+    """Where the time of a run went, until now where it goes on; of a sweep the sum over its elements."""
+    if not state.run.sweep.is_file():
+        # Where nobody knows whether it goes on, what it has written is the last that is known.
+        now = state.changed if state.state == "unknown" else time.time()
+        return read_ledger(state.run, now=None if state.is_over else now)
+    # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
+    return add(account(one) for one in look_at_elements(state.run, ask=False))
+
+
+def sweep_table(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:
+    """The results of a sweep: for each element what it changes, and where it stands."""
+    return list(zip(read_sweep(run), look_at_elements(run), strict=True))
+
+
+def _files(owner: RunDir, run: RunDir) -> dict[str, str | list[str]]:
+    named = {"spec": run.spec, "script": owner.script, "code difference": owner.code_diff}
+    files: dict[str, str | list[str]] = {name: str(path) for name, path in named.items() if path.is_file()}
+    return files | {"batch logs": [str(path) for path in batch_logs(run)]}
+
+
+def _overrides(run: RunDir) -> dict[str, Any] | None:
+    sweep = run.sweep_of_element
+    return None if sweep is None else read_sweep(sweep)[int(run.path.name)]
+
+
+def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
+    told, ended = (_mapping(read_json(path)) for path in (one.supervisor, one.outcome))
+    known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
+    outcome = {
+        name: ended.get(name) for name in ("status", "message", "step", "requeued", "relaunched", "ended")
+    }
+    if not ended:
+        is_newest = one.number == state.attempt
+        words = None if is_newest and state.state == "running" else "it left no word"
+        outcome |= {"status": state.state if is_newest else "unknown", "message": words}
+    replicas = replicas_of(one)
+    known["replicas"] = None if replicas is None else {"there": replicas[0], "whole": replicas[1]}
+    return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}
+
+
+def _mapping(record: Any) -> dict[str, Any]:
+    return record if isinstance(record, dict) else {}

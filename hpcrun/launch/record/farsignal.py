@@ -1,0 +1,40 @@
+"""How a supervisor is reached that has taken a run over: the batch shell leads to nobody any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from hpcrun import process
+from hpcrun.launch.record.view import View
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.rundir import RunDir
+
+_SRUN_S = 30.0
+_OF_THE_CALLER = ("SRUN_", "SLURM_")
+# The pid may be another process's by now: the fields of its stat from the state on start with the 3rd.
+_SCRIPT = (
+    'set -- "$1" "$2" "$3" $(sed "s/.*) //" "/proc/$2/stat");'
+    ' [ "${23}" = "$3" ] || { echo "it has ended just now" >&2; exit 1; }; kill -s "$1" "$2"'
+)
+
+
+def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> str:
+    """Signal the supervisor on another node that leads the run; "" where the batch shell still leads to it.
+
+    SiteError in srun's words when it cannot be reached.
+    """
+    view = View(run, read_provenance(run.sweep_of_element or run))
+    found, job = view.process, view.supervisor.get("slurm_job")
+    if not view.is_taken_over or found is None or job is None:
+        return ""
+    host, who = found
+    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
+    if conf := os.environ.get("SLURM_CONF"):
+        env["SLURM_CONF"] = conf
+    argv = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
+    argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
+    name = number.name.removeprefix("SIG")
+    words = ["sh", "-c", _SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
+    process.run([*argv, *words], timeout_s=_SRUN_S, env=env).require()
+    return f"pid {who.pid} on {host}"

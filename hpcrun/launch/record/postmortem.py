@@ -1,0 +1,315 @@
+"""One tar with what an engineer asks for when a run went wrong: records, logs, the story; and no secrets."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import re
+import shlex
+import stat
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import hpcrun
+from hpcrun import process
+from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
+from hpcrun.launch.record.describe import account
+from hpcrun.launch.record.follow import told
+from hpcrun.launch.record.runs import look_at_all
+from hpcrun.launch.record.story import story
+from hpcrun.launch.record.view import View
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+
+_MOST_BYTES = 2**20
+"""Of each file this much is kept, the last."""
+_MOST_OF_EVENTS_BYTES = 16 * 2**20
+"""The same of the files that are read whole or not at all: events and code.diff."""
+_MOST_IN_ALL_BYTES = 256 * 2**20
+_NO_TEXT = {".pkl", ".pt", ".distcp", ".safetensors", ".bin", ".gz"}
+_COMMAND_S = 10.0
+_PACKAGES = ("torch", "mpi4py", "mpich", "numpy", "submitit", "pydantic", "typer", "ClusterShell", "Jinja2")
+_SACCT = "JobID,JobName%40,State%30,ExitCode,Submit,Start,End,Elapsed,NodeList%60,Reason,MaxRSS"
+
+_SECRET_WORDS = r"(?:TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH)"
+_SECRET_NAME = re.compile(rf"(?:.*[._-])?{_SECRET_WORDS}(?:[._-].*)?", re.IGNORECASE)
+"""Of a variable or a file."""
+_ASSIGNED = re.compile(
+    rf"\b((?:[A-Z0-9]+_)*{_SECRET_WORDS}(?:_[A-Z0-9]+)*['\"]?[ \t]*[=:][ \t]*)"
+    r"((?:'[^'\n]*'|\"(?:[^\"\\\n]|\\.)*\"|[^\s'\",])+)"
+)
+"""Of variables, which are written in capitals: NAME=value, NAME: "value", and bash's pieces side by side."""
+_SHAPED = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}"
+    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_LOGIN = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(@)")
+_MASK = "(masked)"
+_SHORTEST_SECRET = 6
+"""A shorter value is also a part of other words, which would make the logs unreadable."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A tar that was written, and what is not in it."""
+
+    path: Path
+    files: list[str]
+    left_out: list[str] = field(default_factory=list)
+    """A line each."""
+
+
+def postmortem(run: RunDir, out: Path | None = None) -> Bundle:
+    """Write the tar of a run (default RUN-postmortem.tar.gz here); UsageError where it cannot be written.
+
+    Whatever cannot be read is left out, and said: a run that broke may have broken its records, too.
+    """
+    if run.sweep.is_file():
+        raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
+    path = out or Path(f"{run.id.replace('/', '-')}-postmortem.tar.gz")
+    if path.exists():
+        raise UsageError(f"{path}: exists already; remove it, or name another file with --out")
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            bundle = _write(run, path, file)
+        aside.rename(path)
+    except OSError as error:
+        why = error.strerror or error
+        raise UsageError(f"{path}: cannot be written: {why}; name another file with --out") from None
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+    return bundle
+
+
+def _write(run: RunDir, path: Path, file: Any) -> Bundle:
+    bundle = Bundle(path, [])
+    owner = run.sweep_of_element or run
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        writer = _Writer(tar, run.id.replace("/", "-"), _Masker(_secrets(owner, run)), bundle)
+        for name, found in _files(owner, run):
+            writer.copy(name, found)
+        writer.text("slurm.txt", _slurm(run, owner))
+        writer.text("versions.txt", _versions())
+        bundle.left_out.append(
+            f"of {run.id}: checkpoints, traces, pickles, and the files that secrets: names"
+        )
+        writer.text("summary.txt", _summary(run, bundle.left_out))
+    return bundle
+
+
+class _Masker:
+    """Takes secrets out of text: known values, values of variables that are named so, well-known shapes."""
+
+    def __init__(self, values: Iterable[str]) -> None:
+        written = {form for value in values for form in _written(value) if len(form) >= _SHORTEST_SECRET}
+        known = sorted(written, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def mask(self, text: str) -> str:
+        if self._known is not None:
+            text = self._known.sub(_MASK, text)
+        text = _SHAPED.sub(_MASK, text)
+        text = _LOGIN.sub(rf"\g<1>{_MASK}\g<2>", text)
+        return _ASSIGNED.sub(_masked_value, text)
+
+
+def _masked_value(found: re.Match[str]) -> str:
+    """The name and a mask, in the quotes of the value: what was JSON stays JSON."""
+    value = found[2]
+    quote = value[0] if value[0] in "'\"" and value[-1] == value[0] else ""
+    return f"{found[1]}{quote}{_MASK}{quote}"
+
+
+def _written(value: str) -> Iterator[str]:
+    """A value as it may stand in a file: as it is, its lines, and with the escapes of JSON and YAML."""
+    yield value
+    yield from value.splitlines()
+    yield json.dumps(value)[1:-1]
+    yield value.replace("'", "''")
+    yield shlex.quote(value)[1:-1]
+
+
+class _Writer:
+    """Puts masked text into a tar, up to a size."""
+
+    def __init__(self, tar: tarfile.TarFile, folder: str, masker: _Masker, bundle: Bundle) -> None:
+        self._tar, self._folder, self._masker, self._bundle = tar, folder, masker, bundle
+        self._left = _MOST_IN_ALL_BYTES
+
+    def copy(self, name: str, path: Path) -> None:
+        """The end of a file, with a line that says what was cut off; what cannot be had is said."""
+        if _SECRET_NAME.fullmatch(path.name):
+            self._bundle.left_out.append(f"{name}: by its name it holds a secret")
+            return
+        try:
+            whole = name in ("events.jsonl", "code.diff")
+            data, cut = _tail(path, _MOST_OF_EVENTS_BYTES if whole else _MOST_BYTES)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            self._bundle.left_out.append(f"{name}: {why}")
+            return
+        if len(data) > self._left:
+            self._bundle.left_out.append(f"{name}: there are {_MOST_IN_ALL_BYTES // 2**20} MiB already")
+            return
+        self._left -= len(data)
+        said = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""
+        if cut:
+            self._bundle.left_out.append(f"{name}: the first {cut} bytes")
+        self.text(name, said + data.decode(errors="replace"))
+
+    def text(self, name: str, text: str) -> None:
+        """A file of its own."""
+        data = self._masker.mask(text).encode()
+        member = tarfile.TarInfo(f"{self._folder}/{name}")
+        member.size, member.mode, member.mtime = len(data), 0o600, int(time.time())
+        self._tar.addfile(member, io.BytesIO(data))
+        self._bundle.files.append(name)
+
+
+def _tail(path: Path, most: int) -> tuple[bytes, int]:
+    """The last piece of a file, from the beginning of a line, and how much stands before it."""
+    # A link may lead to anybody's file, and nobody may write into a pipe.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("is no regular file")
+        cut = max(0, found.st_size - most)
+        file.seek(cut)
+        data = file.read(most)
+    if cut:
+        torn = data.find(b"\n") + 1
+        cut, data = cut + torn, data[torn:]
+    return data, cut
+
+
+def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
+    """What there is, by its name in the tar: records first, so that they find room."""
+    named = [run.spec, run.exit, run.events, run.chaos, run.metrics]
+    named += [owner.job, owner.script, owner.code_diff, owner.cluster]
+    yield from ((path.name, path) for path in named if path.exists())
+    attempts = [(one, list(_below(one.path))) for one in reversed(run.attempts())]
+    for are_logs in (False, True):
+        for attempt, paths in attempts:
+            for path in paths:
+                if (path.parent.name == "logs") == are_logs:
+                    yield f"attempts/{attempt.number}/{path.relative_to(attempt.path)}", path
+    yield from ((f"agents/{path.name}", path) for path in sorted(run.agent_logs.glob("*.log")))
+    yield from ((f"telemetry/{path.name}", path) for path in sorted(run.telemetry.glob("*.log")))
+    with suppress(UsageError):
+        in_sweep = run.sweep_of_element is not None
+        batch = View(run, read_provenance(owner)).batch_logs() if in_sweep else owner.submitit.glob("*_log.*")
+        yield from ((f"batch/{path.name}", path) for path in sorted(batch))
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """The files of an attempt, but for traces and whatever is no text."""
+    for path in sorted(folder.rglob("*")):
+        if not path.is_dir() and path.parent.name != "profile" and path.suffix not in _NO_TEXT:
+            yield path
+
+
+def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
+    """The values that must not get out, as far as they can be known here."""
+    from hpcrun.specs.cluster import load_cluster
+    from hpcrun.specs.load import load_job
+    from hpcrun.specs.secrets import read_secrets
+
+    environments: list[Mapping[str, str]] = []
+    with suppress(HpcrunError, OSError):
+        spec = load_job(run.spec).spec
+        environments.append(spec.env)
+        for name, path in spec.secrets.items():
+            with suppress(SpecError):
+                yield from read_secrets({name: path}).values()
+    with suppress(HpcrunError, OSError):
+        environments.append(load_cluster(owner.cluster).env)
+    for environment in environments:
+        yield from (value for name, value in environment.items() if _SECRET_NAME.fullmatch(name))
+
+
+def _slurm(run: RunDir, owner: RunDir) -> str:
+    """What Slurm says of the job and of nodes that are down; in its own words, also when it has no answer."""
+    try:
+        job = View(run, read_provenance(owner)).job
+    except UsageError as error:
+        return f"{error}\n"
+    if job is None:
+        return "this run was no Slurm job\n"
+    number, element, cluster = job
+    name = str(number) if element is None else f"{number}_{element}"
+    where = ["-M", cluster] if cluster else []
+    asked = [
+        ["scontrol", *where, "show", "job", "-d", name],
+        ["sacct", *where, "-j", name, "-o", _SACCT],
+        ["sinfo", *where, "-R"],
+    ]
+    return "\n".join(f"$ {' '.join(words)}\n{_said(words)}" for words in asked)
+
+
+def _said(words: list[str]) -> str:
+    try:
+        done = process.run(words, timeout_s=_COMMAND_S)
+    except SiteError as error:
+        return f"{error}\n"
+    return f"{done.stdout}{done.stderr}"
+
+
+def _versions() -> str:
+    """Of the host where the tar is made: the nodes' own versions stand in the logs."""
+    lines = [
+        f"host {platform.node()}",
+        f"system {platform.platform()}",
+        f"python {platform.python_version()}",
+    ]
+    lines.append(f"hpcrun {hpcrun.__version__}")
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            lines.append(f"{package} {version(package)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _summary(run: RunDir, left_out: list[str]) -> str:
+    """The first cause, the ledger and the story, then what is missing here."""
+    (state,) = look_at_all([run])
+    parts = {
+        "run": lambda: [told(state), f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')} on {platform.node()}"],
+        "first cause": lambda: _first_cause(run),
+        "where the time went": lambda: account(state).lines(),
+        "story": lambda: [str(entry) for entry in story(run)],
+        "left out": lambda: left_out,
+    }
+    return "\n".join(_part(title, lines) for title, lines in parts.items())
+
+
+def _part(title: str, lines: Callable[[], list[str]]) -> str:
+    try:
+        found = lines()
+    except (HpcrunError, OSError) as error:
+        found = [f"cannot be told: {error}"]
+    return "".join(f"{line}\n" for line in (f"== {title}", *(found or ["nothing"])))
+
+
+def _first_cause(run: RunDir) -> list[str]:
+    """How each attempt that did not end well has ended, the oldest first, and the run itself."""
+    lines = []
+    for attempt in run.attempts():
+        record = read_json(attempt.outcome)
+        if isinstance(record, dict) and record.get("status") not in ("done", "saved"):
+            lines.append(f"attempt {attempt.number}: {record.get('status')}: {record.get('message')}")
+    ended = run.read_exit()
+    return [*lines, f"run: {ended.get('status')}: {ended.get('message')}"] if ended else lines

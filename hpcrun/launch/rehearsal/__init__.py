@@ -1,0 +1,1 @@
+"""Faults on purpose, on a running run of one's own."""

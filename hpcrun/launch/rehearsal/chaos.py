@@ -1,0 +1,335 @@
+"""Rehearsing a fault on a running run of one's own: the victim, the way to its node, the record."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, SiteError, UsageError
+from hpcrun.hostlist import fold
+from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.ownership import supervisor_of
+from hpcrun.launch.record.runs import look_at_all
+from hpcrun.launch.rehearsal.faults import Fault
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.site import with_our_package
+from hpcrun.launch.submit.script import python_of
+from hpcrun.launch.world import without_world
+from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.load import load_job
+from hpcrun.specs.placement import Placement, read_placement
+from hpcrun.specs.records import LineWriter, read_json
+from hpcrun.specs.rundir import RunDir
+
+_ANSWER_S = 60.0
+_LEAVE_S = 10.0
+
+
+class NotYetError(UsageError):
+    """The victim is not there; where another attempt is about to start, it may be in a moment."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """A fault with its victim found: what is about to be done."""
+
+    run: RunDir
+    fault: Fault
+    attempt: int
+    node: str
+    ranks: tuple[int, ...]
+    """Those that are struck on the node, where ranks are."""
+    supervisor: dict[str, Any]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the victim is on this very host."""
+        return short(self.node) == short(os.uname().nodename)
+
+    def __str__(self) -> str:
+        """In words, as what one is about to do."""
+        fault, where = self.fault, f"on {self.node}"
+        lasts = f" for {fault.for_s:g} s" if fault.for_s is not None else ""
+        words = {
+            "kill-rank": f"send {fault.signal.name} to rank {fault.rank} {where}",
+            "stop-rank": f"stop rank {fault.rank} {where}{lasts or ' until resume-rank'}",
+            "resume-rank": f"let rank {fault.rank} {where} go on",
+            "kill-agent": f"kill the agent {where}",
+            "vanish": f"kill all of the run {where}, its agent first",
+            "slow": f"take {fault.share:.0%} of the time from the {len(self.ranks)} ranks {where}{lasts}",
+            "fill-disk": f"fill {fault.where} {where} up to the last {fault.leave_mib} MiB{lasts}",
+            "kill-supervisor": f"kill the supervisor {where}",
+        }
+        return words[fault.do]
+
+    def command(self) -> list[str]:
+        """How the node is reached: as a child here, as a step of the job's elsewhere."""
+        order = {
+            **{
+                name: getattr(self.fault, name) for name in ("do", "rank", "for_s", "share", "where", "force")
+            },
+            "signal": int(self.fault.signal),
+            "leave_mib": self.fault.leave_mib,
+            "attempt": self.attempt,
+            "ranks": self.ranks,
+            "supervisor": self.supervisor,
+        }
+        words = ["-P", "-m", "hpcrun", "_chaos", str(self.run.path), json.dumps(order)]
+        if self.is_here:
+            return [sys.executable, *words]
+        job = self.supervisor["slurm_job"]
+        step = ["srun", f"--jobid={job}", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1"]
+        step += [f"--nodelist={self.node}", "--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
+        return [*step, _python_of(self.run), *words]
+
+
+def require_running(run: RunDir) -> None:
+    """UsageError unless this is a run of one's own that goes on now; SiteError where nobody knows."""
+    if run.sweep.is_file():
+        raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
+    owner = run.path.stat().st_uid
+    if owner != os.getuid():
+        raise UsageError(f"{run.id} belongs to {_user(owner)}; faults are rehearsed on runs of one's own")
+    (state,) = look_at_all([run])
+    why = f" ({state.message})" if state.message else ""
+    if state.state == "unknown":
+        raise SiteError(f"{run.id}: nothing was done: {state.message}")
+    if state.state != "running":
+        raise UsageError(f"{run.id} is {state.state}{why}; there is nothing to rehearse on")
+
+
+def aim(run: RunDir, fault: Fault) -> Aim:
+    """Find the victim of a fault among what the newest attempt has; UsageError where there is no such one."""
+    supervisor, attempts = supervisor_of(run), run.attempts()
+    found = read_placement(attempts[-1].placement) if attempts else None
+    if found is None or not supervisor:
+        raise NotYetError(f"{run.id} is about to start; there is nobody to strike yet, ask again in a moment")
+    placement, number = found[0], attempts[-1].number
+    if fault.kind.at == "run":
+        return Aim(run, fault, number, short(supervisor["host"]), (), supervisor)
+    chosen = _chosen(run, fault, placement, supervisor)
+    if fault.kind.at == "rank":
+        assert chosen.rank is not None
+        _require_rank(run, chosen.rank, placement)
+        if read_json(attempts[-1].rank_record(chosen.rank)) is None:
+            raise NotYetError(f"rank {chosen.rank} of attempt {number} of {run.id} has not come up yet")
+        return Aim(run, chosen, number, placement.ranks[chosen.rank], (chosen.rank,), supervisor)
+    assert chosen.node is not None
+    _require_node(run, chosen, placement, supervisor)
+    return Aim(run, chosen, number, chosen.node, tuple(placement.on(chosen.node)), supervisor)
+
+
+def _chosen(run: RunDir, fault: Fault, placement: Placement, supervisor: dict[str, Any]) -> Fault:
+    """The fault with a victim; one at random is the same for the same seed, attempt and placement."""
+    if not fault.is_random:
+        return fault
+    seed = random.SystemRandom().randrange(10**6) if fault.seed is None else fault.seed
+    dice = random.Random(seed)
+    if fault.kind.at == "rank":
+        return replace(fault, rank=dice.randrange(len(placement.ranks)), seed=seed)
+    nodes = _nodes(fault, placement)
+    spared = short(supervisor["host"]) if fault.do == "vanish" and not fault.force else None
+    among = [node for node in nodes if short(node) != spared]
+    if not among:
+        raise UsageError(f"{run.id}: its one node has its supervisor as well; --force takes it all the same")
+    return replace(fault, node=dice.choice(among), seed=seed)
+
+
+def _nodes(fault: Fault, placement: Placement) -> list[str]:
+    spares = () if fault.do == "slow" else placement.spares
+    return [*placement.nodes, *spares]
+
+
+def _require_rank(run: RunDir, rank: int, placement: Placement) -> None:
+    if rank >= len(placement.ranks):
+        last = len(placement.ranks) - 1
+        raise UsageError(f"rank {rank}: {run.id} has no such rank; there are: {'0 to ' * (last > 0)}{last}")
+
+
+def _require_node(run: RunDir, fault: Fault, placement: Placement, supervisor: dict[str, Any]) -> None:
+    nodes, host = _nodes(fault, placement), short(supervisor["host"])
+    if fault.node not in nodes:
+        spares = f", and as spares {fold(placement.spares)}" if placement.spares else ""
+        raise UsageError(
+            f"node {fault.node}: is none of {run.id}; its ranks stand on {fold(placement.nodes)}{spares}"
+        )
+    if fault.do == "kill-agent" and (supervisor.get("slurm_job") is None or [*map(short, nodes)] == [host]):
+        raise UsageError(f"{run.id} has no agents: its supervisor is on the one node of its ranks, {host}")
+    if fault.do == "vanish" and short(fault.node) == host and not fault.force:
+        others = [node for node in nodes if short(node) != host]
+        instead = f"name another ({fold(others)}), or " if others else ""
+        raise UsageError(
+            f"node {fault.node}: has the supervisor of {run.id} as well, without which the run ends;"
+            f" {instead}use --force"
+        )
+
+
+class Strike:
+    """A fault that is being rehearsed; `close` undoes what still lasts."""
+
+    def __init__(self, aimed: Aim) -> None:
+        self.aim = aimed
+        self._waiting, self._over = b"", False
+        self._said: list[dict[str, Any]] = []
+        environ = with_our_package(step_environment(without_world(os.environ)))
+        for name in (RUN_ID_VARIABLE, ATTEMPT_VARIABLE):
+            environ.pop(name, None)
+        words = aimed.command()
+        try:
+            self._child = subprocess.Popen(
+                words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SiteError(f"{words[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
+        try:
+            self.struck = self._await()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await(self) -> dict[str, Any]:
+        """The moment of the strike, which is recorded; HpcrunError where there was none."""
+        end = time.monotonic() + _ANSWER_S
+        while not self._said and not self._over:
+            self._read(0.2)
+            if time.monotonic() > end:
+                raise SiteError(
+                    f"{self.aim.node} gave no answer in {_ANSWER_S:g} s; nothing is known to be done"
+                )
+        if not self._said:
+            words = self._last_words()
+            raise SiteError(f"{self.aim.node} could not be reached{f': {words}' if words else ''}")
+        first = self._said.pop(0)
+        if first["kind"] == "refused":
+            words = f"{self.aim.node}: {first['text']}"
+            if first.get("is_gone"):
+                raise NotYetError(words)
+            raise UsageError(words) if first["exit_code"] == UsageError.exit_code else SiteError(words)
+        return self._record("struck", first)
+
+    def news(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
+        """What has been said since then, which is recorded as well."""
+        self._read(timeout_s)
+        said, self._said = self._said, []
+        return [self._record(one["kind"], one) for one in said]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been done, and undone where it was to last for a time."""
+        return self._over and not self._said
+
+    def _read(self, timeout_s: float) -> None:
+        assert self._child.stdout is not None
+        if self._over:
+            return
+        if select.select([self._child.stdout], [], [], timeout_s)[0]:
+            data = os.read(self._child.stdout.fileno(), 65536)
+            self._over = not data
+            *lines, self._waiting = (self._waiting + data).split(b"\n")
+            for line in lines:
+                # What a site's prolog prints comes this way too.
+                with suppress(ValueError):
+                    message = json.loads(line)
+                    if isinstance(message, dict) and "kind" in message:
+                        self._said.append(message)
+
+    def _last_words(self) -> str:
+        assert self._child.stderr is not None
+        os.set_blocking(self._child.stderr.fileno(), False)
+        said = (self._child.stderr.read() or b"").decode(errors="replace")
+        return next((line.strip()[:300] for line in reversed(said.splitlines()) if line.strip()), "")
+
+    def _record(self, event: str, said: dict[str, Any]) -> dict[str, Any]:
+        """One line of chaos.jsonl; time and monotonic are those of the node, at the moment itself."""
+        fault, aimed = self.aim.fault, self.aim
+        record = {
+            "time": said["time"],
+            "monotonic": said["monotonic"],
+            "attempt": aimed.attempt,
+            "event": event,
+            "do": fault.do,
+            "rank": fault.rank,
+            "node": aimed.node,
+            "text": said["text"],
+            "pids": said["pids"],
+            "seed": fault.seed,
+            "by": getpass.getuser(),
+            "from": os.uname().nodename,
+        }
+        writer = LineWriter(aimed.run.chaos)
+        writer.write(record)
+        writer.close()
+        return record
+
+    def close(self) -> None:
+        """End what lasts, which undoes it, and let go."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        assert self._child.stderr is not None
+        with suppress(BrokenPipeError):
+            self._child.stdin.close()
+        end = time.monotonic() + _LEAVE_S
+        while not self._over and time.monotonic() < end:
+            self.news(0.1)
+        try:
+            self._child.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill_tree(self._child.pid)
+            self._child.kill()
+            self._child.wait()
+        self._child.stdout.close()
+        self._child.stderr.close()
+
+
+def inflict(aimed: Aim, write: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Carry a fault out, and wait until it is undone where it lasts; the records, each written at once."""
+    strike = Strike(aimed)
+    records = [strike.struck]
+    write(strike.struck)
+    try:
+        while not strike.is_over:
+            for record in strike.news(0.5):
+                records.append(record)
+                write(record)
+    finally:
+        strike.close()
+    return records
+
+
+def short(name: str) -> str:
+    """A host's name without its domain: Slurm and the host itself may not agree on that."""
+    return name.partition(".")[0]
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _python_of(run: RunDir) -> str:
+    """The Python that the nodes have; the one that runs this where the run's records do not say."""
+    owner = run.sweep_of_element or run
+    with suppress(HpcrunError):
+        cluster = load_cluster(owner.cluster) if owner.cluster.exists() else None
+        return python_of(load_job(run.spec).spec, cluster)
+    return sys.executable

@@ -1,0 +1,191 @@
+"""Scenarios: faults in a file, each at its time or step, checked as a whole and played in order.
+
+A file is a list: `- {at: 10s, do: kill-rank, rank: 1}` or `- {step: 20, do: vanish, node: n02}`; `at` counts
+from the beginning of the play, `step` is one that the run has done. The other keys are the options of
+`hpcrun chaos DO`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import HpcrunError, Problem, SpecError, UsageError
+from hpcrun.launch.record.follow import Watch
+from hpcrun.launch.rehearsal.chaos import Aim, NotYetError, Strike, aim
+from hpcrun.launch.rehearsal.faults import Fault, read_fault, read_seconds
+from hpcrun.specs.records import LineReader
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.yaml import ITEMS, load_list
+
+_POLL_S = 0.1
+_AGAIN_S = 1.0
+_PATIENCE_S = 120.0
+"""For so long a victim is waited for that is not there: the next attempt may be about to start."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One fault of a scenario, and when it is due: at a time of the play, or after a step of the run."""
+
+    fault: Fault
+    at_s: float | None
+    step: int | None
+    place: str
+    """File and line."""
+
+    @property
+    def when(self) -> str:
+        """In words."""
+        return f"step {self.step}" if self.at_s is None else f"{self.at_s:g} s"
+
+
+def load_scenario(path: Path) -> list[Scene]:
+    """Read a scenario; SpecError lists all the mistakes in it, with their lines."""
+    document = load_list(path)
+    scenes: list[Scene] = []
+    problems: list[Problem] = []
+    for number, values in enumerate(document.values[ITEMS]):
+        key = f"{ITEMS}.{number}"
+        scene, wrong = _read_scene(values, document.where(key))
+        problems += [Problem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
+        if scene is not None:
+            problems += _order(scenes, scene)
+            scenes.append(scene)
+    if problems:
+        raise SpecError(problems)
+    return scenes
+
+
+def _read_scene(values: Mapping[str, Any], place: str) -> tuple[Scene | None, list[Problem]]:
+    fault, problems = read_fault({key: one for key, one in values.items() if key not in ("at", "step")})
+    at, step = values.get("at"), values.get("step")
+    at_s = 0.0
+    if (at is None) == (step is None):
+        problems.append(Problem("at", "give a time, at: 10s, or a step, step: 20; one of them"))
+    elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        problems.append(Problem("step", f"{step!r} is no step; write a whole number"))
+    elif at is not None and at != 0:
+        try:
+            at_s = read_seconds(at, "at")
+        except UsageError as error:
+            problems.append(Problem("at", str(error).removeprefix("at: ")))
+    if problems or fault is None:
+        return None, problems
+    return Scene(fault, None if at is None else at_s, step, place), []
+
+
+def _order(before: list[Scene], scene: Scene) -> list[Problem]:
+    for key, value, earlier in (
+        ("at", scene.at_s, [one.at_s for one in before if one.at_s is not None]),
+        ("step", scene.step, [one.step for one in before if one.step is not None]),
+    ):
+        if value is not None and earlier and value < max(earlier):
+            return [Problem(key, f"{scene.when} stands after a later one; put them in order", scene.place)]
+    return []
+
+
+def check_victims(run: RunDir, scenes: list[Scene]) -> list[Aim | None]:
+    """Whom each scene would strike now, None where that is not known yet; SpecError for those who are not."""
+    problems, aims = [], []
+    for scene in scenes:
+        aimed = None
+        try:
+            aimed = aim(run, scene.fault)
+        except NotYetError:
+            pass
+        except UsageError as error:
+            problems.append(Problem("", str(error), scene.place))
+        aims.append(aimed)
+    if problems:
+        raise SpecError(problems)
+    return aims
+
+
+@dataclass
+class Play:
+    """A scenario being played on a run; `note` is told of trouble, `write` of what is done."""
+
+    run: RunDir
+    note: Callable[[str], None]
+    write: Callable[[dict[str, Any]], None]
+    _running: list[Strike] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _looked: float = 0.0
+    _step: int = -1
+    _is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._metrics, self._watch = LineReader(self.run.metrics), Watch([self.run])
+
+    def run_all(self, scenes: list[Scene]) -> bool:
+        """Play all in order, until the last is done or the run is over; whether all were done."""
+        all_done = True
+        try:
+            for scene in scenes:
+                done = self._wait_for(scene) and self._strike(scene)
+                if not done and self._is_over:
+                    self.note(f"the run was over before {scene.when} ({scene.fault.do}, {scene.place})")
+                all_done = all_done and done
+            while self._running and not self._has_ended():
+                self._listen()
+        finally:
+            for strike in self._running:
+                strike.close()
+        return all_done
+
+    def _wait_for(self, scene: Scene) -> bool:
+        while not self._has_ended():
+            self._listen()
+            if scene.at_s is not None and time.monotonic() - self._began >= scene.at_s:
+                return True
+            if scene.step is not None and self._step >= scene.step:
+                return True
+        return False
+
+    def _strike(self, scene: Scene) -> bool:
+        """Strike as soon as the victim is there: between two attempts nobody is."""
+        end = time.monotonic() + _PATIENCE_S
+        while not self._has_ended():
+            try:
+                strike = Strike(aim(self.run, scene.fault))
+            except HpcrunError as error:
+                if isinstance(error, NotYetError) and time.monotonic() < end:
+                    self._wait(_AGAIN_S)
+                    continue
+                if not self._has_ended():
+                    self.note(f"{scene.place} {scene.fault.do}: not done: {error}")
+                return False
+            self._running.append(strike)
+            self.write(strike.struck)
+            return True
+        return False
+
+    def _wait(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._has_ended():
+            self._listen()
+
+    def _listen(self) -> None:
+        """A moment, in which what lasts may come to its end, and steps may be done."""
+        time.sleep(_POLL_S)
+        for strike in list(self._running):
+            for record in strike.news():
+                self.write(record)
+            if strike.is_over:
+                strike.close()
+                self._running.remove(strike)
+        for line in self._metrics.read():
+            if line.get("kind", "step") == "step" and isinstance(line.get("step"), int):
+                self._step = line["step"]
+
+    def _has_ended(self) -> bool:
+        """Whether the run is over; looked at now and then."""
+        if not self._is_over and time.monotonic() - self._looked > self._watch.pace.records:
+            self._looked = time.monotonic()
+            (state,) = self._watch.look()
+            self._is_over = state.is_over
+        return self._is_over

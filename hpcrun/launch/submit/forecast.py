@@ -1,0 +1,142 @@
+"""The network as it is now, and where a job would stand in it; also offline, from a captured topology."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.fabric.cost import BLOCK
+from hpcrun.fabric.graph import Fabric
+from hpcrun.fabric.place import Placed, place
+from hpcrun.fabric.read import find_fabric
+from hpcrun.fabric.traffic import traffic_of
+from hpcrun.hostlist import expand
+from hpcrun.launch.health.lemons import known_lemons
+from hpcrun.slurm.live import LiveCluster
+from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.plan import Plan
+
+FREE = "free"
+
+
+@dataclass(frozen=True)
+class Network:
+    """The nodes, how they hang together, and in which state each is."""
+
+    fabric: Fabric
+    states: Mapping[str, str] = field(default_factory=dict)
+    """free, busy, out of service, or unknown, by node; nodes to keep away from are `bad`."""
+    bad: Mapping[str, str] = field(default_factory=dict)
+    """Nodes to keep away from, with the reason."""
+    notes: tuple[str, ...] = ()
+    """What is odd or unknown about the network."""
+    damaged: tuple[str, ...] = ()
+    """What of the lists of bad nodes cannot be read, and what of them is not heeded."""
+
+    @property
+    def free(self) -> list[str]:
+        """The nodes that a job could have now, in Slurm's order."""
+        return [node for node in self.fabric.nodes if self.states.get(node) == FREE]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Where a job would stand, if Slurm gave it the nodes that suit it best."""
+
+    network: Network
+    placed: Placed
+    leaves: int | None
+    """Under how few leaf switches its nodes find room; None where no leaves are known."""
+    notes: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rest = {"leaves": self.leaves, "free": self.network.free, "bad": dict(self.network.bad)}
+        return {
+            **self.placed.as_json(),
+            **rest,
+            "source": self.network.fabric.source,
+            "notes": list(self.notes),
+        }
+
+
+def look(
+    cluster: ClusterSpec | None,
+    live: LiveCluster | None,
+    *,
+    file: Path | None = None,
+    partition: str | None = None,
+    needed: int = 0,
+) -> Network:
+    """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free.
+
+    `needed`: how many nodes the job takes; for what its runs saw, the user keeps away from no more than that
+    leaves.
+    """
+    bad, now = load_bad_nodes(bad_node_files().values()), time.time()
+    avoided = bad.active(now)
+    records = live.nodes if live else ()
+    if live and partition:
+        records = tuple(live.nodes_of(partition)) or records
+    fabric = find_fabric(cluster, live, file, [one.name for one in records] or None)
+    states = dict.fromkeys(fabric.nodes, FREE if live is None else "unknown")
+    states |= {one.name: _word(one.state.name, one.state.usable) for one in records if one.name in states}
+    where = partition or (cluster.default_partition if cluster else None)
+    among = (live.nodes_of(where) if live and where else []) or records
+    lemons = known_lemons([one.name for one in among] or fabric.nodes, avoided, needed, now)
+    avoided |= lemons.active(now)
+    states |= dict.fromkeys((node for node in avoided if node in states), "bad")
+    return Network(fabric, states, avoided, fabric.notes, (*bad.notes, *lemons.notes))
+
+
+def _word(base: str, usable: bool | None) -> str:
+    if usable is None:
+        return "unknown"
+    return "out of service" if not usable else FREE if base == "IDLE" else "busy"
+
+
+def forecast(spec: JobSpec, plan: Plan | None, network: Network) -> Forecast:
+    """Place a job; where too few nodes are free, among all in service. UsageError where these are too few."""
+    asked = spec.resources
+    excluded = set(expand(asked.exclude or "", "resources.exclude"))
+    traffic = traffic_of(spec.model, plan, spec)
+    usable = [node for node in network.fabric.nodes if network.states.get(node) in (FREE, "busy", "unknown")]
+    notes: list[str] = []
+    choices = [("", network.free), ("not enough nodes are free now: placed among all in service", usable)]
+    if asked.placement == "pin":
+        choices = [("", list(expand(asked.nodelist or "", "resources.nodelist")))]
+    for note, nodes in choices:
+        notes = [note] if note else []
+        try:
+            placed = place(
+                network.fabric,
+                nodes,
+                spec.ranks,
+                spec.ranks_per_node,
+                spec.degrees,
+                traffic,
+                spares=asked.spares,
+                policy=asked.placement,
+                avoid=excluded,
+                node_count=asked.nodes,
+            )
+            break
+        except UsageError:
+            if nodes is choices[-1][1]:
+                raise
+    return Forecast(network, placed, _leaves(network.fabric, placed), tuple(notes))
+
+
+def _leaves(fabric: Fabric, placed: Placed) -> int | None:
+    """How many leaf switches the nodes are under; blocks of NVLink are below the leaf."""
+    index = next((at for at, level in enumerate(fabric.levels) if level.name != BLOCK), None)
+    if index is None:
+        return None
+    above = {fabric.unit(node, index) for node in (*placed.placement.nodes, *placed.spares)}
+    return None if None in above else len(above)

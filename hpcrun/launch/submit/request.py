@@ -1,0 +1,383 @@
+"""A request to submit something, understood: the job, the cluster, the template, what stands against it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
+from hpcrun.launch import prepare
+from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.submit.forecast import Network, forecast, look
+from hpcrun.launch.submit.script import python_of, root_of, script_context, template_name
+from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
+from hpcrun.slurm.contract import ScriptContext
+from hpcrun.slurm.live import LiveCluster, ask_cluster
+from hpcrun.slurm.precheck import (
+    Finding,
+    check_fit,
+    check_place,
+    check_room,
+    counts_memory,
+    expand_place,
+    over_quota,
+)
+from hpcrun.slurm.template import SUFFIX, Library, Template
+from hpcrun.slurm.versions import Version, parse_version
+from hpcrun.specs.badnodes import merged_exclude
+from hpcrun.specs.cluster import ClusterSpec, find_cluster
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import ResolvedJob, load_job
+from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.secrets import check_secret_files
+from hpcrun.specs.sweep import read_sweep
+
+Note = Callable[[str], None]
+"""Takes one line for the person."""
+
+_ASK_S, _QUOTA_S = 5.0, 10.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks to have submitted."""
+
+    job: Path | None = None
+    overrides: tuple[str, ...] = ()
+    command: tuple[str, ...] | None = None
+    resume: RunDir | None = None
+    """Submit this run again, or this element of a sweep, instead of a job file."""
+    only_failed: bool = False
+    """Of a sweep only the elements that did not end well."""
+    after: tuple[RunDir, ...] = ()
+    """Start when these have ended well."""
+    after_any: tuple[RunDir, ...] = ()
+    """Start when these have ended."""
+    template: str | None = None
+    """A template's name or path; default: by the kind of the job."""
+    slurm_version: str | None = None
+    """The release that the script is for; default: the one here, else the profile's."""
+
+
+class Job:
+    """A request that is understood: its job, its cluster, its template; each looked up when it is needed."""
+
+    def __init__(self, request: Request, note: Note, detail: Note) -> None:
+        self.request, self.note, self.detail = request, note, detail
+        self.resolved = _load(request, note)
+        self.resume = request.resume and (request.resume.sweep_of_element or request.resume)
+        spec = self.resolved.spec
+        self.cluster: ClusterSpec | None = None
+        if spec.cluster != "local":
+            self.cluster = find_cluster(None if spec.cluster == "default" else spec.cluster)
+        if spec.cluster == "default" and self.cluster is None:
+            raise self.resolved.mistake("cluster", "there is no profile; see `hpcrun cluster draft`")
+        nowhere = self.cluster is None and request.slurm_version is None and shutil.which("sbatch") is None
+        self.is_local = spec.cluster == "local" or nowhere
+        self.library = Library()
+        if self.is_local and (request.after or request.after_any):
+            raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
+        self.dependencies = _dependencies(request, note)
+
+    @property
+    def cluster_name(self) -> str:
+        """As --json and records name it."""
+        return "local" if self.is_local else self.cluster.name if self.cluster else ""
+
+    @cached_property
+    def template(self) -> Template:
+        """The request's, else the one for jobs of this kind."""
+        spec, asked = self.resolved.spec, self.request.template
+        found = self.library.find(asked or template_name(spec, self.cluster))
+        kinds = {layer.name.removesuffix(SUFFIX) for layer in self.library.chain(found)}
+        if "array" in kinds and spec.sweep is None:
+            raise UsageError(f"--template {asked}: is for a sweep, and the job has none; leave it out")
+        if spec.container is None and any(kind.endswith(("-pyxis", "-apptainer")) for kind in kinds):
+            raise UsageError(
+                f"--template {asked}: is for ranks in a container, and the job has no container.image; give"
+                " one, or leave the template out"
+            )
+        return found
+
+    @cached_property
+    def live(self) -> LiveCluster | None:
+        """What Slurm says now; None where it is not here, or is not the one that the script is for."""
+        return None if self.is_local or self.request.slurm_version else ask_live(self.cluster, self.note)
+
+    @cached_property
+    def version(self) -> Version | None:
+        """The release that the script is for; None when nobody says."""
+        given = self.request.slurm_version
+        if given is not None:
+            version = parse_version(given)
+            if version is None:
+                raise UsageError(f"--slurm-version {given}: is no release of Slurm; write it as 24.05")
+            return version
+        live = self.live.version if self.live else None
+        return live or (parse_version(self.cluster.slurm_version or "") if self.cluster else None)
+
+    @property
+    def place(self) -> Path:
+        """Where the run directory is, or is to be made."""
+        return self.resume.path if self.resume else root_of(self.cluster)
+
+    @cached_property
+    def network(self) -> Network:
+        """The cluster's network now; without Slurm as far as the profile knows it."""
+        asked = self.resolved.spec.resources
+        return look(self.cluster, self.live, partition=asked.partition, needed=asked.all_nodes)
+
+    @cached_property
+    def leaves(self) -> int | None:
+        """Under how few leaf switches the job finds room; None where that is not known, or not asked for."""
+        spec = self.resolved.spec
+        if self.live is None or not self.network.fabric.levels or spec.resources.placement != "pack":
+            return None
+        try:
+            found = forecast(spec, self.resolved.plan, self.network)
+        except UsageError:
+            # Too few nodes: check_fit says so, or Slurm does.
+            return None
+        for line in (*found.notes, *found.placed.why):
+            self.detail(f"placement: {line}")
+        return found.leaves
+
+    @cached_property
+    def steered(self) -> JobSpec:
+        """The job with the bad nodes among those that it excludes."""
+        spec = self.resolved.spec
+        if self.is_local:
+            return spec
+        known = [one.name for one in self.live.nodes] if self.live else None
+        excluded, notes = merged_exclude(spec.resources.exclude, self.network.bad, known)
+        for text in (*notes, *self.network.damaged):
+            self.note(text)
+        resources = spec.resources.model_copy(update={"exclude": excluded or None})
+        return spec.model_copy(update={"resources": resources})
+
+    def context(self, run: RunDir) -> ScriptContext:
+        """What the template gets, still without the array."""
+        dependency = ",".join(self.dependencies)
+        try:
+            context, notes = script_context(
+                self.steered, run, self.cluster, self.version, dependency, self.leaves
+            )
+        except SpecError as error:
+            problems = [self.placed(Finding(one.key, one.text)) for one in error.problems]
+            raise SpecError(problems) from None
+        for text in notes:
+            self.note(text)
+        return without_uncounted_memory(context, self.resolved.spec, self.cluster, self.live, self.note)
+
+    @cached_property
+    def elements(self) -> list[int]:
+        """Which elements of the sweep are to be run; empty for a job without one."""
+        if self.resume is None or not self.resolved.elements:
+            return list(range(len(self.resolved.elements)))
+        asked = self.request.resume
+        left = []
+        for state, element in zip(
+            look_at_elements(self.resume, ask=False), self.resolved.elements, strict=True
+        ):
+            goes_on = element.spec.command is None and element.spec.train.steps > (state.step or 0)
+            wanted = state.state != "done" or (goes_on and not self.request.only_failed)
+            if wanted and asked in (self.resume, state.run):
+                left.append(int(state.run.path.name))
+        if not left:
+            what = "every element" if asked == self.resume else "it"
+            raise UsageError(f"{asked and asked.id}: {what} ended well; nothing is left to do")
+        return left
+
+    def chunks(self) -> list[Chunk]:
+        """The arrays that the sweep becomes; none for a job without one."""
+        if not self.elements:
+            return []
+        sweep = self.resolved.spec.sweep
+        size = self.live.config.max_array_size if self.live else None
+        if size == 0:
+            raise UsageError("sweep: this cluster takes no arrays (MaxArraySize is 0)")
+        return cut_up(self.elements, size or USUAL_SIZE, sweep.throttle if sweep else None)
+
+    def jobs(self) -> tuple[ResolvedJob, ...]:
+        """The job itself or, of a sweep, every element."""
+        return self.resolved.elements or (self.resolved,)
+
+    def placed(self, finding: Finding) -> Problem:
+        """A finding with the file and line of its key."""
+        where = self.resolved.document.where(finding.key) if finding.key else ""
+        return Problem(finding.key, finding.text, where)
+
+    def findings(self) -> list[Finding]:
+        """All that a look at the job's files, the cluster and the place of the run shows."""
+        spec = self.resolved.spec
+        found = [*_missing_inputs(self.jobs()), *self._room()]
+        if self.is_local:
+            return [*found, *_beyond_this_machine(spec)]
+        found += _missing_image(spec)
+        found += check_cluster(self.steered, self.cluster, self.live, self.place)
+        python = python_of(spec, self.cluster)
+        if not os.access(python, os.X_OK):
+            text = f"{python} is not on this machine; it has to be on the compute nodes"
+            found.append(Finding("python", text, refuse=False))
+        return found + self._quota()
+
+    def _room(self) -> list[Finding]:
+        """Whether the files of the run, or of all elements, have room where they are written."""
+        there = next((path for path in (self.place, *self.place.parents) if os.access(path, os.F_OK)), None)
+        if there is None:
+            return []
+        jobs = self.jobs()
+        need = sum(prepare.save_bytes(prepare.Prepared(one.spec, one.plan)) for one in jobs if one.plan)
+        return check_room(there, os.statvfs(there), need, self.resolved.spec.ranks, len(jobs))
+
+    def _quota(self) -> list[Finding]:
+        """Limits that the profile's quota command shows as passed."""
+        words = [expand_place(word) for word in self.cluster.quota] if self.cluster else []
+        if not words:
+            return []
+        try:
+            printed = process.run(words, timeout_s=_QUOTA_S).stdout
+        except SiteError as error:
+            return [Finding("", f"the quota is not known: {error}", refuse=False)]
+        text = "over the quota, so writing may fail: {} (`{}`)"
+        return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
+
+
+def ask_live(cluster: ClusterSpec | None, note: Note) -> LiveCluster | None:
+    """What the cluster's Slurm says now; None where it is not here, or where it does not answer."""
+    if shutil.which("scontrol") is None:
+        return None
+    try:
+        return ask_cluster(cluster.slurm_cluster if cluster else None, _ASK_S)
+    except HpcrunError as error:
+        note(f"not checked against Slurm: {error}")
+        return None
+
+
+def check_cluster(
+    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
+) -> list[Finding]:
+    """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
+    found = check_fit(job, cluster, live)
+    with suppress(OSError):
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        found += check_place(place, cluster, mounts)
+    return found
+
+
+def without_uncounted_memory(
+    context: ScriptContext, job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, note: Note
+) -> ScriptContext:
+    """The context without --mem where the partition counts no memory, and would refuse any."""
+    if "mem" not in context.directives or counts_memory(job, cluster, live):
+        return context
+    note("resources.mem: left out: this partition counts no memory")
+    directives = {name: value for name, value in context.directives.items() if name != "mem"}
+    return context.model_copy(update={"directives": directives})
+
+
+def _load(request: Request, note: Note) -> ResolvedJob:
+    run = request.resume
+    if run is None:
+        if request.only_failed:
+            raise UsageError("--only-failed goes with --resume RUN, of a sweep")
+        if request.job is None and request.command is None and not request.overrides:
+            raise UsageError("nothing to submit; write `hpcrun submit JOB.yaml`, or a command behind `--`")
+        return load_job(request.job, request.overrides, command=request.command)
+    if request.job is not None or request.command is not None:
+        raise UsageError("--resume takes the job from the run; give overrides (key=value) only")
+    state = look_at_all([run])[0]
+    if not state.is_over and state.state != "unknown":
+        raise UsageError(f"{run.id} is {state.state}; `hpcrun cancel {run.id}` first, or wait for its end")
+    if state.state == "unknown":
+        note(f"{run.id}: whether it still runs is not known: {state.message}")
+    sweep = run.sweep_of_element or run
+    if not sweep.sweep.exists():
+        if request.only_failed:
+            raise UsageError(f"{run.id} is no sweep, so --only-failed does not apply; leave it out")
+        prepared = prepare.prepare(None, request.overrides, resume=run, until="plan")
+        return ResolvedJob(prepared.spec, prepared.plan)
+    resolved = load_job(sweep.spec, request.overrides)
+    if [one.overrides for one in resolved.elements] != read_sweep(sweep):
+        raise UsageError(f"{sweep.id}: the sweep's own keys cannot be changed; submit it as a new run")
+    return resolved
+
+
+def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
+    """What is wrong with the data, the weights and the secrets, each told once."""
+    found = [Finding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
+    # What a container holds cannot be seen from outside.
+    if jobs[0].spec.command is not None or jobs[0].spec.container is not None:
+        return found
+    seen = set()
+    for job in jobs:
+        assert job.spec.model is not None
+        inputs = (job.spec.data, job.spec.model.vocab, job.spec.model.weights)
+        if inputs in seen:
+            continue
+        seen.add(inputs)
+        try:
+            prepare.check_inputs(job)
+        except SpecError as error:
+            found += [Finding(one.key, one.text) for one in error.problems]
+    return found
+
+
+def _beyond_this_machine(spec: JobSpec) -> Iterator[Finding]:
+    """What only a cluster gives, of a job that would run here as a process in the background."""
+    asked = spec.resources
+    if asked.nodes > 1:
+        text = f"{asked.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
+        yield Finding("resources.nodes", text)
+    if spec.container is not None:
+        text = "this would run here, without Slurm, where no container is started; leave the section out"
+        yield Finding("container", f"{text} (container=null)")
+    if spec.modules:
+        yield Finding("modules", "not loaded, because this runs here without Slurm", refuse=False)
+    if asked.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+        text = f"{asked.gpus_per_node} are asked for, but this machine shows none"
+        yield Finding("resources.gpus_per_node", text, refuse=False)
+
+
+def _missing_image(spec: JobSpec) -> list[Finding]:
+    """An image that is named as a file and is not there; compute nodes may have it all the same."""
+    image = spec.container.image if spec.container else ""
+    is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
+    # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
+    if not is_file or "://" in image or os.path.exists(image):  # noqa: PTH110
+        return []
+    text = f"{image} is not on this machine; it has to be on the compute nodes"
+    return [Finding("container.image", text, refuse=False)]
+
+
+def _dependencies(request: Request, note: Note) -> list[str]:
+    """What --dependency takes: the newest jobs of the runs that are waited for."""
+    found = []
+    for kind, runs in (("afterok", request.after), ("afterany", request.after_any)):
+        states = look_at_all(runs) if runs else []
+        jobs = [job for state in states for job in _jobs_to_wait_for(state, kind, note)]
+        if jobs:
+            found.append(":".join([kind, *map(str, jobs)]))
+    return found
+
+
+def _jobs_to_wait_for(state: RunState, kind: str, note: Note) -> list[int]:
+    run = state.run
+    if state.is_over and (kind == "afterany" or state.state == "done"):
+        note(f"{run.id} has ended already ({state.state}); there is nothing to wait for")
+        return []
+    if state.is_over:
+        remedy = f"submit it again (--resume {run.id}) or use --after-any"
+        raise UsageError(f"--after {run.id}: it is {state.state}, so this would wait for ever; {remedy}")
+    record = read_provenance(run)
+    made = [one for one in record.submissions if one.job is not None] if record else []
+    if not made:
+        raise UsageError(f"{run.id}: was not submitted to Slurm, so no job can wait for it")
+    return [one.job for one in made if one.job is not None and one.time == made[-1].time]

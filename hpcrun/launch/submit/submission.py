@@ -1,0 +1,309 @@
+"""`submit`: from a job file to a job that waits in Slurm's queue, or that runs here in the background."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import Problem, SiteError, SpecError, UsageError
+from hpcrun.launch import ownership
+from hpcrun.launch.submit.request import Job, Note, Request
+from hpcrun.launch.submit.snapshot import record_origin
+from hpcrun.slurm.arrays import Chunk
+from hpcrun.slurm.contract import ArrayContext
+from hpcrun.slurm.ids import JobId
+from hpcrun.slurm.queue import Question, ask_jobs
+from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
+from hpcrun.specs.cluster import render_cluster
+from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.sweep import write_sweep
+from hpcrun.tuning.job import foresee
+from hpcrun.units import parse_time
+
+_ASK_S = 5.0
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A run that was handed over: as one job or, for a sweep, as one or more arrays."""
+
+    run: RunDir
+    submissions: tuple[Submission, ...]
+    cluster: str
+    """The profile's name; `local` for a process of this machine; empty without a profile."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for --json."""
+        first = self.submissions[0]
+        jobs = [one.job for one in self.submissions if one.job is not None]
+        where = {"cluster": self.cluster, "pid": first.pid}
+        return {"run": self.run.id, "path": str(self.run.path), "job": first.job, "jobs": jobs} | where
+
+    def describe(self) -> str:
+        """In words, as what it was handed over."""
+        if self.cluster == "local":
+            return f"runs here, in the background, as process {self.submissions[0].pid}"
+        jobs = ", ".join(f"{one.job}[{one.array}]" if one.array else str(one.job) for one in self.submissions)
+        on = f" on {self.cluster}" if self.cluster else ""
+        return f"job{'s' * (len(self.submissions) > 1)} {jobs}{on}"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What would be handed over, and what stands against it."""
+
+    script: str
+    refused: tuple[Problem, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for --json."""
+        return {"script": self.script, "refused": [str(one) for one in self.refused]}
+
+
+def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryRun:
+    """The script that `submit` would hand over, but for the run's id; makes nothing, and needs no Slurm.
+
+    What a look at the job and the cluster finds is told through `note`, refusals too.
+    """
+    dropped = submission_environment(os.environ)[1]
+    if dropped:
+        detail(f"left out of the job's environment: {', '.join(dropped)}")
+    job = Job(request, note, note)
+    for one in () if job.is_local else foresee(job.resolved.spec, job.cluster, os.environ).everywhere:
+        detail(f"the ranks get {one}")
+    findings = [(job.placed(one), one.refuse) for one in job.findings()]
+    for problem, refuse in findings:
+        note(f"this would be refused: {problem}" if refuse else str(problem))
+    run = job.resume or RunDir(job.place / f"{job.resolved.spec.name}-dry-run")
+    if job.is_local:
+        note("it would run here, as a process in the background; this is the script that Slurm would get")
+    chunks = job.chunks()
+    if len(chunks) > 1:
+        note(f"the sweep becomes {len(chunks)} arrays; this is the script of the first")
+    array = None
+    if chunks:
+        first = chunks[0]
+        indices = [element - first.offset for element in first.elements]
+        array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
+    text = script_text(job.library, job.template, job.context(run), run.submitit, array)
+    return DryRun(text, tuple(problem for problem, refuse in findings if refuse))
+
+
+def submit(request: Request, note: Note, detail: Note = lambda _: None) -> Submitted:
+    """Check a job, make its run directory and hand it over; an error leaves no half a run behind.
+
+    `note` is told what a person should know, `detail` what else may be of interest.
+    """
+    with _alone(request.resume):
+        job = Job(request, note, detail)
+        findings = [(job.placed(one), one.refuse) for one in job.findings()]
+        if any(refuse for _, refuse in findings):
+            raise SpecError([problem for problem, refuse in findings if refuse])
+        for problem, _ in findings:
+            note(str(problem))
+        with _directory(job) as run:
+            record = _record(job, run)
+            if job.is_local:
+                submissions = [_start_here(job, run, record)]
+            else:
+                submissions = _hand_over(job, run, record, detail)
+    if not job.is_local:
+        tell_what_waits_for_ever(submissions, note)
+    return Submitted(run, tuple(submissions), job.cluster_name)
+
+
+@contextmanager
+def _alone(resumed: RunDir | None) -> Iterator[None]:
+    """Nobody else submits this run from the look at its state until its new job is on record."""
+    if resumed is None:
+        yield
+        return
+    run = resumed.sweep_of_element or resumed
+    text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+    with ownership.locked(run, run.path / "submission.lock", lambda: UsageError(text)):
+        yield
+
+
+@contextmanager
+def _directory(job: Job) -> Iterator[RunDir]:
+    """The run's directory with all that the job reads; what was there before, if the body fails.
+
+    SiteError where a file cannot be written, as on a full disk.
+    """
+    # Before anything is made: the root, too, would stay.
+    log_pattern(job.place)
+    run, elements = job.resume or create_run(job.resolved.spec.name, job.place), job.elements
+    handed_over = False
+    before: dict[Path, str] = {}
+    try:
+        files = [run.exit, run.spec, run.cluster, run.job, run.script]
+        files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
+        before |= {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
+        _fill(job, run)
+        yield run
+        handed_over = True
+    except OSError as error:
+        place = error.filename or run.path
+        reason = error.strerror or error
+        raise SiteError(f"{place}: cannot be written: {reason}; nothing was submitted") from None
+    finally:
+        if not handed_over and job.resume is None:
+            shutil.rmtree(run.path, ignore_errors=True)
+        elif not handed_over:
+            _put_back(before, job.note)
+
+
+def _put_back(before: Mapping[Path, str], note: Note) -> None:
+    for path, text in before.items():
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            note(f"{path}: could not be put back as it was: {error.strerror}")
+
+
+def _record(job: Job, run: RunDir) -> Provenance:
+    """Where the run comes from, written down when it is made, with what it is to do now."""
+    spec, name = job.resolved.spec, job.cluster_name or None
+    template = None if job.is_local else job.template.path
+    found = read_provenance(run)
+    if found is None:
+        return record_origin(run, spec, cluster=name, template=template)
+    steps = None if spec.command else spec.train.steps
+    path = None if template is None else str(template)
+    return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path)
+
+
+def _fill(job: Job, run: RunDir) -> None:
+    run.submitit.mkdir(mode=0o700, exist_ok=True)
+    write_whole(run.spec, job.resolved.render())
+    if job.cluster is not None:
+        write_whole(run.cluster, render_cluster(job.cluster))
+    else:
+        run.cluster.unlink(missing_ok=True)
+    # While a job waits or runs there is no record of its end.
+    run.exit.unlink(missing_ok=True)
+    if not job.resolved.elements:
+        return
+    if job.resume is None:
+        write_sweep(run, [one.overrides for one in job.resolved.elements])
+        (run.path / "elements").mkdir(mode=0o700)
+    for number in job.elements:
+        element = run.element(number)
+        for folder in (element.path, element.checkpoints):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        # Not write_whole: syncing a thousand files takes minutes on some file systems.
+        element.spec.write_text(job.resolved.elements[number].render(), encoding="utf-8")
+        element.spec.chmod(0o600)
+        element.exit.unlink(missing_ok=True)
+
+
+def _task() -> Callable[[str], int]:
+    """What the batch job runs; pickled by its name, so that it is loaded there and not here."""
+    found: Callable[[str], int] = importlib.import_module("hpcrun.launch.task").run_task
+    return found
+
+
+def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
+    """Start the run in the background; it is ended again where that cannot be recorded."""
+    from hpcrun.slurm.executor import submit_local
+
+    # As for an array, so that an element is known by its newest submission.
+    elements = array_indices(job.elements) if job.elements else None
+    asked = job.resolved.spec.resources.time
+    limit = parse_time(asked).minutes if asked else None
+    if limit is not None:
+        # The limit is an element's, and one process runs them all.
+        limit *= max(1, len(job.elements))
+    now, host = time.time(), os.uname().nodename
+    found = submit_local(run.submitit, _task(), str(run.path), limit_min=limit)
+    made = Submission(now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks)
+    is_recorded = False
+    try:
+        write_provenance(run, record.submitted(made))
+        is_recorded = True
+    finally:
+        if not is_recorded:
+            handle = process.Handle(found)
+            handle.signal(signal.SIGINT)
+            handle.close()
+    return made
+
+
+def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[Submission]:
+    """Submit the job, or every array of the sweep; what was submitted is cancelled when the rest fails."""
+    from hpcrun.slurm.executor import TemplateExecutor
+
+    now, made, cluster = time.time(), list[Submission](), job.cluster
+    chunks: list[Chunk | None] = [*job.chunks()] or [None]
+    context = job.context(run)
+    handed_over = False
+    try:
+        for chunk in chunks:
+            before = [f"afterany:{made[chunk.after].job}"] if chunk and chunk.after is not None else []
+            wait = {"dependency": ",".join([*job.dependencies, *before])} if before else {}
+            executor = TemplateExecutor(
+                run.submitit,
+                job.library,
+                job.template,
+                context.model_copy(update={"directives": context.directives | wait}),
+                slurm_cluster=cluster.slurm_cluster if cluster else None,
+                slurm_module=cluster.slurm_module if cluster else None,
+                note=job.note,
+                detail=detail,
+            )
+            if chunk is None:
+                done = executor.submit_task(_task(), str(run.path))
+            else:
+                done = executor.submit_elements(
+                    _task(),
+                    str(run.path),
+                    elements=chunk.elements,
+                    offset=chunk.offset,
+                    throttle=chunk.throttle,
+                )
+            offset = chunk.offset if chunk else 0
+            made.append(Submission(now, done.job.job, done.job.cluster, done.array, offset))
+            if len(made) == 1:
+                write_whole(run.script, done.script)
+            write_provenance(run, record.submitted(*made))
+        handed_over = True
+    except SiteError as error:
+        raise _refusal(job, str(error)) from None
+    finally:
+        if not handed_over:
+            for one in made:
+                assert one.job is not None
+                take_back(JobId(one.job, cluster=one.cluster), job.note)
+    return made
+
+
+def _refusal(job: Job, text: str) -> SiteError:
+    """What sbatch said, with the keys of the raw options that it speaks of, and what was left of it."""
+    raw = job.resolved.spec.resources.sbatch
+    named = [one for one in raw if re.search(rf"--{re.escape(one)}(?![\w-])", text)]
+    keys = f" ({', '.join(f'resources.sbatch.{one}' for one in named)})" if named else ""
+    left = "" if job.resume else "; no run was made, and --dry-run shows the script"
+    return SiteError(f"{text}{keys}{left}")
+
+
+def tell_what_waits_for_ever(submissions: Sequence[Submission], note: Note) -> None:
+    """Slurm takes some jobs that it can never start, and says so only in the queue."""
+    first = submissions[0]
+    assert first.job is not None
+    question = Question(first.job, cluster=first.cluster)
+    record = ask_jobs([question], _ASK_S)[question].record
+    reason = record.reason if record and record.state.phase == "pending" else None
+    if reason is not None and reason.outlook in ("never", "held"):
+        note(f"job {first.job} will not start by itself: {reason.words} (Slurm says {reason.code})")

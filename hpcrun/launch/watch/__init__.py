@@ -1,0 +1,1 @@
+"""Whether ranks make progress: heard, timed, looked into, compared."""

@@ -1,0 +1,139 @@
+"""The node's end of the progress socket: hears its ranks, and knows which process each one is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.launch.happenings import Progress
+from hpcrun.launch.record.timeline import is_count
+from hpcrun.launch.watch.progress import MESSAGE_BYTES
+from hpcrun.process import Handle, identify
+
+_BACKLOG = 1024
+_AT_ONCE = 4096
+"""Messages that are read from one rank at a time."""
+
+
+@dataclass
+class _Speaker:
+    """A process that has connected."""
+
+    connection: socket.socket
+    handle: Handle
+    rank: int | None = None
+    dumps: bool = False
+
+
+class Listener:
+    """Hears the ranks of this node; what strangers and other users send is not taken."""
+
+    def __init__(self, name: str, ranks: Collection[int]) -> None:
+        self._expected = frozenset(ranks)
+        self._node = os.uname().nodename
+        self._speakers: list[_Speaker] = []
+        self._socket: socket.socket | None = None
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        opened.setblocking(False)
+        try:
+            opened.bind(f"\0{name}")
+            opened.listen(_BACKLOG)
+        except OSError:  # somebody has the name: the ranks are watched as processes alone
+            opened.close()
+        else:
+            self._socket = opened
+
+    def hear(self) -> list[Progress]:
+        """The newest of every rank since the last call; how long sections took is gathered from all."""
+        self._accept()
+        found: dict[int, Progress] = {}
+        for speaker in self._speakers:
+            for one in self._read(speaker):
+                found[one.rank] = one if one.rank not in found else _together(found[one.rank], one)
+        return list(found.values())
+
+    def dumpable(self) -> dict[int, Handle]:
+        """The processes of ranks that write their stacks on a signal."""
+        return {one.rank: one.handle for one in self._speakers if one.rank is not None and one.dumps}
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        for speaker in self._speakers:
+            speaker.connection.close()
+            speaker.handle.close()
+        self._speakers = []
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _accept(self) -> None:
+        if self._socket is None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection, _ = self._socket.accept()
+                pid, user, _ = struct.unpack(
+                    "iii", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                )
+                who = identify(pid) if user == os.getuid() else None
+                if who is None:
+                    connection.close()
+                    continue
+                connection.setblocking(False)
+                self._speakers.append(_Speaker(connection, Handle(who)))
+
+    def _read(self, speaker: _Speaker) -> list[Progress]:
+        found = []
+        with contextlib.suppress(OSError):
+            for _ in range(_AT_ONCE):
+                data = speaker.connection.recv(MESSAGE_BYTES)
+                if not data:
+                    break
+                one = self._parse(speaker, data)
+                if one is not None:
+                    found.append(one)
+        return found
+
+    def _parse(self, speaker: _Speaker, data: bytes) -> Progress | None:
+        """The message, where it is one of a rank that belongs here."""
+        try:
+            message = json.loads(data)
+        except ValueError:
+            return None
+        rank = message.get("rank") if isinstance(message, dict) else None
+        if not is_count(rank) or rank not in self._expected:
+            return None
+        section, step, longest = message.get("section"), message.get("step"), message.get("longest")
+        if not isinstance(section, str) or not isinstance(longest, dict):
+            return None
+        speaker.rank, speaker.dumps = rank, message.get("dump") is True
+        times = {str(name)[:40]: float(took) for name, took in longest.items() if _is_time(took)}
+        probe = message.get("probe_s")
+        return Progress(
+            rank,
+            self._node,
+            section[:40],
+            step if isinstance(step, int) else None,
+            times,
+            [float(probe)] if _is_time(probe) else [],
+        )
+
+
+def _together(first: Progress, second: Progress) -> Progress:
+    """Where the second says the rank is, with the times of both."""
+    longest = {
+        name: max(first.longest_s.get(name, 0.0), second.longest_s.get(name, 0.0))
+        for name in first.longest_s.keys() | second.longest_s.keys()
+    }
+    probes = first.probes_s + second.probes_s
+    return Progress(second.rank, second.node, second.section, second.step, longest, probes)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
