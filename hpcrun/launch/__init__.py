@@ -1,1 +1,1 @@
-"""Launch: from a job file to a run that goes on; `agents`, `watch`, `health`, … are rooms of their own in it."""
+"""Starts a world of ranks, watches it, and leaves nothing behind; the rooms in it have a subject each."""
