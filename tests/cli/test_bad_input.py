@@ -181,7 +181,7 @@ def test_a_layout_that_does_not_come_out_even(
         ("command=ls", ['must be a list, not "ls"']),
         ("command=[]", ["must have at least 1 items, not 0"]),
         ("command=['']", ["its first word is the program to run, and is empty"]),
-        ("retry.max=2", ["unknown key; ", "allowed: time_limit, preemption, crash, node, grace"]),
+        ("retry.max=2", ["unknown key; ", "allowed: time_limit, preemption, crash, hang, node, grace"]),
         ("retry.crash=-1", ["must be at least 0, not -1"]),
         ("retry.grace='0'", ["0 is no time to save in; write 1s to 18h, such as 2m"]),
         ("retry.grace=UNLIMITED", ["UNLIMITED is no time to save in"]),
