@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from hpcrun.mesh import Degrees
+from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import ElasticSpec
 from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
@@ -128,14 +129,6 @@ class TrainSpec(_Section):
     eval: EvalSpec = Field(default=EvalSpec())
     compile: bool = Field(default=False, description="torch.compile each block (needs a C++ compiler)")
     profile: ProfileSpec | None = Field(default=None, description="record a window of steps; null: none")
-
-
-class CheckpointSpec(_Section):
-    """When the state is saved in the run directory, and how many saves are kept."""
-
-    every: int = Field(default=0, ge=0, description="steps between saves; 0: only at a signal and at the end")
-    keep: int = Field(default=2, ge=1, description="newest saves kept")
-    at_end: bool = Field(default=True, description="save after the last step")
 
 
 class JobSpec(_Section):

@@ -1,0 +1,165 @@
+"""The values that go from level to level: what a node holds of a generation, and what stores it further down.
+
+Memory, a node's own disk, parity on other nodes, the run directory, an object store: whatever the level, a
+part of a generation is the same bytes (see `hpcrun.checkpoint.format`), so that it moves as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from hpcrun.checkpoint.format import Part
+
+Level = Literal["memory", "local", "parity", "durable", "object"]
+LEVELS: tuple[Level, ...] = ("memory", "local", "parity", "durable", "object")
+"""From the quickest to the safest."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which state a generation is of."""
+
+    generation: str
+    """16 random bytes, as 32 hexadecimal digits."""
+    step: int
+    position: int
+    """Training samples consumed, all ranks together."""
+    world_size: int
+    """How many parts it has: one a rank, numbered as the ranks."""
+    attempt: int
+
+
+@dataclass(frozen=True)
+class SealedPart:
+    """A part with all its headers and hashes, in memory."""
+
+    number: int
+    part: Part
+    """Where it belongs in the run directory, and the hash that proves its tail."""
+    image: memoryview
+    """Its bytes from the first header to the last, `part.size_bytes` of them; they do not change."""
+    path: str
+    """The file that these bytes are the beginning of."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Everything that the ranks of this node have sealed of one generation."""
+
+    stamp: Stamp
+    parts: tuple[SealedPart, ...]
+    """By number, each rank of the node just once."""
+
+
+@dataclass(frozen=True)
+class HeldPart:
+    """A part that lies whole in a file of a node."""
+
+    number: int
+    path: str
+    at: int
+    """Where it begins in that file."""
+    part: Part
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a node of an erasure set has put into it: its parts, one after the other, in this order."""
+
+    node: str
+    parts: tuple[tuple[int, Part], ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all parts together, each of them padded to PART_ALIGN."""
+        from hpcrun.checkpoint.format import PART_ALIGN, padded
+
+        return sum(padded(part.size_bytes, PART_ALIGN) for _, part in self.parts)
+
+
+@dataclass(frozen=True)
+class HeldParity:
+    """Parity blocks of an erasure set that lie in a file of a node."""
+
+    path: str
+    members: tuple[Member, ...]
+    parity: int
+    """How many members of the set may be lost."""
+    index: int
+    """Which member of the set the node is."""
+    hashes: tuple[str, ...]
+    """xxh3 of each parity block in the file, in order."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a node still has of a generation at one level."""
+
+    stamp: Stamp
+    level: Level
+    node: str
+    parts: tuple[HeldPart, ...] = ()
+    parity: HeldParity | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is sent and written."""
+        return asdict(self)
+
+
+def parse_holding(told: dict[str, Any]) -> Holding:
+    """A holding as another process tells of it; ValueError where it makes no sense."""
+    try:
+        parity = told["parity"]
+        return Holding(
+            Stamp(**told["stamp"]),
+            told["level"],
+            told["node"],
+            tuple(HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]),
+            None
+            if parity is None
+            else HeldParity(
+                **{
+                    **parity,
+                    "members": tuple(
+                        Member(one["node"], tuple((number, Part(**part)) for number, part in one["parts"]))
+                        for one in parity["members"]
+                    ),
+                    "hashes": tuple(parity["hashes"]),
+                }
+            ),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no holding: {error}") from None
+
+
+class Station(Protocol):
+    """A level below memory, as the drain worker of a node sees it."""
+
+    level: Level
+
+    def store(self, load: Load) -> dict[str, Any]:
+        """Keep a load; it is safe at this level when this returns, and what is returned tells how.
+
+        OSError or SiteError: this level has nothing of this generation, and left nothing half written.
+        """
+
+    def holdings(self) -> Sequence[Holding]:
+        """What this node still has at this level; nothing for levels that all nodes see alike."""
+
+    def retain(self, generations: Collection[str]) -> None:
+        """Let go of all but these generations."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What came of a load at a level."""
+
+    stamp: Stamp
+    level: Level
+    seconds: float
+    size_bytes: int
+    problem: str | None = None
+    """Why the level does not have it."""
+    facts: dict[str, Any] = field(default_factory=dict)
