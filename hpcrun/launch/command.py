@@ -31,10 +31,12 @@ attempt={attempt}
 quoted={quoted}
 node=$(uname -n)
 exec >>"$attempt/logs/rank-$RANK.log" 2>&1
-record() {{
+# Slurm signals every process of a step, and a record must not be lost because its mv was one of them.
+record() {{ (
+    trap '' HUP INT TERM USR1 USR2
     printf '%s\\n' "$2" >"$attempt/ranks/.rank-$RANK.$1.$$" &&
         mv -f "$attempt/ranks/.rank-$RANK.$1.$$" "$attempt/ranks/rank-$RANK.$1"
-}}
+); }}
 give_up() {{
     record error.json "{{\\"rank\\": $RANK, \\"node\\": \\"$node\\", \\"kind\\": \\"command\\", \
 \\"expected\\": true, \\"message\\": \\"$1\\", \\"exit_code\\": $2, \\"time\\": $(date +%s.%N)}}"
@@ -85,7 +87,7 @@ elif ! taskset -pc "$HPCRUN_CPUS" $$ >/dev/null || ! are_in "$(bound)" "$HPCRUN_
 fi
 child=
 for name in USR1 USR2 TERM INT; do
-    trap "if [ -n \"\\$child\" ]; then kill -s $name \"\\$child\"; fi" "$name"
+    trap "interrupted=yes; if [ -n \"\\$child\" ]; then kill -s $name \"\\$child\"; fi" "$name"
 done
 "$@" </dev/null &
 child=$!
@@ -93,12 +95,17 @@ read -r _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ _ started _ <"/proc/$$/stat"
 record json "{{\\"rank\\": $RANK, \\"local_rank\\": $LOCAL_RANK, \\"node\\": \\"$node\\", \\"pid\\": $$, \
 \\"start_ticks\\": $started, \\"started\\": $(date +%s), \\"shm\\": [], \
 \\"binding\\": {{\\"before\\": \\"$before\\", \\"cpus\\": \\"$(bound)\\"}}}}"
-# A wait that a signal has ended says nothing about the command.
+# A wait that a signal has ended says nothing about the command; one that comes after the command's status
+# was collected says 127.
+status=
 while :; do
+    interrupted=
     wait "$child"
-    status=$?
-    kill -0 "$child" 2>/dev/null || break
+    now=$?
+    if [ -z "$status" ] || [ "$now" -ne 127 ]; then status=$now; fi
+    [ -n "$interrupted" ] || break
 done
+trap '' HUP INT TERM USR1 USR2
 if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
     how="ended with exit code $status"
     if [ "$status" -gt 128 ]; then how="was killed by signal $((status - 128))"; fi

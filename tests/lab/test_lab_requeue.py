@@ -54,9 +54,10 @@ def test_training_that_is_stopped_and_queued_again_gives_the_undisturbed_sequenc
     assert (status["state"], status["attempt"], status["step"]) == ("done", len(ended), 80)
 
 
-# Counts up to a number, saves the count when it is asked to stop, and goes on from there.
+# Counts up to a number, saves the count when it is asked to stop, and goes on from there. Slurm signals every
+# process of a step, the mv of a trap among them.
 COUNTER = """
-trap 'echo "$count" > "$SAVED.new.$RANK"; mv "$SAVED.new.$RANK" "$SAVED.$RANK"; exit 75' USR2 TERM
+trap 'trap "" USR2 TERM; echo "$count" > "$SAVED.new.$RANK"; mv "$SAVED.new.$RANK" "$SAVED.$RANK"; exit 75' USR2 TERM
 count=$(cat "$SAVED.$RANK" 2>/dev/null || echo 0)
 while [ "$count" -lt "$UP_TO" ]; do
     sleep 0.2

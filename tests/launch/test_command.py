@@ -101,6 +101,27 @@ def test_signals_reach_the_program_and_its_own_end_counts(attempt: Attempt, name
     assert not attempt.error_record(1).exists()
 
 
+def test_a_storm_of_signals_to_every_process_does_not_lose_how_it_ended(attempt: Attempt) -> None:
+    # So does Slurm: to the script, to the program, and to the commands with which the script records.
+    body = "trap 'exit 75' TERM; echo up; while :; do sleep 0.005; done"
+    words = rank_command(attempt, JobSpec(command=["sh", "-c", body]), PLACED, {})
+    write_hosts(attempt, os.uname().nodename)
+    for _ in range(10):
+        attempt.exit_record(1).unlink(missing_ok=True)
+        attempt.log(1).unlink(missing_ok=True)
+        environ = {"PATH": os.environ["PATH"], **SLURM}
+        with subprocess.Popen(words, env=environ, cwd=attempt.path, start_new_session=True) as running:
+            while not (attempt.log(1).exists() and attempt.rank_record(1).exists()):
+                time.sleep(0.005)
+            while "up" not in attempt.log(1).read_text():
+                time.sleep(0.005)
+            while running.poll() is None:
+                os.killpg(running.pid, signal.SIGTERM)
+                time.sleep(0.001)
+        assert running.returncode == 75
+        assert left(attempt.exit_record(1)) == {"rank": 1, "exit_code": 75}
+
+
 def test_the_words_of_a_template_come_before_the_command(attempt: Attempt) -> None:
     spec = JobSpec(command=["python", "own.py"])
     words = rank_command(attempt, spec, PLACED, {"HPCRUN_RANK_PREFIX": "apptainer exec 'my image.sif'"})
