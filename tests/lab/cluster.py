@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ CHECKOUT = Path(__file__).parents[2]
 SCRATCH = Path("/run/scratch")
 CONFIGURATION = "/run/lab/slurm.conf"
 OPENMPI_LIBRARY = "libmpi.so.40"
+_TRIES = 3
 
 HEAD = """
 hostname head
@@ -374,11 +376,25 @@ class Lab:
             self._rate_uplink(rack, self.shape.uplink_mbit)
         self._slowed.clear()
         self.run(["scancel", "--user=root"]).require()
-        # By itself Slurm asks a node that it gave up for lost again only after half a minute.
-        down = [name for name, state in self.states().items() if state.startswith("down")]
-        if down:
-            self.run(["scontrol", "update", f"nodename={','.join(down)}", "state=resume"]).require()
+        # By itself Slurm asks a node that it gave up for lost again only after half a minute, and one whose
+        # answer to the end of a job was lost, after a minute or two.
+        self._resume(name for name, state in self.states().items() if state.startswith("down"))
+        for _ in range(_TRIES):
+            with contextlib.suppress(SiteError):
+                self.wait_for_state(self.nodes, {"idle"}, timeout_s=20)
+                return
+            stuck = [name for name, state in self.states().items() if state.rstrip("*") != "idle"]
+            self._set(stuck, "down", "reason=stuck")
+            self._resume(stuck)
         self.wait_for_state(self.nodes, {"idle"})
+
+    def _resume(self, names: Iterable[str]) -> None:
+        self._set(names, "resume")
+
+    def _set(self, names: Iterable[str], state: str, *more: str) -> None:
+        """As an admin would, when Slurm does not come to it by itself."""
+        if listed := ",".join(names):
+            self.run(["scontrol", "update", f"nodename={listed}", f"state={state}", *more]).require()
 
     def slow_uplink(self, rack: int, mbit: float) -> None:
         """Change the rate of a rack's uplink (racks count from 1), in both directions."""

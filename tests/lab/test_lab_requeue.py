@@ -57,7 +57,8 @@ def test_training_that_is_stopped_and_queued_again_gives_the_undisturbed_sequenc
 # Counts up to a number, saves the count when it is asked to stop, and goes on from there. Slurm signals every
 # process of a step, the mv of a trap among them.
 COUNTER = """
-trap 'trap "" USR2 TERM; echo "$count" > "$SAVED.new.$RANK"; mv "$SAVED.new.$RANK" "$SAVED.$RANK"; exit 75' USR2 TERM
+new="$SAVED.new.$RANK"
+trap 'trap "" USR2 TERM; echo "$count" > "$new"; mv "$new" "$SAVED.$RANK"; exit 75' USR2 TERM
 count=$(cat "$SAVED.$RANK" 2>/dev/null || echo 0)
 while [ "$count" -lt "$UP_TO" ]; do
     sleep 0.2
