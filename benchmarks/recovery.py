@@ -123,6 +123,8 @@ def cost_of(run: RunDir, number: int, at: float) -> Cost:
     """The times between the events of a fault that happened then, in this attempt."""
     events = [one for one in read_lines(run.events) if one["time"] >= at]
     seen = first(events, "rank ended", "rank stopped", "node lost", "hang", "takeover")
+    # The next supervisor is started when its agent has given the former one up.
+    seen = min([seen, *(one["claimed"] for one in events if one.get("claimed"))])
     decided = first(events, "relaunch")
     started = first(events, "rank up")
     lines = steps(run)

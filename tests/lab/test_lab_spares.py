@@ -92,6 +92,7 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     desk.until(lambda: bool(events(run, "takeover")), run)
     took = events(run, "takeover")[0]
     assert (took["former"], took["epoch"]) == ("n01", 2)
+    assert off < took["claimed"] < took["time"]
     assert took["host"] in ("n02", "n03")
     assert desk.ended(run, 200)["status"] == "done", story(run)
     assert outcomes(run) == [("failed", "node", None), ("done", None, None)]

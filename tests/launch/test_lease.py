@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from hpcrun.launch.agents.lease import (
     CONFIRM_S,
+    HOSTLESS_S,
     LEADERLESS_S,
     QUIET_S,
     STAGGER_S,
@@ -25,6 +27,7 @@ from hpcrun.launch.agents.lease import (
     sign_of,
 )
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock
+from hpcrun.launch.agents.wire import host_answers
 from hpcrun.launch.ownership import TakenError, hold, succeed
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
@@ -59,6 +62,42 @@ def test_silence_and_a_lease_that_stands_still_make_a_claim() -> None:
     assert [move for _, move in found] == ["bid", "claim"]
     assert LEADERLESS_S <= found[0][0] <= LEADERLESS_S + 1.5
     assert CONFIRM_S <= found[1][0] - found[0][0] <= CONFIRM_S + 1
+
+
+def test_a_host_that_takes_no_connection_is_waited_for_half_as_long() -> None:
+    clock = Clock()
+    vigil = Vigil(0, clock)
+    clock.now += QUIET_S
+    vigil.tried(answers=False)
+    found = moves(vigil, clock, ["a"] * 100)
+    assert [move for _, move in found] == ["bid", "claim"]
+    assert HOSTLESS_S <= found[0][0] <= HOSTLESS_S + 2.5
+    assert CONFIRM_S <= found[1][0] - found[0][0] <= CONFIRM_S + 1
+
+
+def test_a_host_that_answers_again_has_all_its_time() -> None:
+    clock = Clock()
+    vigil = Vigil(0, clock)
+    vigil.tried(answers=False)
+    assert moves(vigil, clock, ["a"] * 4) == []
+    vigil.tried(answers=True)
+    assert moves(vigil, clock, ["a"] * 100)[0][0] >= LEADERLESS_S
+
+
+def test_a_lease_that_moves_holds_back_where_the_host_does_not_answer() -> None:
+    clock = Clock()
+    vigil = Vigil(0, clock)
+    vigil.tried(answers=False)
+    assert moves(vigil, clock, [str(number // 4) for number in range(400)]) == []
+
+
+def test_a_kernel_that_refuses_is_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free = taken.getsockname()
+        assert host_answers(free)  # nobody listens
+        taken.listen()
+        assert host_answers(free)
 
 
 def test_the_first_node_of_the_allocation_goes_first() -> None:
@@ -103,9 +142,9 @@ def test_whoever_was_stopped_himself_takes_nobody_for_lost() -> None:
     awake = AwakeClock(clock)
     vigil = Vigil(0, awake)
     clock.now += 3600.0
-    assert vigil.quiet_s < QUIET_S  # it has just been woken, and has not ticked yet
+    assert vigil.quiet_s <= QUIET_S  # it has just been woken, and has not ticked yet
     awake.tick()
-    assert vigil.quiet_s < QUIET_S
+    assert vigil.quiet_s <= QUIET_S
     while vigil.quiet_s < LEADERLESS_S:
         clock.now += TICK_S
         awake.tick()

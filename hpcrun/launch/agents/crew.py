@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents.lease import RENEW_S, FencedError, Leader, Leadership
+from hpcrun.launch.agents.lease import LEADERLESS_S, RENEW_S, FencedError, Leader, Leadership
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.agents.wire import Gate, Guest, Session
 from hpcrun.launch.happenings import NodeLost
@@ -318,7 +318,7 @@ class Crew:
             while self._is_cut_off() and time.monotonic() - began < _SUCCESSOR_S:
                 # What was put aside before comes first.
                 self._put_aside = list(self.pump(0.2))
-                if not has_killed and time.monotonic() - began > _SILENCE_S - _DOUBT_S:
+                if not has_killed and time.monotonic() - began > LEADERLESS_S - _DOUBT_S:
                     # Before anybody else starts them, our own ranks are gone.
                     has_killed = True
                     for member in living:

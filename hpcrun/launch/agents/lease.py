@@ -25,10 +25,12 @@ from hpcrun.specs.rundir import RunDir
 
 RENEW_S = 1.0
 """How often a supervisor says in the run directory that it is there."""
-QUIET_S = 2.0
+QUIET_S = 1.5
 """An agent that has heard nothing for so long looks at the lease."""
 LEADERLESS_S = 8.0
 """An agent that hears nothing for so long ends its ranks; where the lease stood as long, it may take over."""
+HOSTLESS_S = 4.0
+"""The same, but for the ranks, where the supervisor's host has taken no connection for half of that."""
 CONFIRM_S = 2 * RENEW_S
 """For so long it looks again, after it has shown that the file system takes its writes."""
 STAGGER_S = 0.5
@@ -83,9 +85,17 @@ def claim(run: RunDir, epoch: int) -> bool:
         descriptor = os.open(folder / str(epoch), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError:
         return False
-    os.write(descriptor, f"{os.uname().nodename} {os.getpid()}\n".encode())
+    os.write(descriptor, f"{os.uname().nodename} {os.getpid()} {time.time()}\n".encode())
     os.close(descriptor)
     return True
+
+
+def claimed_at(run: RunDir, epoch: int) -> float | None:
+    """When (wall clock of its maker) an epoch was made: that is when the leader before it was given up."""
+    try:
+        return float((run.epochs / str(epoch)).read_text().split()[2])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def bid(run: RunDir, node: str) -> None:
@@ -186,10 +196,19 @@ class Vigil:
         self._sign: str | None = None
         self._still_since = self._heard
         self._bid_at: float | None = None
+        self._dead_since: float | None = None
 
     def heard(self) -> None:
         """The supervisor has said something."""
         self._heard, self._sign, self._bid_at = self._clock(), None, None
+        self._dead_since = None
+
+    def tried(self, answers: bool) -> None:
+        """Whether the supervisor's host has answered, if only to say that nobody listens there."""
+        if answers:
+            self._dead_since = None
+        elif self._dead_since is None:
+            self._dead_since = self._clock()
 
     @property
     def quiet_s(self) -> float:
@@ -219,7 +238,9 @@ class Vigil:
                 self._bid_at = None
                 return "withdraw"
             return "wait"
-        if not self.is_orphaned or now - self._still_since < LEADERLESS_S + self._stagger_s:
+        is_dead = self._dead_since is not None and now - self._dead_since > HOSTLESS_S / 2
+        limit = HOSTLESS_S if is_dead else LEADERLESS_S
+        if self.quiet_s < limit or now - self._still_since < limit + self._stagger_s:
             return "wait"
         if self._bid_at is None:
             return "bid"

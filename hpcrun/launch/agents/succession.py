@@ -10,7 +10,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch.agents.lease import LEADERLESS_S, RENEW_S, claim, newest_epoch, read_lease, sign_of
+from hpcrun.launch.agents.lease import (
+    LEADERLESS_S,
+    RENEW_S,
+    claim,
+    claimed_at,
+    newest_epoch,
+    read_lease,
+    sign_of,
+)
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome, Status
 from hpcrun.launch.happenings import NodeLost
@@ -70,7 +78,8 @@ class Succession:
             now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
             events.write(now | {"event": event} | more | {"host": os.uname().nodename})
 
-        write("takeover", epoch=self.epoch, former=self.former)
+        claimed = claimed_at(run, self.epoch)
+        write("takeover", epoch=self.epoch, former=self.former, claimed=claimed)
         for one in lost if outcome.lost else ():
             write("node lost", node=one.node, why=one.why)
         write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)

@@ -13,7 +13,7 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launch.agents import lease
 from hpcrun.launch.agents.lease import Leader, Vigil
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
-from hpcrun.launch.agents.wire import Badge, Channel, Session, WireError, join
+from hpcrun.launch.agents.wire import Badge, Channel, Session, WireError, host_answers, join
 from hpcrun.specs.rundir import RunDir
 
 BEAT_S = 1.0
@@ -39,8 +39,8 @@ class Uplink:
         """The epoch that is ours to find a supervisor for."""
         self._lock = threading.Lock()
         self._arrived: tuple[Leader, Channel, int, Session, str] | None = None
-        works = ((BEAT_S, self._beat), (_SEEK_S, self._look_for_leader), (_SEEK_S, self._look_at_lease))
-        self._pulses = [Pulse(seconds, do) for seconds, do in works]
+        seekers = (self._look_for_leader, self._look_at_lease, self._try_host)
+        self._pulses = [Pulse(BEAT_S, self._beat), *(Pulse(_SEEK_S, seek) for seek in seekers)]
         self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
 
     def hear(self) -> list[dict[str, Any]]:
@@ -89,6 +89,15 @@ class Uplink:
             channel, seen = join((leader.address, leader.port), leader.secret, badge)
             with self._lock:
                 self._arrived = leader, channel, seen, session, number
+
+    def _try_host(self) -> None:
+        """Whether there is a machine at all where the supervisor was; a dead one takes its time to say no."""
+        if not self.vigil.is_quiet or self._may_claim is None:
+            return
+        with contextlib.suppress(OSError):
+            leader = lease.read_leader(self._run)
+            if leader is not None:
+                self.vigil.tried(host_answers((leader.address, leader.port)))
 
     def _look_at_lease(self) -> None:
         if not self.vigil.is_quiet or self.won is not None:

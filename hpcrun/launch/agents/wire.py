@@ -8,6 +8,7 @@ and is made anew neither loses nor doubles anything.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
 import json
@@ -32,6 +33,9 @@ _MOST_WAITING = 16 << 20
 """So many bytes may wait to be sent; who takes none of them any more is gone."""
 _MOST_BYTES_OF_A_STRANGER = 4096
 HANDSHAKE_S = 5.0
+_CONNECT_S = 1.5
+"""A kernel answers at once, whatever its processes do; a lost packet is sent again after a second."""
+_NOBODY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 _SIOCGIFADDR = 0x8915
 
 
@@ -195,7 +199,7 @@ def join(
     """Connect to the supervisor: the connection, and what it has seen of ours; WireError when that fails."""
     deadline = time.monotonic() + timeout_s
     try:
-        connection = socket.create_connection(address, timeout=timeout_s)
+        connection = socket.create_connection(address, timeout=min(timeout_s, _CONNECT_S))
     except OSError as error:
         raise WireError(f"{address[0]}:{address[1]}: {error}") from None
     try:
@@ -214,6 +218,15 @@ def join(
         connection.close()
         raise WireError(f"{address[0]}:{address[1]}: {error}") from None
     return Channel(connection), seen
+
+
+def host_answers(address: tuple[str, int]) -> bool:
+    """Whether there is a kernel at an address, with or without somebody who listens."""
+    try:
+        socket.create_connection(address, timeout=_CONNECT_S).close()
+    except OSError as error:
+        return not (isinstance(error, TimeoutError) or error.errno in _NOBODY)
+    return True
 
 
 def _await_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
