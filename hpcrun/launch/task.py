@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,37 +104,54 @@ def _waiting(run: RunDir) -> list[int]:
 
 def _run(run: RunDir, origin: RunDir) -> int:
     log = BatchLog()
+
+    def work(inbox: Inbox) -> Outcome:
+        record = read_provenance(origin)
+        cluster = load_cluster(origin.cluster) if origin.cluster.exists() else None
+        _check_python(record, cluster, log)
+        allocation = find_allocation(os.environ)
+        prepared = prepare(None, resume=run)
+        log.note(f"{prepared.spec.name}: {prepared.describe()}")
+        return Supervisor(prepared, inbox, log, site=Site(allocation, cluster)).run()
+
+    def record_failure(code: int, message: str) -> None:
+        # Unless it is somebody else's.
+        with contextlib.suppress(TakenError), hold(run):
+            record_end(run, code, message)
+
+    return outermost(work, log, record_failure, "see the batch log")
+
+
+def outermost(
+    work: Callable[[Inbox], Outcome], log: BatchLog, record: Callable[[int, str], None], where: str
+) -> int:
+    """The outermost frame of a supervisor's process: does the work, and gives its exit code.
+
+    Whatever goes wrong is told, and recorded as the run's end; but a run that is another's is left alone.
+    """
     try:
         with Inbox() as inbox:
-            record = read_provenance(origin)
-            cluster = load_cluster(origin.cluster) if origin.cluster.exists() else None
-            _check_python(record, cluster, log)
-            allocation = find_allocation(os.environ)
-            prepared = prepare(None, resume=run)
-            log.note(f"{prepared.spec.name}: {prepared.describe()}")
-            outcome = Supervisor(prepared, inbox, log, site=Site(allocation, cluster)).run()
+            outcome = work(inbox)
             # The outcome stands: a late signal must not change the exit code.
             hold_back()
             return outcome.exit_code
     except TakenError as error:
-        # The run is somebody else's, and so is the record of its end.
         log.note(str(error))
         return error.exit_code
     except (HpcrunError, OSError) as error:
         failure = error if isinstance(error, HpcrunError) else SiteError(str(error))
         log.note(str(failure))
-        _record_failure(run, failure.exit_code, str(failure))
+        record(failure.exit_code, str(failure))
         return failure.exit_code
-    except Exception as error:  # the outermost frame of the job
-        _record_failure(run, EXIT_CHECK_FAILED, f"{type(error).__name__}: {error}; see the batch log")
+    except Exception as error:  # the outermost frame of the process
+        record(EXIT_CHECK_FAILED, f"{type(error).__name__}: {error}; {where}")
         raise
 
 
-def _record_failure(run: RunDir, code: int, message: str) -> None:
-    """Write how the run ended, unless it has an end already, or is somebody else's."""
-    with contextlib.suppress(TakenError), hold(run):
-        if run.read_exit() is None:
-            record_exit(run, "failed", code, message)
+def record_end(run: RunDir, code: int, message: str) -> None:
+    """Write that a run has failed, unless it has an end already."""
+    if run.read_exit() is None:
+        record_exit(run, "failed", code, message)
 
 
 def _check_python(record: Provenance | None, cluster: ClusterSpec | None, log: BatchLog) -> None:

@@ -7,20 +7,21 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from hpcrun import process
-from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, SiteError
+from hpcrun.errors import SiteError
 from hpcrun.launch.agents.lease import read_leader
 from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.allocation import Allocation, find_allocation
-from hpcrun.launch.closing import record_exit
-from hpcrun.launch.inbox import Inbox, hold_back
-from hpcrun.launch.ownership import TakenError, supervisor_of
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.task import BatchLog
+from hpcrun.launch.task import BatchLog, outermost, record_end
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.rundir import RunDir
 from hpcrun.units import parse_time
@@ -49,31 +50,17 @@ def run_taken_over(run_path: str, epoch: str) -> int:
 def _run(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -> int:
     former = read_leader(run)
     host = former.host if former else str(supervisor_of(run).get("host", ""))
-    try:
-        with Inbox() as inbox:
-            cluster = load_cluster(run.cluster) if run.cluster.exists() else None
-            prepared = prepare(None, resume=run)
-            log.note(f"{prepared.spec.name}: takes over from {host or 'nobody'} in epoch {epoch}")
-            site, succession = Site(allocation, cluster), Succession(epoch, host)
-            grace = prepared.spec.retries.grace if prepared.spec.retries else None
-            with _time_limit(allocation, parse_time(grace).seconds if grace else None):
-                outcome = Supervisor(prepared, inbox, log, site=site, succession=succession).run()
-            hold_back()
-            return outcome.exit_code
-    except TakenError as error:
-        log.note(str(error))
-        return error.exit_code
-    except (HpcrunError, OSError) as error:
-        failure = error if isinstance(error, HpcrunError) else SiteError(str(error))
-        log.note(str(failure))
-        if run.read_exit() is None:
-            record_exit(run, "failed", failure.exit_code, str(failure))
-        return failure.exit_code
-    except Exception as error:  # the outermost frame of the process
-        record_exit(
-            run, "failed", EXIT_CHECK_FAILED, f"{type(error).__name__}: {error}; see {run.agent_logs}"
-        )
-        raise
+
+    def work(inbox: Inbox) -> Outcome:
+        cluster = load_cluster(run.cluster) if run.cluster.exists() else None
+        prepared = prepare(None, resume=run)
+        log.note(f"{prepared.spec.name}: takes over from {host or 'nobody'} in epoch {epoch}")
+        site, succession = Site(allocation, cluster), Succession(epoch, host)
+        grace = prepared.spec.retries.grace if prepared.spec.retries else None
+        with _time_limit(allocation, parse_time(grace).seconds if grace else None):
+            return Supervisor(prepared, inbox, log, site=site, succession=succession).run()
+
+    return outermost(work, log, partial(record_end, run), f"see {run.agent_logs}")
 
 
 @contextlib.contextmanager

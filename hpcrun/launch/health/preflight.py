@@ -19,7 +19,6 @@ from hpcrun.specs.rundir import RunDir
 _PROBE_S = 3.0
 _GPU_S = 6.0
 _SLACK_S = 0.5
-_BEAT_S = 0.5
 LONGEST_S = 9.0
 """No node looks for longer than this; it answers in far less than a second when it is well."""
 _PROBES: dict[str, Callable[[Place], list[Checked]]] = {
@@ -82,8 +81,8 @@ class _Probe(threading.Thread):
         return [late] if self.found is None else self.found
 
 
-def look(place: Place, ask: Ask, beat: Callable[[], None] = lambda: None) -> list[Checked]:
-    """Everything that was asked for, all at once; `beat` is called now and then while one waits."""
+def look(place: Place, ask: Ask) -> list[Checked]:
+    """Everything that was asked for, all at once."""
     waiting = [
         _Probe(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
         for name, probe in _PROBES.items()
@@ -95,22 +94,18 @@ def look(place: Place, ask: Ask, beat: Callable[[], None] = lambda: None) -> lis
         for path in ask.programs
         if "site" in ask.checks
     ]
-    began = beaten = time.monotonic()
+    began = time.monotonic()
     for one in waiting:
         one.start()
     for one in waiting:
-        while one.is_alive() and (left := began + one.limit_s - time.monotonic()) > 0:
-            one.join(min(left, _BEAT_S))
-            if time.monotonic() - beaten >= _BEAT_S:
-                beaten = time.monotonic()
-                beat()
+        one.join(max(0.0, began + one.limit_s - time.monotonic()))
     return [found for one in waiting for found in one.verdicts]
 
 
-def answer(run: RunDir, order: Mapping[str, Any], beat: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def answer(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
     """An agent's answer to the order `preflight`: its clock, the time it took, and what is not well."""
     clock, began = time.time(), time.monotonic()
     ask = Ask(**{key: value for key, value in order.items() if key in Ask.__dataclass_fields__})
-    found = look(ask.place(run), ask, beat)
+    found = look(ask.place(run), ask)
     checks = [one.as_json() for one in found if one.verdict != "ok"]
     return {"kind": "preflight", "time": clock, "seconds": time.monotonic() - began, "checks": checks}
