@@ -73,6 +73,20 @@ def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
         assert len(said) == 1
 
 
+def test_a_lease_that_is_read_while_it_is_written_is_one_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(succession, "_ENDS_S", 0.1)
+    run = RunDir(tmp_path)
+    write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
+    found = iter([{}, {"count": 1}, {}, {"count": 2}])
+    with hold(run):
+        Leadership(run)
+        monkeypatch.setattr(succession, "read_lease", lambda _run: next(found))
+        with own(run, job(7, 1), lambda _text: None):
+            pass
+
+
 @pytest.mark.parametrize("way", ["heard", "not heard", "before", "not at all"])
 def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path, way: str) -> None:
     run = RunDir(tmp_path)

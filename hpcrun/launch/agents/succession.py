@@ -109,12 +109,15 @@ def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None])
 
 def _is_led(run: RunDir) -> bool:
     """Whether somebody leads the run at this moment."""
-    seen = read_lease(run)
+    signs = set[str]()
     until = time.monotonic() + _MOVES_S
-    while seen and time.monotonic() < until:
-        time.sleep(_LOOK_S / 4)
-        if read_lease(run) != seen:
+    while run.lease.exists() and time.monotonic() < until:
+        # One that is being written may look empty.
+        if found := read_lease(run):
+            signs.add(str(found))
+        if len(signs) > 1:
             return True
+        time.sleep(_LOOK_S / 4)
     return False
 
 
