@@ -203,14 +203,27 @@ def dog(**watch: Any) -> Watchdog:
 
 def test_limits_are_learnt_and_sections_have_their_own() -> None:
     watchdog = dog(factor=3.0, floor="10s", slow="1m")
-    assert (watchdog.limit_s("step"), watchdog.limit_s("eval")) == (60.0, 60.0)
+    assert (watchdog.limit_s("step", 0), watchdog.limit_s("eval", 0)) == (60.0, 60.0)
     watchdog.heard(progress_at(0, 5, step=8.0, checkpoint=30.0), 0.0)
-    assert [watchdog.limit_s(one) for one in ("step", "checkpoint", "eval")] == [24.0, 90.0, 60.0]
+    assert [watchdog.limit_s(one, 0) for one in ("step", "checkpoint", "eval")] == [24.0, 90.0, 60.0]
     watchdog.begin()
     # Another attempt compiles again, and knows what the last one has learnt.
-    assert watchdog.limit_s("step") == 60.0
+    assert watchdog.limit_s("step", 0) == 60.0
     watchdog.heard(progress_at(0, 5, step=1.0), 0.0)
-    assert watchdog.limit_s("step") == 24.0
+    assert watchdog.limit_s("step", 0) == 24.0
+
+
+def test_a_long_first_step_is_no_hang_when_another_rank_has_told_of_the_next_ones_first() -> None:
+    watchdog = dog(floor="30s", slow="10m")
+    for rank in (0, 1):
+        watchdog.heard(progress_at(rank, 1), 0.0)
+    # Compiled for a minute; then ten steps in a second, of which one rank has reported.
+    watchdog.heard(progress_at(1, 11, step=0.1), 61.0)
+    assert watchdog.hang(61.1) is None
+    watchdog.heard(progress_at(0, 11, step=0.1), 61.2)
+    for now in range(62, 91, 2):
+        assert watchdog.hang(now) is None
+    assert str(watchdog.hang(92.0)).startswith("no progress in step 11 for 31 s")
 
 
 def test_who_is_late_first_is_told_first() -> None:

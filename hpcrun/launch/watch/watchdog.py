@@ -64,14 +64,15 @@ class Watchdog:
         """A new attempt: nobody has said anything yet."""
         self._places: dict[int, _Place] = {}
         self._stopped: dict[int, float] = {}
-        self._is_warm = False
+        self._warm: set[int] = set()
         self._asked: float | None = None
 
     def heard(self, one: Progress, now: float) -> None:
         """A rank says where it is."""
         for section, seconds in one.longest_s.items():
             self._longest[section] = max(seconds, self._longest.get(section, 0.0))
-        self._is_warm |= _STEP in one.longest_s
+        if _STEP in one.longest_s:
+            self._warm.add(one.rank)
         place = self._places.get(one.rank)
         if place is None or (place.section, place.step) != (one.section, one.step) or one.longest_s:
             self._places[one.rank] = _Place(one.section, one.step, now)
@@ -83,10 +84,13 @@ class Watchdog:
         else:
             self._stopped.pop(rank, None)
 
-    def limit_s(self, section: str) -> float:
-        """How long a section may take now."""
+    def limit_s(self, section: str, rank: int) -> float:
+        """How long a section of this rank may take now.
+
+        That others have left their first steps behind may be known before what this one says of its own.
+        """
         learnt = self._factor * self._longest.get(section, 0.0)
-        if section == _STEP and self._is_warm:
+        if section == _STEP and rank in self._warm:
             return max(self._floor_s, learnt)
         return max(self._slow_s, self._floor_s, learnt)
 
@@ -103,12 +107,14 @@ class Watchdog:
             if now - since > self._floor_s:
                 section, step = self.where(rank) or (_STEP, None)
                 return Hang((rank,), section, step, now - since, self._floor_s, self._longest.get(section))
-        late = [rank for rank, one in self._places.items() if now - one.since > self.limit_s(one.section)]
+        places = self._places.items()
+        late = [rank for rank, one in places if now - one.since > self.limit_s(one.section, rank)]
         if not late:
             return None
         # Ranks that wait for one another are late one after the other: the longest silence came first.
-        first = self._places[min(late, key=lambda rank: (self._places[rank].since, rank))]
-        limit, learnt = self.limit_s(first.section), self._longest.get(first.section)
+        earliest = min(late, key=lambda rank: (self._places[rank].since, rank))
+        first = self._places[earliest]
+        limit, learnt = self.limit_s(first.section, earliest), self._longest.get(first.section)
         return Hang(tuple(sorted(late)), first.section, first.step, now - first.since, limit, learnt)
 
     def where(self, rank: int) -> tuple[str, int | None] | None:
