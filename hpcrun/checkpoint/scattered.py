@@ -7,22 +7,19 @@ hash that the plan of the restore has of it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hpcrun.checkpoint.format import PART, DamagedError, Manifest, Part, Place, collect, structure_digest
-from hpcrun.checkpoint.plan import SHARED, RestorePlan, Source
+from hpcrun.checkpoint.plan import SHARED, RestorePlan
 from hpcrun.checkpoint.read import OpenFiles
 from hpcrun.checkpoint.reader import Buffers, ChunkReader
 
 
 class Remote(Protocol):
-    """Reads what another node holds."""
+    """Reads what other nodes hold, as `hpcrun.checkpoint.peers.Peers` does."""
 
-    def read(self, node: str, path: str, at: int, into: memoryview) -> int:
-        """Fill a buffer from a place in a file of that node; how many bytes there were.
-
-        OSError or SiteError where the node cannot be reached, or does not have it.
-        """
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        """Fill a buffer with what a node was asked for; SiteError unless it gets all of it."""
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -40,7 +37,7 @@ class Scattered(ChunkReader):
         if [one.number for one in plan.sources] != list(range(plan.stamp.world_size)):
             raise DamagedError(f"{name}: the plan does not have each of its {plan.stamp.world_size} parts")
         generation = bytes.fromhex(plan.stamp.generation)
-        fetcher = _Scatter(plan.sources, here, remote)
+        fetcher = _Scatter(plan, here, remote)
         super().__init__(name, Manifest(generation, parts, {}), fetcher)
         try:
             for number, part in enumerate(parts):
@@ -59,8 +56,10 @@ class Scattered(ChunkReader):
 class _Scatter:
     """Fetches each part from where the plan has it."""
 
-    def __init__(self, sources: tuple[Source, ...], here: str, remote: Remote | None) -> None:
-        self._sources, self._here, self._remote = sources, here, remote
+    def __init__(self, plan: RestorePlan, here: str, remote: Remote | None) -> None:
+        assert plan.stamp is not None
+        self._generation = plan.stamp.generation
+        self._sources, self._here, self._remote = plan.sources, here, remote
         self._files = OpenFiles()
 
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
@@ -69,14 +68,15 @@ class _Scatter:
             return self._files.read(Path(source.path), source.at + at, buffers)
         if self._remote is None:
             raise DamagedError(f"{self.where(number, part, at)}: there is no way to that node")
-        count = 0
-        for buffer in buffers:
-            into = memoryview(buffer)
-            got = self._remote.read(source.node, source.path, source.at + at + count, into)
-            count += got
-            if got < len(into):
-                break
-        return count
+        # A header and what follows it are one question, and mostly small.
+        request = {"do": "part", "generation": self._generation, "number": number, "at": at}
+        whole = memoryview(bytearray(sum(map(len, buffers)))) if len(buffers) > 1 else memoryview(buffers[0])
+        self._remote.read(source.node, request, whole)
+        begin = 0
+        for buffer in buffers if len(buffers) > 1 else ():
+            buffer[:] = whole[begin : begin + len(buffer)]
+            begin += len(buffer)
+        return len(whole)
 
     def where(self, number: int, part: Part, at: int) -> str:
         source = self._sources[number]

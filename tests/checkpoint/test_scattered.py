@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,16 +21,17 @@ RANKS = 3
 class Files:
     """Other nodes, whose files are below a folder of their name."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, plan: RestorePlan) -> None:
+        self.root, self.plan = root, plan
         self.asked: list[str] = []
         self.is_closed = False
 
-    def read(self, node: str, path: str, at: int, into: memoryview) -> int:
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
         self.asked.append(node)
-        data = (self.root / node / path).read_bytes()[at : at + len(into)]
-        into[: len(data)] = data
-        return len(data)
+        source = self.plan.sources[request["number"]]
+        assert (request["do"], source.node) == ("part", node)
+        begin = source.at + request["at"]
+        into[:] = (self.root / node / source.path).read_bytes()[begin : begin + len(into)]
 
     def close(self) -> None:
         self.is_closed = True
@@ -72,7 +74,7 @@ def read_all(generation: Scattered) -> dict[str, bytes]:
 
 def test_parts_of_several_nodes_are_one_generation(scatter: Made, tmp_path: Path) -> None:
     plan, manifest = scatter()
-    remote = Files(tmp_path)
+    remote = Files(tmp_path, plan)
     with Scattered(plan, "n0", remote) as generation:
         assert generation.manifest == manifest
         found = read_all(generation)
@@ -88,7 +90,7 @@ def test_a_part_of_another_generation_is_not_taken(scatter: Made, tmp_path: Path
     other, _ = scatter(6)
     mixed = replace(plan, sources=(plan.sources[0], other.sources[1], plan.sources[2]))
     with pytest.raises(DamagedError, match=r"n1: slot-6.bin at 4096: .* belongs to generation"):
-        Scattered(mixed, "n0", Files(tmp_path))
+        Scattered(mixed, "n0", Files(tmp_path, mixed))
 
 
 def test_every_byte_that_is_flipped_is_noticed(scatter: Made, tmp_path: Path) -> None:
@@ -100,7 +102,7 @@ def test_every_byte_that_is_flipped_is_noticed(scatter: Made, tmp_path: Path) ->
         data[at] ^= 1
         path.write_bytes(data)
         try:
-            with Scattered(plan, "n0", Files(tmp_path)) as generation:
+            with Scattered(plan, "n0", Files(tmp_path, plan)) as generation:
                 damages = list(generation.damages())
         except DamagedError as error:
             damages = [str(error)]
@@ -120,13 +122,13 @@ def _is_padding(manifest: Manifest, at: int) -> bool:
 def test_a_part_that_is_cut_short_or_gone(scatter: Made, tmp_path: Path) -> None:
     plan, _ = scatter()
     with pytest.raises(DamagedError, match="does not have each of its 3 parts"):
-        Scattered(replace(plan, sources=plan.sources[1:]), "n0", Files(tmp_path))
+        Scattered(replace(plan, sources=plan.sources[1:]), "n0", Files(tmp_path, plan))
     with pytest.raises(DamagedError, match=r"n1: .* there is no way to that node"):
         Scattered(plan, "n0", None)
     path = Path(plan.sources[0].path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DamagedError, match="the file ends in the header"):
-        Scattered(plan, "n0", Files(tmp_path))
+        Scattered(plan, "n0", Files(tmp_path, plan))
     path.unlink()
     with pytest.raises(DamagedError, match="is missing"):
-        Scattered(plan, "n0", Files(tmp_path))
+        Scattered(plan, "n0", Files(tmp_path, plan))
