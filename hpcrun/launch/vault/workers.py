@@ -1,0 +1,136 @@
+"""The drain workers of all nodes, as the supervisor talks to them: all at once, and never for ever."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hpcrun.checkpoint.levels import Holding, parse_holding
+from hpcrun.checkpoint.plan import Rebuild
+from hpcrun.launch.agents.nodes import Nodes
+
+READY_S = 30.0
+INVENTORY_S = 20.0
+REBUILD_S = 900.0
+"""Not to wait for ever: what a worker does it does as fast as it can."""
+_LOOK_S = 0.1
+
+Peers = dict[str, tuple[str, int]]
+
+
+class Workers:
+    """One a node; those of lost nodes are silent."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self.peers: Peers = {}
+        """Where those that have come up are reached by the others."""
+        self.news: list[tuple[str, dict[str, Any]]] = []
+        """What was not asked for, in order; whoever reads it takes it out."""
+        self._answers: list[tuple[str, dict[str, Any]]] = []
+        self._numbers = itertools.count(1)
+
+    def start(self, nodes: Collection[str], timeout_s: float = READY_S) -> list[str]:
+        """Have a worker on each of these nodes; those on which none has come up in time."""
+        for node in nodes:
+            self._nodes.drain(node, {"do": "start"})
+        deadline = time.monotonic() + timeout_s
+        while missing := [one for one in nodes if one not in self.peers and one in self._nodes.alive]:
+            if time.monotonic() > deadline:
+                return missing
+            self._hear(_LOOK_S)
+        return [node for node in nodes if node not in self.peers]
+
+    def configure(self, told: Mapping[str, Mapping[str, Any]]) -> None:
+        """What each worker is to know, by node; where it finds the others comes with it."""
+        for node, order in told.items():
+            self._nodes.drain(node, {"do": "configure", "node": node, "peers": self.peers, **order})
+
+    def inventory(
+        self, nodes: Sequence[str], timeout_s: float = INVENTORY_S
+    ) -> tuple[list[Holding], list[str]]:
+        """All that nodes hold, and which nodes did not answer: those have nothing."""
+        number = next(self._numbers)
+        for node in nodes:
+            self._nodes.drain(node, {"do": "inventory", "id": number})
+        found, open_ones = list[Holding](), dict.fromkeys(nodes)
+        for node, message in self._await("inventory", {number}, open_ones, timeout_s):
+            for one in message.get("holdings", ()):
+                holding = _holding(node, one)
+                if isinstance(holding, str):
+                    self.news.append((node, {"kind": "log", "text": holding}))
+                else:
+                    found.append(holding)
+            if not message.get("more"):
+                open_ones.pop(node, None)
+        return found, list(open_ones)
+
+    def rebuild(
+        self, orders: Iterable[Rebuild], timeout_s: float = REBUILD_S
+    ) -> list[tuple[Rebuild, Holding | str]]:
+        """What came of each order: what is there now, or why it is not."""
+        numbers = {next(self._numbers): order for order in orders}
+        for number, order in numbers.items():
+            told = json.loads(json.dumps(asdict(order)))
+            self._nodes.drain(order.node, {"do": "rebuild", "id": number, "order": told})
+        outcomes: list[tuple[Rebuild, Holding | str]] = []
+        open_ones = dict.fromkeys(order.node for order in numbers.values())
+        for node, message in self._await("rebuilt", numbers, open_ones, timeout_s):
+            order = numbers.pop(message["id"])
+            problem = message.get("problem")
+            outcomes.append((order, problem or _holding(node, message.get("holding"))))
+            if node not in {one.node for one in numbers.values()}:
+                open_ones.pop(node, None)
+        return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
+
+    def release(self, nodes: Collection[str], keep: Collection[str]) -> None:
+        """Let go of all but these generations."""
+        for node in nodes:
+            self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
+
+    def look(self) -> None:
+        """Take in what has been said, without waiting."""
+        for node, message in self._nodes.drained():
+            self._take(node, message)
+
+    def _await(
+        self, kind: str, numbers: Collection[int], open_ones: Collection[str], timeout_s: float
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Answers to questions with these numbers, until no node that lives still has one to give."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(one in self._nodes.alive for one in open_ones):
+            for node, message in self._hear(_LOOK_S):
+                if message.get("kind") == kind and message.get("id") in numbers:
+                    yield node, message
+
+    def _hear(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """The answers that came in, after a moment at most."""
+        self.look()
+        if not self._answers:
+            self._nodes.rest(seconds)
+            self.look()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _take(self, node: str, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "ready":
+            self.peers[node] = (str(message.get("address")), int(message.get("port", 0)))
+        if kind == "died":
+            self.peers.pop(node, None)
+        if kind in ("inventory", "rebuilt"):
+            self._answers.append((node, message))
+        else:
+            self.news.append((node, message))
+
+
+def _holding(node: str, told: Any) -> Holding | str:
+    """What a node tells of; a text where that makes no sense."""
+    try:
+        return parse_holding({**told, "node": node})
+    except (TypeError, ValueError) as error:
+        return f"{node} tells of a holding that is none: {error}"
