@@ -41,7 +41,8 @@ class Checkpointer:
     """Saves and restores the training state of all ranks together."""
 
     def __init__(self, checkpoints: Path, control: Control, *, attempt: int, keep: int) -> None:
-        self._root, self._control, self._attempt, self._keep = checkpoints, control, attempt, keep
+        self.root, self.attempt = checkpoints, attempt
+        self._control, self._keep = control, keep
         self._plan: WritePlan | None = None
         self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
@@ -49,7 +50,7 @@ class Checkpointer:
 
     def newest(self) -> Saved | None:
         """The newest committed step, the same answer on every rank."""
-        found = self._control.everywhere(lambda: [_plain(saved) for saved in saved_steps(self._root)[-1:]])
+        found = self._control.everywhere(lambda: [_plain(saved) for saved in saved_steps(self.root)[-1:]])
         return _saved(found[0]) if found else None
 
     def save(self, step: int, position: int, state: dict[str, Tensor]) -> Path:
@@ -61,7 +62,7 @@ class Checkpointer:
             return self._here[step]
         aside, final, generation = self._control.everywhere(lambda: self._begin(step))
         draft = Draft(Path(aside), Path(final), bytes.fromhex(generation))
-        entries = state | {f"rng.{self._control.rank}": _rng_state()}
+        entries = self.entries(state)
         plan = self._plan_for(entries)
         outcome: list[Any]
         try:
@@ -79,8 +80,12 @@ class Checkpointer:
         self._here[step] = draft.final
         return draft.final
 
+    def entries(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All that is saved: the state, and the random state of this rank as it is now."""
+        return state | {f"rng.{self._control.rank}": _rng_state()}
+
     def _begin(self, step: int) -> list[str]:
-        draft = begin(self._root, step, self._attempt)
+        draft = begin(self.root, step, self.attempt)
         return [str(draft.aside), str(draft.final), draft.generation.hex()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
@@ -98,7 +103,7 @@ class Checkpointer:
         try:
             for rank, (problem, *_) in enumerate(outcomes):
                 if problem:
-                    raise SiteError(f"{self._root}: rank {rank} cannot write step {facts['step']}: {problem}")
+                    raise SiteError(f"{self.root}: rank {rank} cannot write step {facts['step']}: {problem}")
             parts = [Part(*fields) for _, *fields in outcomes]
             if plan.tensors is None:
                 tensors = collect(
@@ -106,12 +111,12 @@ class Checkpointer:
                     for number, part in enumerate(parts)
                 )
                 plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
-            world: dict[str, int] = {"world_size": self._control.size, "attempt": self._attempt}
+            world: dict[str, int] = {"world_size": self._control.size, "attempt": self.attempt}
             commit(draft, parts, plan.tensors, plan.structure, **facts, **world)
         except (OSError, SiteError):
             discard(draft)
             raise
-        retire(self._root, self._keep, self._damaged)
+        retire(self.root, self._keep, self._damaged)
 
     def restore(self, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> Restored | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.
@@ -152,7 +157,7 @@ class Checkpointer:
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""
-        saves, unreadable = read_saves(self._root)
+        saves, unreadable = read_saves(self.root)
         found: list[Saved | Unreadable] = [*saves, *unreadable]
         for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
             if one.path in self._damaged:
@@ -166,7 +171,7 @@ class Checkpointer:
             return None
         newest = next(iter(self._damaged.values()))
         raise SiteError(
-            f"{self._root}: every save is damaged, the newest: {newest.text}; restore a copy, or remove them"
+            f"{self.root}: every save is damaged, the newest: {newest.text}; restore a copy, or remove them"
             " all to start from the beginning"
         )
 
