@@ -288,7 +288,7 @@ class _ReedSolomon(Code):
             fragments = self._driver.encode(bytes(self.data * size))
             if any(len(one) != _FRAGMENT_HEADER_BYTES + size for one in fragments):
                 raise SiteError(
-                    "pyeclib: its fragments are not laid out as those of version 1.8; install that one, or set"
+                    "pyeclib: its fragments are not laid out as those of 1.8; install that one, or set"
                     " checkpoint.parity.scheme: xor"
                 )
             self._headers[size] = [one[:_FRAGMENT_HEADER_BYTES] for one in fragments]
