@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
+from hpcrun.checkpoint.decide import key_of
 from hpcrun.checkpoint.format import DamagedError, Part, collect, render_tensors, structure_digest
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.write import write_part
@@ -47,6 +48,8 @@ class Checkpointer:
         self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
         self._opened: dict[Path, Generation] = {}
+        self.avoided: frozenset[str] = frozenset()
+        """Saves that are whole and yet not to be gone on from."""
 
     def newest(self) -> Saved | None:
         """The newest committed step, the same answer on every rank."""
@@ -160,7 +163,7 @@ class Checkpointer:
         saves, unreadable = read_saves(self.root)
         found: list[Saved | Unreadable] = [*saves, *unreadable]
         for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
-            if one.path in self._damaged:
+            if one.path in self._damaged or (isinstance(one, Saved) and key_of(one) in self.avoided):
                 continue
             problem = self._problem_of(one)
             if problem is None:

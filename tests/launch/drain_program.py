@@ -14,7 +14,6 @@ def main(folder: Path) -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
-    say(kind="ready", address="127.0.0.1", port=os.getpid())
     node = ""
     for line in sys.stdin:
         order = json.loads(line)
@@ -23,6 +22,8 @@ def main(folder: Path) -> None:
             log.write(line)
         held = folder / f"{node}.json"
         match order["do"]:
+            case "configure" if not (folder / f"{node}.late").exists():
+                say(kind="ready", address=order["address"], port=os.getpid())
             case "inventory" if not (folder / f"{node}.silent").exists():
                 holdings = json.loads(held.read_text()) if held.exists() else []
                 say(kind="inventory", id=order["id"], holdings=holdings)

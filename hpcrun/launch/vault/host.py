@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrun.checkpoint.arena import SHM, arena_folder, remove_folder
+from hpcrun.launch.agents.wire import address_here
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
@@ -41,10 +43,15 @@ class DrainHost:
         node: str,
         say: Callable[[dict[str, Any]], None],
         environ: Mapping[str, str],
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] = (),
+        address: str | None = None,
     ) -> None:
-        """`say` gets what the supervisor is to hear, a message at a time; `environ` finds this package."""
-        self._run, self._node, self._say, self._command = run, node, say, tuple(command)
+        """`say` gets what the supervisor is to hear, a message at a time; `environ` finds this package.
+
+        `address`: where the worker is to listen for those of other nodes; else as the order says.
+        """
+        self._address = address
+        self._run, self._node, self._say, self._command = run, node, say, tuple(command or COMMAND)
         self._environ = without_world(environ)
         for name in (RUN_ID_VARIABLE, ATTEMPT_VARIABLE):  # by which the processes of an attempt are known
             self._environ.pop(name, None)
@@ -52,7 +59,6 @@ class DrainHost:
         self._selector = selectors.EpollSelector()
         self._read, self._unsent = b"", b""
         self._configured: dict[str, Any] | None = None
-        self._ready: dict[str, Any] | None = None
         self._began, self._deaths, self._again_at = 0.0, 0, 0.0
 
     def fileno(self) -> int:
@@ -65,17 +71,11 @@ class DrainHost:
         return [] if self._child is None else [self._child.pid]
 
     def obey(self, told: dict[str, Any]) -> None:
-        """Pass an order on; the first one starts the worker.
-
-        `start` is for us alone: whoever gives it is told how to reach the worker, now or when it is there.
-        """
+        """Pass an order on; the first one starts the worker."""
         if self._child is None and not self._again_at:
             self._start()
-        if told.get("do") == "start":
-            if self._ready is not None:
-                self._tell(self._ready)
-            return
         if told.get("do") == "configure":
+            told = told | {"address": self._address or _address(told)}
             self._configured = told
             if self._child is None:
                 return  # it is told when it is there again
@@ -85,8 +85,6 @@ class DrainHost:
         """Hear what the worker has said; one that has died is started again, after a while."""
         self._flush()
         for message in self._messages():
-            if message.get("kind") == "ready":
-                self._ready = message
             self._tell(message)
         if self._child is not None and self._child.poll() is not None:
             self._bury(self._child)
@@ -96,9 +94,10 @@ class DrainHost:
                 self._send(self._configured)
 
     def close(self) -> None:
-        """End the worker: at the end of its input it finishes nothing new."""
+        """End the worker, and give its memory back."""
         child, self._child, self._again_at = self._child, None, 0.0
         if child is not None:
+            # At the end of its input it begins nothing new.
             assert child.stdin is not None
             assert child.stdout is not None
             with contextlib.suppress(OSError):
@@ -108,6 +107,8 @@ class DrainHost:
             child.kill()
             child.wait()
             child.stdout.close()
+        if self._began:
+            remove_folder(arena_folder(SHM, self._run.id, self._node))
         self._selector.close()
 
     def _start(self) -> None:
@@ -139,7 +140,7 @@ class DrainHost:
         child.stdout.close()
         with contextlib.suppress(OSError):
             child.stdin.close()
-        self._child = self._ready = None
+        self._child = None
         now = time.monotonic()
         self._deaths = 1 if now - self._began > _CALM_S else self._deaths + 1
         pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4.0 ** (self._deaths - 1))
@@ -181,6 +182,12 @@ class DrainHost:
     def _tell(self, message: dict[str, Any]) -> None:
         for piece in split(message):
             self._say({"kind": KIND, "node": self._node, "told": piece})
+
+
+def _address(told: dict[str, Any]) -> str:
+    """Where other nodes reach this one; where there are none, nobody has to."""
+    others = told.get("nodes") or []
+    return address_here(told.get("interface"), others) if len(others) > 1 else "127.0.0.1"
 
 
 def split(message: dict[str, Any], most_bytes: int = _MOST_BYTES) -> Iterator[dict[str, Any]]:

@@ -40,7 +40,7 @@ class Hosts:
         def say(message: dict[str, Any]) -> None:
             self._said.append((node, message["told"]))
 
-        return DrainHost(self._run, node, say, with_our_package(os.environ))
+        return DrainHost(self._run, node, say, with_our_package(os.environ), address="127.0.0.1")
 
     def hear(self) -> list[tuple[str, dict[str, Any]]]:
         """What they have said since the last call."""

@@ -21,7 +21,7 @@ from hpcrun.checkpoint.sets import Domains, ErasureSets, choose_sets
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.shim import DRAIN_VARIABLE
+from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.launch.vault.poison import note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
@@ -32,8 +32,6 @@ from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import Saved, read_saves, saved_steps
 
-NODE_MARK = "{node}"
-"""Stands for the node in what all ranks are told alike."""
 _TRIES = 3
 _MOST_NAMED = 8
 
@@ -45,15 +43,22 @@ class Keeper:
     """One a run, for all its attempts."""
 
     def __init__(
-        self, run: RunDir, spec: JobSpec, nodes: Nodes, tell: Tell, note: Callable[[str], None]
+        self,
+        run: RunDir,
+        spec: JobSpec,
+        nodes: Nodes,
+        tell: Tell,
+        note: Callable[[str], None],
+        interface: str | None = None,
     ) -> None:
+        """`interface`: the network interface over which nodes reach each other."""
+        self._interface = interface
         self._run, self._spec, self._nodes = run, spec, nodes
         self._tell, self._note = tell, note
         self._workers = Workers(nodes)
         self._secret = secrets.token_hex(32)
         self._story = Story(())
         self._attempt: Attempt | None = None
-        self._orders: dict[str, dict[str, Any]] = {}
         self._restored: Stamp | None = None
         self._statement = ""
         self._undurable = Undurable(run, spec.checkpoint)
@@ -83,18 +88,14 @@ class Keeper:
         begin = time.monotonic()
         plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
         self._restored = plan.stamp
-        if plan.stamp is not None or plan.passed_over:
+        if (plan.stamp is not None or plan.passed_over) and (self.has_levels or plan.poisoned):
             self._tell_of(attempt, plan, silent, time.monotonic() - begin)
-        if self.has_levels:
-            self._write(attempt, plan)
-        elif plan.poisoned:
-            write_json(attempt.restore, plan.as_json())
-        return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.peers else {}
+        self._write(attempt, plan)
+        return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
         """Have a worker on every node that lives; those that have none."""
         there = [*placement.nodes, *(node for node in self._nodes.alive if node not in placement.nodes)]
-        silent = self._workers.start(there)
         sets = self._sets(attempt, placement, domains)
         if sets.statement != self._statement:
             self._statement = sets.statement
@@ -103,17 +104,18 @@ class Keeper:
             self._tell(attempt, "erasure sets", sets=[list(one) for one in sets.sets], message=sets.statement)
         common = {
             "run": str(self._run.path),
-            "id": self._run.id,
+            "interface": self._interface,
+            "nodes": there,
             "spec": self._spec.checkpoint.model_dump(mode="json"),
             "attempt": attempt.number,
             "secret": self._secret,
         }
-        self._orders = {}
+        orders = {}
         for node in there:
             own = sets.of(node)
             members, parity = (list(own[0]), own[1]) if own else (None, 0)
-            self._orders[node] = common | {"set": members, "parity": parity}
-        self._workers.configure(self._orders)
+            orders[node] = common | {"set": members, "parity": parity}
+        silent = self._workers.open(orders)
         if silent:
             self._note(f"no drain worker has come up on {', '.join(silent)}: what they hold is not used")
         return silent
@@ -142,8 +144,7 @@ class Keeper:
 
     def _settle(self, placement: Placement) -> RestorePlan:
         """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
-        answering = [node for node in self._orders if node in self._workers.peers]
-        holdings, mute = self._workers.inventory(answering)
+        holdings, mute = self._workers.inventory(self._workers.ready)
         if mute:
             self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
         for _ in range(_TRIES):
@@ -180,15 +181,18 @@ class Keeper:
             self._note(f"going on from step {step}, out of {levels_in_words(plan)}")
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
-        if plan.stamp is None and any(read_saves(self._run.checkpoints)):
+        # What is damaged ranks see for themselves, but not what has failed.
+        has_saves = any(read_saves(self._run.checkpoints)) and (self.has_levels or plan.poisoned)
+        if plan.stamp is None and has_saves:
             raise SiteError(
                 f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"
                 f" remove {self._run.poison.name} to try those again that failed, or remove them all to start"
                 " from the beginning"
             )
-        if plan.stamp is not None:
+        if plan.stamp is not None and (self.has_levels or plan.poisoned):
             write_json(attempt.restore, plan.as_json())
-        write_json(attempt.peers, {"secret": self._secret, "nodes": self._workers.peers})
+        if self._workers.peers:
+            write_json(attempt.peers, {"secret": self._secret, "nodes": self._workers.peers})
 
     def look(self) -> str | None:
         """Take in what workers say; why the run is to save and stop, where it is."""
@@ -213,9 +217,8 @@ class Keeper:
                 self._note(f"the drain worker of {node} died{why}; another one is started")
                 self._tell(attempt, "drain died", node=node, wait_status=message.get("status"))
                 events = self._story.died(node, why)
-            case "ready" if node in self._orders:
-                # Where it listens has changed, and the others have to know.
-                self._workers.configure(self._orders)
+            case "ready":
+                self._workers.refresh()
                 return
             case "log":
                 self._note(f"{node}: {message.get('text')}")

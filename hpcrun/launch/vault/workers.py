@@ -31,23 +31,36 @@ class Workers:
         """Where those that have come up are reached by the others."""
         self.news: list[tuple[str, dict[str, Any]]] = []
         """What was not asked for, in order; whoever reads it takes it out."""
+        self._orders: dict[str, Mapping[str, Any]] = {}
+        self._ready: set[str] = set()
+        self._told_peers: Peers = {}
         self._answers: list[tuple[str, dict[str, Any]]] = []
         self._numbers = itertools.count(1)
 
-    def start(self, nodes: Collection[str], timeout_s: float = READY_S) -> list[str]:
-        """Have a worker on each of these nodes; those on which none has come up in time."""
-        for node in nodes:
-            self._nodes.drain(node, {"do": "start"})
-        deadline = time.monotonic() + timeout_s
-        while missing := [one for one in nodes if one not in self.peers and one in self._nodes.alive]:
-            if time.monotonic() > deadline:
-                return missing
-            self._hear(_LOOK_S)
-        return [node for node in nodes if node not in self.peers]
+    def open(self, orders: Mapping[str, Mapping[str, Any]], timeout_s: float = READY_S) -> list[str]:
+        """Have a worker on each of these nodes, which knows its order; those where none came up in time.
 
-    def configure(self, told: Mapping[str, Mapping[str, Any]]) -> None:
-        """What each worker is to know, by node; where it finds the others comes with it."""
-        for node, order in told.items():
+        A worker is ready when it has its order; all are told again when all are known that are to be.
+        """
+        self._orders = dict(orders)
+        self._ready = set()
+        self._configure()
+        deadline = time.monotonic() + timeout_s
+        while any(one not in self._ready and one in self._nodes.alive for one in orders):
+            if time.monotonic() > deadline:
+                break
+            self._hear(_LOOK_S)
+        self.refresh()
+        return [node for node in orders if node not in self._ready]
+
+    def refresh(self) -> None:
+        """Tell all workers where the others are, if that has changed since they were told."""
+        if self._told_peers != self.peers:
+            self._configure()
+
+    def _configure(self) -> None:
+        self._told_peers = dict(self.peers)
+        for node, order in self._orders.items():
             self._nodes.drain(node, {"do": "configure", "node": node, "peers": self.peers, **order})
 
     def inventory(
@@ -92,6 +105,11 @@ class Workers:
         for node in nodes:
             self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
 
+    @property
+    def ready(self) -> list[str]:
+        """The nodes whose worker does as it was told."""
+        return [node for node in self._orders if node in self._ready]
+
     def look(self) -> None:
         """Take in what has been said, without waiting."""
         for node, message in self._nodes.drained():
@@ -119,8 +137,11 @@ class Workers:
     def _take(self, node: str, message: dict[str, Any]) -> None:
         kind = message.get("kind")
         if kind == "ready":
-            self.peers[node] = (str(message.get("address")), int(message.get("port", 0)))
+            self._ready.add(node)
+            if message.get("port"):
+                self.peers[node] = (str(message.get("address")), int(message["port"]))
         if kind == "died":
+            self._ready.discard(node)
             self.peers.pop(node, None)
         if kind in ("inventory", "rebuilt"):
             self._answers.append((node, message))
