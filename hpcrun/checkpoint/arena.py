@@ -176,7 +176,7 @@ class Arena:
     def _make_all(
         self, sizes: dict[int, int], wanted: dict[int, int], fitting: dict[int, list[Slot]]
     ) -> bool:
-        """Make the slots that are missing; False, and nothing made, where there was not the space after all."""
+        """Make the slots that are missing; False, with nothing made, where the space is not there."""
         made: list[Slot] = []
         try:
             for rank, number in wanted.items():

@@ -56,14 +56,26 @@ def write_image(descriptor: int, image: memoryview, position: int, direct: int |
 
     `direct`: the same file opened with O_DIRECT, for the bytes that fill whole blocks.
     """
-    whole = len(image) // PART_ALIGN * PART_ALIGN if direct is not None else 0
-    for target, begin, end in ((direct, 0, whole), (descriptor, whole, len(image))):
-        at = begin
-        while target is not None and at < end:
-            count = os.pwrite(target, image[at : min(end, at + _BATCH_BYTES)], position + at)
-            if target == descriptor:
-                _start_writeback(descriptor, position + at, count)
-            at += count
+    at = 0 if direct is None else _write_direct(direct, image, position)
+    while at < len(image):
+        count = os.pwrite(descriptor, image[at : at + _BATCH_BYTES], position + at)
+        _start_writeback(descriptor, position + at, count)
+        at += count
+
+
+def _write_direct(descriptor: int, image: memoryview, position: int) -> int:
+    """How many bytes, from the first, went past the page cache: whole blocks, or none where it refuses."""
+    at, whole = 0, len(image) // PART_ALIGN * PART_ALIGN
+    try:
+        while at < whole:
+            count = os.pwrite(descriptor, image[at : min(whole, at + _BATCH_BYTES)], position + at)
+            at += count // PART_ALIGN * PART_ALIGN
+            if count % PART_ALIGN:
+                break
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return at
 
 
 def write_file(path: Path, data: bytes) -> None:
