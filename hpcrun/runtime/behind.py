@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from hpcrun.checkpoint.levels import Level, Stamp
+from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
 from hpcrun.errors import SiteError
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
@@ -38,11 +38,17 @@ _LOOK_S, _NOTE_EVERY_S = 0.05, 2.0
 class Home(Protocol):
     """Where the drain worker of this node listens, whoever has started it."""
 
+    patience_s: float
+    """How long one may take to be there."""
+
     def socket(self) -> Path:
         """The path of its socket; a worker of our own that has ended is started again."""
 
     def offers(self, level: Level) -> bool:
         """Whether it can store at a level."""
+
+    def close(self) -> None:
+        """Nobody here needs it any more."""
 
 
 @dataclass
@@ -158,27 +164,30 @@ class SavesBehind:
         is_lost = bool(self._meet(_REFUSED if lost else 0) & _REFUSED)
         if not self._control.everywhere(lambda: self._arrives(step, None if is_lost else flight)):
             begin = time.monotonic()
-            self._direct.save(step, position, state)
+            self._direct.save(step, position, state, beside=True)
             if self._control.rank == 0:
                 self._tell({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
 
-    def settle(self) -> None:
-        """Wait until all that was begun has arrived where it was to go, or has failed."""
+    def settle(self, *levels: Level) -> None:
+        """Wait until all that was begun has arrived at these levels, or has failed to; else at all levels."""
         self.fence()
         for flight in list(self._flights.values()):
-            while flight.ahead and self._link is not None:
+            while set(flight.ahead) & set(levels or LEVELS) and self._link is not None:
                 self._say_how_far(flight)
                 self._listen(_LOOK_S)
         self._meet(0)
 
     def close(self) -> None:
-        """Let go of worker and memory; what was filled stays theirs to store."""
+        """Let go of worker and memory; what was filled stays the worker's to store."""
         self.fence()
         if self._link is not None:
             self._link.close()
         if self._snapshot is not None:
             self._snapshot.close()
         self._link = self._snapshot = None
+        # The worker of a node serves all of its ranks.
+        self._control.barrier()
+        self._home.close()
 
     def _levels(self, step: int, *, lasting: bool) -> list[Level]:
         spec, found = self._spec, list[Level]()
@@ -231,11 +240,19 @@ class SavesBehind:
         return False
 
     def _connect(self) -> None:
-        if self._link is None:
+        if self._link is not None:
+            return
+        deadline = time.monotonic() + self._home.patience_s
+        while self._link is None:
             socket = self._home.socket()
-            self._link, self._known = DrainLink(socket, self._control.rank), False
-            # Nodes that are only pretended share a host, but not a worker.
-            self._node = f"{self._control.node} {socket}"
+            try:
+                self._link, self._known = DrainLink(socket, self._control.rank), False
+            except DrainGoneError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
+        # Nodes that are only pretended share a host, but not a worker.
+        self._node = f"{self._control.node} {socket}"
 
     def _reserve(self) -> None:
         """See to it that there are slots for the plan, and that the worker knows it."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -116,13 +116,14 @@ class Control(ABC):
 class MPIControl(Control):
     """Control over MPI: non-blocking collectives, polled with sleeps (every blocking call busy-waits)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, private: bool = False) -> None:
+        """`private`: beside a program that uses MPI itself."""
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise SiteError(f"MPI cannot be loaded: {error}; pip install 'hpcrun-slurm[train]'") from None
         self._mpi = MPI
-        self._comm: MPI.Comm = MPI.COMM_WORLD
+        self._comm: MPI.Comm = MPI.COMM_WORLD.Dup() if private else MPI.COMM_WORLD
         super().__init__(self._comm.rank, self._comm.size)
         if self.size != world.size:
             raise SiteError(
@@ -209,7 +210,15 @@ class MPIControl(Control):
 class StoreControl(Control):
     """Control over a TCPStore, for ranks that torchrun started: there is no MPI among them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, store: Store | None = None, prefix: str = "hpcrun") -> None:
+        """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
+        super().__init__(world.rank, world.size)
+        self._store = store if store is not None else self._rendezvous(world)
+        self._control = PrefixStore(prefix, self._store)
+        self._round = 0
+        self._find_neighbours()
+
+    def _rendezvous(self, world: World) -> Store:
         for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
             os.environ.setdefault(name, str(value))
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -218,13 +227,9 @@ class StoreControl(Control):
                 f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
                 " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
             )
-        super().__init__(world.rank, world.size)
-        self._store, _, _ = next(
-            iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout))
-        )
-        self._control = PrefixStore("hpcrun", self._store)
-        self._round = 0
-        self._find_neighbours()
+        found: Store
+        found, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
+        return found
 
     def _meet(self, contribution: int) -> int:
         """Add to a sum that counts arrivals in its low bits, and wait for all."""
@@ -285,6 +290,36 @@ class StoreControl(Control):
 
     def abort(self, code: int) -> None:
         """Leave; whoever started the ranks notices and ends the others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class LoneControl(Control):
+    """Control of one process that is alone: it agrees with itself."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._find_neighbours()
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The value, as it would arrive elsewhere."""
+        return [json.loads(json.dumps(value))]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value, as it would arrive elsewhere."""
+        return json.loads(json.dumps(value))
+
+    def start_agreeing(self, flags: int) -> Callable[[], int]:
+        """The flags."""
+        return lambda: flags
+
+    def store(self) -> Store:
+        """A store in memory."""
+        return HashStore()
+
+    def abort(self, code: int) -> None:
+        """Leave."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

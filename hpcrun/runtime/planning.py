@@ -34,7 +34,7 @@ from hpcrun.checkpoint.format import (
     lay_out,
     padded,
 )
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.read import ChunkSource, Generation
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 
@@ -101,19 +101,24 @@ def plan_write(
     return WritePlan(key, pieces, [slices for _, slices in mine], nodes.index(node), before, size, whole)
 
 
-def load_into(generation: Generation, state: dict[str, Tensor]) -> None:
+def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
     """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), _metadata(generation.manifest, state), False)
+    planner.set_up_planner(dict(state), _metadata(source.manifest, state), False)
     items = planner.create_local_plan().items
     chunks: dict[tuple[Piece, Place], list[ReadItem]] = {}
     for item in items:
         index = item.storage_index.index
         assert index is not None
-        chunk = generation.manifest.tensors[item.storage_index.fqn].chunks[index]
+        chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
     reader = _Reader(planner, chunks)
-    generation.read_all(reader.wanted(), reader.arrived)
+    if isinstance(source, Generation):
+        source.read_all(reader.wanted(), reader.arrived)
+        return
+    for piece, place, into in reader.wanted():
+        source.read(piece, place, into)
+        reader.arrived(piece, into)
 
 
 class _Reader:
