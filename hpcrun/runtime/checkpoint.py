@@ -20,7 +20,8 @@ from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_
 from hpcrun.checkpoint.decide import key_of
 from hpcrun.checkpoint.format import DamagedError, Part, collect, render_tensors, structure_digest
 from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.read import ChunkSource, Generation, read_tail
+from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat

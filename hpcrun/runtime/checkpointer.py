@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from hpcrun.checkpoint.read import ChunkSource
+from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.errors import UsageError
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import World, detect_world
@@ -37,6 +37,7 @@ from hpcrun.runtime import checkpoint
 from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreControl
 from hpcrun.runtime.drainhome import AgentHome, OwnHome
+from hpcrun.runtime.planned import restore
 from hpcrun.runtime.planning import dtype_name, raw_bytes
 from hpcrun.runtime.trees import Tree, pack, put_back, take_apart, unpack
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -66,6 +67,7 @@ class Checkpointer:
         self._spec = _spec(memory, options)
         self._control = _control(os.environ)
         run, agent = _run_of(directory, os.environ)
+        self._run = run
         attempt = self._control.everywhere(lambda: _attempt(run, agent))
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
         self._direct = checkpoint.Checkpointer(run.checkpoints, self._control, attempt=attempt, **keep)
@@ -130,7 +132,8 @@ class Checkpointer:
         tree = take_apart(state)
         tree.tensors = {name: tensor for name, tensor in tree.tensors.items() if name.startswith(only)}
         loading = _Loading(self._control, tree, strict=strict, only=only)
-        restored = self._direct.restore({}, {}, loading.fit)
+        attempt = self._run.attempt(self._direct.attempt)
+        restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
         if restored is None:
             return None
         loading.finish()

@@ -21,6 +21,7 @@ from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.drainhome import find_home
 from hpcrun.runtime.optim import rate_of_step
+from hpcrun.runtime.planned import restore
 from hpcrun.runtime.profile import StepProfiler
 from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
 from hpcrun.runtime.speed import SpeedProbe
@@ -62,7 +63,7 @@ class Trainer:
             home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)
             self._behind = SavesBehind(spec, self._checkpoints, control, home, self._tell)
         self._held_back: list[dict[str, Any]] | None = None
-        self._attempt = attempt.number
+        self._attempt, self._files = attempt.number, attempt
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
         self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
@@ -88,6 +89,8 @@ class Trainer:
         if start == 0:
             result["eval_loss_before"] = self._evaluate(0)
         self._profiler.step(start)
+        if 0 < start == steps and self._saved_step != start and self._job.checkpoint.at_end:
+            self._save(start, position, ends=True, asked=False)
         with self._batches(position) as batches, self._profiler:
             for step in range(start + 1, steps + 1):
                 loss, asked = self._step(step, batches)
@@ -128,11 +131,13 @@ class Trainer:
 
     def _restore(self) -> tuple[int, int]:
         optimizer, begin = self._model.optimizer, time.monotonic()
-        restored = self._checkpoints.restore(optimizer.state(), self._model.expected_entries())
+        state, expected = optimizer.state(), self._model.expected_entries()
+        restored = restore(self._checkpoints, self._files, self._control, state, expected)
         if restored is None:
             return 0, 0
         optimizer.loaded(restored.step)
-        self._saved_step = restored.step
+        # What came out of memory alone is yet to be saved for good.
+        self._saved_step = restored.step if restored.saved is not None else 0
         told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
         self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
         return restored.step, restored.position

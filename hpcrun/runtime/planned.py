@@ -15,7 +15,7 @@ from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.scattered import Scattered
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.launch.shim import DRAIN_VARIABLE
-from hpcrun.runtime.checkpoint import Checkpointer, Restored
+from hpcrun.runtime.checkpoint import Checkpointer, Fit, Restored
 from hpcrun.runtime.control import Control
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt
@@ -30,6 +30,7 @@ def restore(
     control: Control,
     state: dict[str, Tensor],
     expected: dict[str, tuple[int, ...]],
+    fit: Fit | None = None,
 ) -> Restored | None:
     """Fill the state by the plan of this attempt; as the run directory has it where there is no plan.
 
@@ -37,20 +38,18 @@ def restore(
     """
     plan = _agreed(attempt, control)
     if plan is None:
-        return checkpoints.restore(state, expected)
+        return checkpoints.restore(state, expected, fit)
     checkpoints.avoided = frozenset(plan.poisoned)
     if not plan.sources:
-        return checkpoints.restore(state, expected)
+        return checkpoints.restore(state, expected, fit)
     assert plan.stamp is not None
     try:
-        source = _all_or_none(control, lambda: _open(plan, attempt))
+        source: Scattered = _all_or_none(control, lambda: _open(plan, attempt))
         with source:
             if len(set(control.allgather(source.structure))) > 1:
                 raise SiteError(f"{source.name}: ranks see different tensors in it")
-            passed_over, lost = plan.passed_over, plan.lost_steps
-            return checkpoints.load_from(
-                source, plan.stamp, state, expected, passed_over=passed_over, lost_steps=lost
-            )
+            told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
+            return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
     except SiteError as error:
         why = str(error)
         generation = plan.stamp.generation
@@ -62,7 +61,7 @@ def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
     """The plan, the same on every rank by its digest; None where the supervisor has made none."""
     if not control.everywhere(attempt.restore.exists):
         return None
-    plan = _all_or_none(control, lambda: _read(attempt.restore))
+    plan: RestorePlan = _all_or_none(control, lambda: _read(attempt.restore))
     digests = control.allgather(plan.digest)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -99,7 +98,8 @@ def _open(plan: RestorePlan, attempt: Attempt) -> Scattered:
 
 def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:
     """Do something on every rank; what fails on one fails on all."""
-    value, problem = None, None
+    value: Any = None
+    problem = None
     try:
         value = action()
     except (UsageError, SiteError, OSError) as error:

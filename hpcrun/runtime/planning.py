@@ -34,7 +34,7 @@ from hpcrun.checkpoint.format import (
     lay_out,
     padded,
 )
-from hpcrun.checkpoint.read import ChunkSource, Generation
+from hpcrun.checkpoint.reader import ChunkReader, ChunkSource
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 
@@ -113,7 +113,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
         chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
     reader = _Reader(planner, chunks)
-    if isinstance(source, Generation):
+    if isinstance(source, ChunkReader):
         source.read_all(reader.wanted(), reader.arrived)
         return
     for piece, place, into in reader.wanted():
