@@ -120,6 +120,10 @@ class SavesBehind:
         flight.stall_s = time.monotonic() - begin
         return True
 
+    def goes_on_from(self, generation: str) -> None:
+        """All ranks have loaded this generation: what nodes hold besides it from before may make room."""
+        self._published = generation
+
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
         flight, self._current = self._current, None
