@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.format import Piece
 from hpcrun.checkpoint.levels import Load, SealedPart, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal
+from hpcrun.errors import SiteError
 
 
 class StandIn:
@@ -25,6 +27,7 @@ class StandIn:
         self.said: list[dict[str, Any]] = []
         self.stores = threading.Event()
         self.stores.set()
+        self.one_by_one = threading.Lock()
         self.refuses = ""
         self._server: socket.socket | None = None
         self._lines: list[socket.socket] = []
@@ -50,13 +53,12 @@ class StandIn:
     def kill(self) -> None:
         """As a SIGKILL looks from the ranks: lines end, nobody listens."""
         self.stores.set()
-        for one in [*self._lines, *([self._server] if self._server else [])]:
-            one.close() if one is not self._server else one.shutdown(socket.SHUT_RDWR)
-        for line in self._lines:
-            line.close()
-        if self._server:
-            self._server.close()
+        sockets = [*self._lines, *([self._server] if self._server else [])]
         self._server, self._lines = None, []
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
         self.socket().unlink(missing_ok=True)
         for thread in self._threads:
             thread.join(10)
@@ -141,8 +143,9 @@ class _Rank:
         problem = None
         if "durable" in levels and self.worker._server is not None:
             try:
-                self.worker.station.store(load)
-            except OSError as error:
+                with self.worker.one_by_one:
+                    self.worker.station.store(load)
+            except (OSError, SiteError) as error:
                 problem = str(error)
         self.busy.pop(slot, None)
         try:
