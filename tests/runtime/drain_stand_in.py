@@ -37,9 +37,6 @@ class StandIn:
     def socket(self) -> Path:
         return self.folder / "drain.sock"
 
-    def offers(self, level: str) -> bool:
-        return level == "durable"
-
     def close(self) -> None:
         """Nothing of a rank's."""
 
@@ -69,7 +66,7 @@ class StandIn:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, server: socket.socket) -> None:
+    def _accept(self, server: Any) -> None:
         while True:
             try:
                 line, _ = server.accept()
@@ -107,7 +104,7 @@ class _Rank:
         self.paths = [self.worker.folder / f"slot-{told['rank']}-{k}.bin" for k in range(told["slots"])]
         for path in self.paths:
             path.write_bytes(bytes(told["size_bytes"]))
-        return {"kind": "reserved", "slots": [str(path) for path in self.paths]}
+        return {"kind": "reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
 
     def plan(self, told: dict[str, Any]) -> dict[str, Any]:
         pieces = [Piece(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
@@ -121,6 +118,9 @@ class _Rank:
                 self.sealed.pop(slot, None)
                 return {"kind": "claimed", "slot": slot}
         return {"kind": "busy", "why": "all slots are on their way"}
+
+    def lost(self, told: dict[str, Any]) -> None:
+        """Here every rank is alone."""
 
     def degrade(self, told: dict[str, Any]) -> None:
         self.worker.stores.set()
