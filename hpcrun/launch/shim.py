@@ -28,8 +28,6 @@ ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
 """The same for an attempt: set in its launcher and its ranks."""
 DRAIN_VARIABLE = "HPCRUN_DRAIN"
 """The socket of the node's drain worker, in every rank where saves go through memory."""
-LEVELS_VARIABLE = "HPCRUN_DRAIN_LEVELS"
-"""The levels that the worker can store at, with commas between them."""
 NODE_MARK = "{node}"
 """Stands in it for the node; each rank puts the name of its own there."""
 

@@ -15,9 +15,8 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder, remove_folder
-from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.errors import SiteError
-from hpcrun.launch.shim import DRAIN_VARIABLE, LEVELS_VARIABLE
+from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.runtime.control import Control
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -33,15 +32,10 @@ class AgentHome:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._socket = Path(environ[DRAIN_VARIABLE])
-        self._levels = environ.get(LEVELS_VARIABLE, ",".join(LEVELS)).split(",")
 
     def socket(self) -> Path:
         """The path that the agent has set."""
         return self._socket
-
-    def offers(self, level: Level) -> bool:
-        """What the supervisor has workers for: there is no parity where there is one node."""
-        return level in self._levels
 
     def close(self) -> None:
         """Nothing: it outlives us."""
@@ -69,10 +63,6 @@ class OwnHome:
             self._reap()
             self._start()
         return self._folder / SOCKET
-
-    def offers(self, level: Level) -> bool:
-        """All but parity."""
-        return level != "parity"
 
     def close(self) -> None:
         """End the worker and give the memory back; whoever wants all of it stored has waited for that."""

@@ -14,14 +14,14 @@ from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder
 from hpcrun.checkpoint.commit import problem_of
 from hpcrun.checkpoint.decide import decide, levels_in_words
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import LEVELS, Holding, Stamp
+from hpcrun.checkpoint.levels import Holding, Stamp
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.sets import Domains, ErasureSets, choose_sets
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.shim import DRAIN_VARIABLE, LEVELS_VARIABLE, NODE_MARK
+from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.launch.vault.poison import note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
@@ -61,7 +61,6 @@ class Keeper:
         self._attempt: Attempt | None = None
         self._restored: Stamp | None = None
         self._statement = ""
-        self._sets = choose_sets((), {})
         self._undurable = Undurable(run, spec.checkpoint)
 
     @property
@@ -95,15 +94,12 @@ class Keeper:
         if self.has_levels:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
-        if not self._workers.ready:
-            return {}
-        levels = [level for level in LEVELS if level != "parity" or self._sets.sets]
-        return {DRAIN_VARIABLE: socket_mark(self._run), LEVELS_VARIABLE: ",".join(levels)}
+        return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
         """Have a worker on every node that lives; those that have none."""
         there = [*placement.nodes, *(node for node in self._nodes.alive if node not in placement.nodes)]
-        sets = self._sets = self._choose_sets(attempt, placement, domains)
+        sets = self._sets(attempt, placement, domains)
         if sets.statement != self._statement:
             self._statement = sets.statement
             for line in self._statement.splitlines():
@@ -127,7 +123,7 @@ class Keeper:
             self._note(f"no drain worker has come up on {', '.join(silent)}: what they hold is not used")
         return silent
 
-    def _choose_sets(self, attempt: Attempt, placement: Placement, domains: Domains) -> ErasureSets:
+    def _sets(self, attempt: Attempt, placement: Placement, domains: Domains) -> ErasureSets:
         asked = self._spec.checkpoint.parity
         has_rs = find_spec("pyeclib") is not None
         survive = asked.survive
