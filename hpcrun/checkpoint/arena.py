@@ -87,8 +87,6 @@ class Slot:
     """What is sealed in it."""
     in_flight: bool = False
     """It is being sealed or stored, and must stay as it is."""
-    reread: bool = False
-    """It was there before this worker was; what became of it is not known here."""
 
     @property
     def record_path(self) -> Path:
@@ -102,7 +100,7 @@ class Slot:
     def empty(self) -> None:
         """Whatever it held is gone; the record first, for whoever looks at the files."""
         self.record_path.unlink(missing_ok=True)
-        self.state, self.generation, self.record, self.reread = "free", "", None, False
+        self.state, self.generation, self.record = "free", "", None
 
     def hold(self, record: PartRecord) -> None:
         """It is sealed: from now on it survives ranks and worker."""
@@ -226,27 +224,23 @@ class Arena:
     ) -> Slot | str:
         """A slot for a rank's next state, emptied; or why there is none now.
 
-        `published`: the newest generation that all nodes are known to have sealed. It never loses its only
-        place; nor does a state of before this attempt, as long as nothing newer is published.
+        `published`: the newest generation that all nodes are known to have, restored or sealed. It never
+        loses its only place; nor does a state of an earlier attempt while nothing is published.
         """
         mine = self.slots.get(rank, [])
         if not mine:
             return f"rank {rank} has reserved no slot"
-        held = {slot.generation for slot in mine if slot.state == "sealed"}
         why = []
         for slot in sorted(mine, key=_age):
             if slot.in_flight or slot.state in ("claimed", "filled"):
                 why.append(f"{slot.path.name} is on its way to the next level")
                 continue
             stamp = slot.record.stamp if slot.record is not None else None
-            superseded = published in held and slot.generation != published
-            unfinished = (
-                stamp is not None
-                and stamp.generation != published
-                and stamp.attempt == attempt
-                and not slot.reread
-            )
-            if stamp is None or superseded or unfinished or is_elsewhere(stamp):
+            if (
+                stamp is None
+                or (stamp.attempt == attempt if published is None else stamp.generation != published)
+                or is_elsewhere(stamp)
+            ):
                 slot.empty()
                 slot.state, slot.generation = "claimed", generation
                 return slot
@@ -304,7 +298,7 @@ def _reopen(path: Path, rank: int) -> Slot:
         if not status.st_size:
             # Its maker was killed before it had any memory.
             return Slot(rank, path, 0, mmap.mmap(-1, 1))
-        slot = Slot(rank, path, status.st_size, mmap.mmap(descriptor, 0), reread=True)
+        slot = Slot(rank, path, status.st_size, mmap.mmap(descriptor, 0))
     finally:
         os.close(descriptor)
     try:
