@@ -222,6 +222,15 @@ class Peers:
             for at in range(0, len(into), FRAME_BYTES):
                 frames.receive(into[at : at + FRAME_BYTES])
 
+    def know(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """From now on others are reached there; connections to where they were are let go of."""
+        with self._lock:
+            moved = [node for node in self._idle if self._addresses.get(node) != addresses.get(node)]
+            left = [frames for node in moved for frames in self._idle.pop(node)]
+            self._addresses = dict(addresses)
+        for frames in left:
+            frames.close()
+
     def close(self) -> None:
         """Let go of all connections."""
         with self._lock:
