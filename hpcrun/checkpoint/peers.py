@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import socket
 import threading
 import time
@@ -17,8 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpcrun.checkpoint.blocks import geometry_of
+from hpcrun.checkpoint.files import read_at
 from hpcrun.checkpoint.frames import FRAME_BYTES, FrameError, Frames, Throttle, hang_up
-from hpcrun.checkpoint.levels import LEVELS, HeldPart, Holding
+from hpcrun.checkpoint.levels import LEVELS, Holding
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, proof_of, proves, render_line
 
@@ -221,6 +222,15 @@ class Peers:
             for at in range(0, len(into), FRAME_BYTES):
                 frames.receive(into[at : at + FRAME_BYTES])
 
+    def know(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """From now on others are reached there; connections to where they were are let go of."""
+        with self._lock:
+            moved = [node for node in self._idle if self._addresses.get(node) != addresses.get(node)]
+            left = [frames for node in moved for frames in self._idle.pop(node)]
+            self._addresses = dict(addresses)
+        for frames in left:
+            frames.close()
+
     def close(self) -> None:
         """Let go of all connections."""
         with self._lock:
@@ -302,57 +312,54 @@ def _said(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-class PartShelf:
-    """Answers reads of parts: `{"do": "part", "generation": g, "number": n, "at": position}`."""
+class Shelf:
+    """Answers reads of parts and of parity, whatever level has them.
+
+    {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
+    and the number of a parity block.
+    """
 
     def __init__(self, server: PeerServer, holdings: Callable[[], Iterable[Holding]]) -> None:
         """`holdings`: all that this node has, looked up anew every few seconds."""
         self._holdings = holdings
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, int], HeldPart] = {}
+        self._known: list[Holding] = []
         self._known_until = 0.0
         server.on("part", self._part)
+        server.on("parity", self._parity)
 
     def _part(self, request: dict[str, Any]) -> Reply:
-        key = (str(request["generation"]), int(request["number"]))
-        held = self._find(key)
-        if held is None:
-            raise SiteError(f"has no part {key[1]} of generation {key[0]}")
-        at, size = int(request["at"]), int(request["size"])
-        if at < 0 or size < 0 or at + size > held.part.size_bytes:
-            raise ValueError(f"bytes {at} to {at + size} of a part of {held.part.size_bytes}")
-        return file_reply(held.path, held.at + at, size)
+        generation, number = str(request["generation"]), int(request["number"])
+        for holding in self._of(generation):
+            for held in holding.parts:
+                if held.number == number:
+                    return _range(request, held.path, held.at, held.part.size_bytes)
+        raise SiteError(f"has no part {number} of generation {generation}")
 
-    def _find(self, key: tuple[str, int]) -> HeldPart | None:
+    def _parity(self, request: dict[str, Any]) -> Reply:
+        generation, number = str(request["generation"]), int(request["number"])
+        for holding in self._of(generation):
+            if holding.parity is not None and 0 <= number < holding.parity.parity:
+                size = geometry_of(holding.parity).chunk_bytes
+                return _range(request, holding.parity.path, number * size, size)
+        raise SiteError(f"has no parity {number} of generation {generation}")
+
+    def _of(self, generation: str) -> list[Holding]:
+        """What there is of a generation, the quickest level first."""
         with self._lock:
             if time.monotonic() > self._known_until:
-                found = sorted(self._holdings(), key=lambda one: LEVELS.index(one.level), reverse=True)
-                # The quickest level comes last, and stays.
-                self._known = {
-                    (one.stamp.generation, part.number): part for one in found for part in one.parts
-                }
+                self._known = sorted(self._holdings(), key=lambda one: LEVELS.index(one.level))
                 self._known_until = time.monotonic() + _FRESH_S
-            return self._known.get(key)
+            return [one for one in self._known if one.stamp.generation == generation]
 
 
-def file_reply(path: str, begin: int, size: int) -> Reply:
-    """Bytes of a file, for as long as it has them."""
-
-    def read(at: int, into: memoryview) -> None:
-        read_at(path, begin + at, into)
-
-    return Reply({}, size, read)
+def _range(request: dict[str, Any], path: str, begin: int, most: int) -> Reply:
+    at, size = int(request["at"]), int(request["size"])
+    check_range(at, size, most)
+    return Reply({}, size, lambda more, into: read_at(path, begin + at + more, into))
 
 
-def read_at(path: str, at: int, into: memoryview) -> None:
-    """Fill a buffer from a place in a file; OSError where the file ends before."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        done = 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], at + done)
-            if not count:
-                raise FrameError(f"{path}: ends at {at + done}, {len(into) - done} bytes too early")
-            done += count
-    finally:
-        os.close(descriptor)
+def check_range(at: int, size: int, most: int) -> None:
+    """ValueError where there are no such bytes."""
+    if at < 0 or size < 0 or at + size > most:
+        raise ValueError(f"bytes {at} to {at + size} of {most}")

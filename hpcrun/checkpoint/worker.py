@@ -27,6 +27,7 @@ from typing import Any
 
 from hpcrun.checkpoint import stations
 from hpcrun.checkpoint.arena import SHM, SOCKET, Arena, make_folder
+from hpcrun.checkpoint.blocks import parity_holdings
 from hpcrun.checkpoint.desk import Desk
 from hpcrun.checkpoint.drain import Drain
 from hpcrun.checkpoint.levels import Holding, Level, Station
@@ -200,7 +201,11 @@ class Worker:
 
     def _holdings(self) -> list[Holding]:
         drain = self._opened()
-        return drain.holdings(self._around.node if self._around is not None else "")
+        found = drain.holdings(self._around.node if self._around is not None else "")
+        if not any(one.level == "parity" for one in found):
+            # Also a node that is in no set now may keep what others need.
+            found += parity_holdings(drain.arena.folder)
+        return found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
         """Beside everything else: it takes as long as the network does."""

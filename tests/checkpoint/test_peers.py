@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.frames import FRAME_BYTES, Frames, Throttle
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Stamp
-from hpcrun.checkpoint.peers import Credentials, PartShelf, PeerError, Peers, PeerServer, Reply
+from hpcrun.checkpoint.peers import Credentials, PeerError, Peers, PeerServer, Reply, Shelf
 from hpcrun.proof import await_line, fresh_nonce, render_line
 
 HERE = "127.0.0.1"
@@ -36,7 +36,7 @@ def server(tmp_path: Path) -> Iterator[PeerServer]:
     path.write_bytes(b"x" * 100 + CONTENT)
     part = Part(0, 0, len(CONTENT), 64, 64, "0" * 16)
     holding = Holding(Stamp(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),))
-    PartShelf(server, lambda: [holding])
+    Shelf(server, lambda: [holding])
     server.on("echo", lambda request: Reply({"said": request["word"]}))
     yield server
     server.close()
@@ -91,7 +91,7 @@ def test_many_ask_at_once_and_connections_are_used_again(
     ("request_of", "said"),
     [
         (part(number=1), r"n1: has no part 1 of generation abab"),
-        (part(at=len(CONTENT)), r"n1: no such request: bytes \d+ to \d+ of a part of \d+"),
+        (part(at=len(CONTENT)), r"n1: no such request: bytes \d+ to \d+ of \d+"),
         ({"do": "part"}, r"n1: no such request: 'generation'"),
         ({"do": "format"}, r"n1: no such request: format is nothing that this node answers"),
     ],
@@ -286,7 +286,7 @@ def test_the_quickest_level_that_still_has_a_part_is_read(tmp_path: Path) -> Non
         path.write_bytes(level.encode().ljust(64))
         one = HeldPart(0, str(path), 0, Part(0, 0, 64, 0, 0, ""))
         held.append(Holding(Stamp(GENERATION, 3, 24, 1, 1), level, "n1", (one,)))
-    PartShelf(server, lambda: held)
+    Shelf(server, lambda: held)
     into = memoryview(bytearray(64))
     try:
         with asking(server) as peers:
