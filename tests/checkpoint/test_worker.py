@@ -179,6 +179,21 @@ def test_a_rank_that_dies_leaves_garbage_that_is_used_again(start: MakeHost) -> 
     assert host.wait("stored")["problem"] is None
 
 
+def test_a_rank_that_comes_again_takes_its_own_place(start: MakeHost) -> None:
+    host = start()
+    (before,) = ranks_of(host, (0,), 1, slots=1)
+    assert before.claim(2)["kind"] == "claimed"
+    again = Rank(host, 0, (0,), 1)
+    assert again.claim(2)["kind"] == "claimed", "its predecessor fills nothing any more"
+    before.close()
+    again.say(do="plan", key="k", pieces=[list(piece) for piece in again.pieces], file=0, start=0)
+    again.wait("planned")
+    again.slots = before.slots
+    again.copy(0, 2)
+    again.tell_filled(0, 2, ["durable"])
+    assert again.wait("stored")["level"] == "durable"
+
+
 def test_the_levels_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -> None:
     host = Host(run.path.parent, run, "n1")
     try:
