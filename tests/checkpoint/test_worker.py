@@ -90,6 +90,7 @@ def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
             rank.wait("sealed")
             rank.wait("stored", level="durable")
         published = step
+    assert [host.end() for host in hosts] == [0, 0]
     assert whole_steps(run.checkpoints) == ([4, 6], [])
     assert [one.world_size for one in saved_steps(run.checkpoints)] == [4, 4]
 
@@ -161,7 +162,7 @@ def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run:
     for rank in new:
         rank.wait("stored", level="durable")
     assert {one["stamp"]["step"] for one in again.holdings()} == {2, 6}, "the published one was spared"
-    assert whole_steps(run.checkpoints)[0] == [6]
+    assert whole_steps(run.checkpoints)[0][-1:] == [6]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.03, 0.1])
