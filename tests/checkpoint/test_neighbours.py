@@ -153,6 +153,17 @@ def test_a_worker_that_died_comes_back_and_keeps_what_it_had(three: Neighbours) 
     assert {one.stamp.step for one in three.holdings() if one.level == "parity"} == {2, 4}
 
 
+def test_the_same_attempt_goes_on_undisturbed_when_all_are_told_anew(three: Neighbours) -> None:
+    ranks = three.ranks(1)
+    for rank in ranks[:2]:
+        rank.save(2, ["parity"])
+        rank.wait("sealed")
+    three.configure()
+    ranks[2].save(2, ["parity"])
+    for rank in ranks:
+        rank.wait("stored", level="parity")
+
+
 def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighbours) -> None:
     ranks = three.ranks(1)
     three.lose("c")
