@@ -226,6 +226,16 @@ class Code:
 
 
 class _Xor(Code):
+    def __init__(self, data: int, parity: int) -> None:
+        super().__init__(data, parity)
+        try:
+            import numpy  # noqa: F401 - to be told before there is something to store
+        except ImportError:
+            raise SiteError(
+                "checkpoint.parity: XOR needs numpy, which is not installed here; install"
+                " hpcrun-slurm[parity] on every node, or set scheme: partner"
+            ) from None
+
     def encode(self, chunks: Sequence[memoryview]) -> list[memoryview]:
         return [_xor(chunks)]
 
