@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint import direct
 from hpcrun.checkpoint.direct import BATCH_BYTES, write_file_direct
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 
@@ -76,8 +75,8 @@ def refusing(monkeypatch: pytest.MonkeyPatch, opens: bool, most: int = 0) -> Non
             taken[0] += len(data)
         return real_write(descriptor, data, position)
 
-    monkeypatch.setattr(direct.os, "open", fake_open)
-    monkeypatch.setattr(direct.os, "pwrite", fake_write)
+    monkeypatch.setattr(os, "open", fake_open)
+    monkeypatch.setattr(os, "pwrite", fake_write)
 
 
 @pytest.mark.parametrize(("opens", "most"), [(False, 0), (True, 0), (True, 4096)])
@@ -97,14 +96,14 @@ def test_a_full_disk_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: pyt
     def full(descriptor: int, data: memoryview, position: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(direct.os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write_file_direct(tmp_path / "data", [(0, aligned(100_032, 2))], 100_032)
 
 
 def test_a_write_that_ends_inside_a_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(direct.os, "pwrite", lambda d, data, at: real(d, bytes(data[:1000]), at))
+    monkeypatch.setattr(os, "pwrite", lambda d, data, at: real(d, bytes(data[:1000]), at))
     parts, size = placed([aligned(10_048, 5)])
     done = write_file_direct(tmp_path / "data", parts, size)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
