@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -67,8 +69,6 @@ def refusing(monkeypatch: pytest.MonkeyPatch, opens: bool, most: int = 0) -> Non
         return real_open(path, flags, mode)
 
     def fake_write(descriptor: int, data: memoryview, position: int) -> int:
-        import fcntl
-
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             if taken[0] >= most:
                 raise OSError(errno.EINVAL, "Invalid argument")
@@ -94,17 +94,69 @@ def test_a_file_system_that_refuses_gets_the_bytes_the_usual_way(
 
 def test_a_full_disk_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int, data: memoryview, position: int) -> int:
+        tries.append(position)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    tries = list[int]()
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         write_file_direct(tmp_path / "data", [(0, aligned(100_032, 2))], 100_032)
+    assert len(tries) == 1
 
 
-def test_a_write_that_ends_inside_a_block_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda d, data, at: real(d, bytes(data[:1000]), at))
-    parts, size = placed([aligned(10_048, 5)])
+class Strict:
+    """A file system that takes direct writes, but of whole aligned blocks only; `most` bytes at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int = 1 << 40) -> None:
+        self.is_direct, self.writes = False, list[tuple[int, int]]()
+        real_open, real_write, real_fcntl = os.open, os.pwrite, fcntl.fcntl
+
+        def fake_open(path: str, flags: int, mode: int = 0o777) -> int:
+            self.is_direct = bool(flags & os.O_DIRECT)
+            return real_open(path, flags & ~os.O_DIRECT, mode)
+
+        def fake_write(descriptor: int, data: memoryview, position: int) -> int:
+            if self.is_direct:
+                address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+                if address % 4096 or len(data) % 4096 or position % 4096:
+                    raise OSError(errno.EINVAL, "Invalid argument")
+            self.writes.append((position, len(data)))
+            return real_write(descriptor, data[:most], position)
+
+        def fake_fcntl(descriptor: int, command: int, value: int = 0) -> int:
+            if command == fcntl.F_SETFL:
+                self.is_direct = bool(value & os.O_DIRECT)
+            return real_fcntl(descriptor, command, value)
+
+        monkeypatch.setattr(os, "open", fake_open)
+        monkeypatch.setattr(os, "pwrite", fake_write)
+        monkeypatch.setattr(fcntl, "fcntl", fake_fcntl)
+
+
+def test_all_goes_past_the_cache_in_writes_that_end_where_stripes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict = Strict(monkeypatch)
+    parts, size = placed([aligned(4096, 1), aligned(BATCH_BYTES + 8256, 2), aligned(9000, 3)[5:]])
     done = write_file_direct(tmp_path / "data", parts, size)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
-    assert done.direct_bytes + done.buffered_bytes == 10_048
+    assert (done.why_buffered, done.buffered_bytes) == (None, 0)
+    third = parts[2][0]
+    assert strict.writes == [
+        (0, 4096),
+        (4096, BATCH_BYTES - 4096),
+        (BATCH_BYTES, 12288),
+        (BATCH_BYTES + 12288, 4096),
+        (third, 12288),
+    ]
+
+
+def test_a_write_that_ends_inside_a_block_goes_on_the_usual_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Strict(monkeypatch, most=1024)
+    parts, size = placed([aligned(10_048, 5), aligned(4096, 6)])
+    done = write_file_direct(tmp_path / "data", parts, size)
+    assert (tmp_path / "data").read_bytes() == expected(parts, size)
+    assert (done.direct_bytes, done.buffered_bytes) == (1024, 10_048 + 4096 - 1024)
+    assert done.why_buffered == "a write ended inside a block"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint import lfsgrammar
-from hpcrun.checkpoint.lfs import Lfs, Quota
+from hpcrun.checkpoint.lfs import Lfs, LfsError, Quota
 from hpcrun.checkpoint.lustre import GIB, TIB
 from hpcrun.checkpoint.storage import (
     SaveNeed,
@@ -144,18 +145,30 @@ def test_osts_that_fill_up_between_the_look_and_the_making_are_left_out(
     lustre: Emulated, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lustre.set(osts=[ost(0, free=GIB), *[ost(n) for n in range(1, 6)]])
-    real, states = Lfs.create, iter(["S"])
+    real, tried = Lfs.create, list[str]()
 
     def create(self: Lfs, file: Path, arguments: Any) -> None:
-        # The first OSTs chosen are full by the time that they are asked.
-        if next(states, None):
-            lustre.set(osts=[ost(0, free=GIB), ost(1, flags="S"), ost(2, flags="S"), ost(3), ost(4), ost(5)])
+        # The first OSTs that were chosen take nothing, though nothing was to be seen of that.
+        tried.append(arguments[-1])
+        if len(tried) == 1:
+            raise LfsError("No space left on device", errno.ENOSPC)
         real(self, file, arguments)
 
     monkeypatch.setattr(Lfs, "create", create)
     facts = storage(lustre, warned, stripes=2).prepare_file(lustre.mount / "data-00000.bin", 53 * GIB)
-    assert set(facts["layout"][0]["osts"]) <= {3, 4, 5}
-    assert warned == []
+    assert (tried, facts["layout"][0]["osts"], warned) == (["1,2", "3,4"], (3, 4), [])
+
+
+def test_who_may_not_lay_out_files_still_records_the_layout_that_they_get(
+    lustre: Emulated, warned: list[str]
+) -> None:
+    not_allowed(lustre)
+    place, file = storage(lustre, warned), lustre.mount / "data-00000.bin"
+    assert place.prepare_file(file, 600 * GIB) == {"file_system": "lustre"}
+    file.write_bytes(b"written")
+    assert [one["stripes"] for one in place.layout_facts(file)["layout"]] == [1]
+    assert len(warned) == 1
+    assert "Operation not permitted" in warned[0]
 
 
 def not_allowed(lustre: Emulated) -> None:
