@@ -52,7 +52,7 @@ def cached(path: Path) -> float:
 
 def write_past(path: Path, image: memoryview) -> None:
     """The candidate; nothing can be measured where the file system does not take direct writes."""
-    done = write_file_direct(path, [(0, image)], len(image))
+    done = write_file_direct(path, [(0, image)])
     if done.why_buffered:
         raise OSError(f"{done.why_buffered}; use --dir for another place")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.checkpoint.format import PART_ALIGN
+from hpcrun.checkpoint.format import PART_ALIGN, padded
 
 BATCH_BYTES = 16 << 20
 """Of one write; writes end at multiples of it, as stripes do."""
@@ -34,14 +34,13 @@ class Written:
 def write_file_direct(
     path: Path,
     images: Sequence[tuple[int, memoryview]],
-    size_bytes: int,
     *,
     written: Callable[[int], None] = lambda count: None,
 ) -> Written:
-    """Write all parts of a file, each at its place, a multiple of PART_ALIGN, and sync it.
+    """Write parts of a file, each at its place, a multiple of PART_ALIGN, and sync it.
 
-    Nobody else may write to the file meanwhile: it is cut to `size_bytes` at the end. `written` is called
-    with the bytes of each write, and may wait to keep a rate. OSError as `write` and `fsync` raise it.
+    `written` is called with the bytes of each write, and may wait to keep a rate. OSError as `write` and
+    `fsync` raise it.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     why = None
@@ -57,7 +56,10 @@ def write_file_direct(
         for start, image in images:
             assert start % PART_ALIGN == 0, f"a part at {start}"
             writer.write(image, start)
-        os.ftruncate(descriptor, size_bytes)
+        # The last block was filled up; where others have written behind it, it is not the end of the file.
+        end = max(start + len(image) for start, image in images)
+        if os.fstat(descriptor).st_size == padded(end, PART_ALIGN):
+            os.ftruncate(descriptor, end)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -110,7 +112,7 @@ class _Writer:
 
     def _copied(self, data: memoryview) -> memoryview:
         """The same bytes in aligned memory, with zeros up to a whole block."""
-        size = -(-len(data) // PART_ALIGN) * PART_ALIGN
+        size = padded(len(data), PART_ALIGN)
         self._bounce[: len(data)] = data
         self._bounce[len(data) : size] = bytes(size - len(data))
         return memoryview(self._bounce)[:size]

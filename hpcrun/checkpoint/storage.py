@@ -104,44 +104,50 @@ def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
 
 
 class Storage:
-    """A directory for saves. The methods never fail because of `lfs`; `warn` is told once."""
+    """A directory for saves. The methods never fail because of `lfs`.
+
+    `warn` is told once, and what is returned then holds the `warning` too.
+    """
 
     def __init__(
         self,
         directory: Path,
         spec: DurableSpec,
-        warn: Warn,
+        warn: Warn = lambda text: None,
         *,
-        files: int = 1,
         lfs: Lfs | None = None,
         mountinfo: Path = MOUNTINFO,
     ) -> None:
-        self._directory, self._spec, self._warn, self._files = directory, spec, warn, files
+        self._directory, self._spec, self._warn = directory, spec, warn
         self._lfs = lfs or Lfs()
         self.mount = mount_of(directory, mountinfo)
         self._has_warned = False
+        self._warning: str | None = None
         self._may_ask = self._may_stripe = self.mount.kind == "lustre"
 
-    def prepare_file(self, path: Path, size_bytes: int, writers: int = 1) -> dict[str, Any]:
+    def prepare_file(self, path: Path, size_bytes: int, files: int = 1, writers: int = 1) -> dict[str, Any]:
         """Make the file of a save, empty and laid out; what is returned belongs into the save's record.
 
-        Elsewhere than on Lustre nothing is made. A file that exists is left as it is.
+        So many files are written at once, each by so many processes. Elsewhere than on Lustre nothing is
+        made. A file that exists is left as it is.
         """
         facts: dict[str, Any] = {"file_system": self.mount.kind or "unknown"}
         if self._may_stripe and not path.exists():
             try:
-                striping = self._create(path, self._need(path, size_bytes, writers), set())
+                striping = self._create(path, _need(path, size_bytes, files, writers), set())
                 facts |= {"asked": list(striping.arguments), "reasons": list(striping.reasons)}
             except LfsError as error:
                 # A file with the layout of its directory is a file too, and its layout can be recorded.
                 self._give_up(error, asking=error.number not in (errno.ENOENT, None))
         return facts | self.layout_facts(path)
 
-    def retry_file(self, path: Path, size_bytes: int, writers: int = 1) -> dict[str, Any] | None:
+    def retry_file(
+        self, path: Path, size_bytes: int, files: int = 1, writers: int = 1
+    ) -> dict[str, Any] | None:
         """After ENOSPC: make the file anew, empty, on other OSTs; None where none have room: it stays."""
         if not self._may_stripe or not path.exists():
             return None
-        need = self._need(path, size_bytes, writers)
+        need = _need(path, size_bytes, files, writers)
         try:
             avoid = set(self._lfs.layout(path).osts)
             if not self.plan(need, avoid, path.parent)[0].fits:
@@ -156,17 +162,15 @@ class Storage:
 
     def layout_facts(self, path: Path) -> dict[str, Any]:
         """The layout that a file has; empty where nobody can tell. A progressive one grows with the file."""
-        if not self._may_ask or not path.exists():
-            return {}
-        try:
-            return {"layout": self._lfs.layout(path).as_json()}
-        except LfsError as error:
-            self._give_up(error)
-            return {}
-
-    def _need(self, path: Path, size: int, writers: int) -> FileNeed:
-        match = _NUMBER.fullmatch(path.name)
-        return FileNeed(size, writers, self._files, int(match[1]) if match else 0)
+        facts: dict[str, Any] = {}
+        if self._may_ask and path.exists():
+            try:
+                facts["layout"] = self._lfs.layout(path).as_json()
+            except LfsError as error:
+                self._give_up(error)
+        if self._warning is not None:
+            facts["warning"], self._warning = self._warning, None
+        return facts
 
     def _create(self, path: Path, need: FileNeed, avoid: set[int]) -> Striping:
         """Lay the file out as planned; where the chosen OSTs are full meanwhile, once more without them."""
@@ -202,7 +206,8 @@ class Storage:
         self._may_stripe = False
         if not self._has_warned:
             self._has_warned = True
-            self._warn(f"{self._directory}: files of saves get the layout of their directory: {error}")
+            self._warning = f"{self._directory}: files of saves get the layout of their directory: {error}"
+            self._warn(self._warning)
 
     def look(self, need: SaveNeed, file: FileNeed) -> StoragePlan:
         """Whether saves fit, and how their files would be laid out."""
@@ -344,6 +349,12 @@ def _room(
     return Finding("ok" if free >= each * saves else "warning", f"{what}: {need}")
 
 
+def _need(path: Path, size_bytes: int, files: int, writers: int) -> FileNeed:
+    """Which of the files of a save it is shows in its name."""
+    match = _NUMBER.fullmatch(path.name)
+    return FileNeed(size_bytes, writers, files, int(match[1]) if match else 0)
+
+
 def _existing(path: Path) -> Path:
     """A directory, or the nearest above it that exists: at submission the run directory may not."""
     place = path.resolve()
@@ -368,5 +379,5 @@ def storage_plan(
     """
     # A data file and a list of its parts a node while it is written, the manifest, the record, the directory.
     need = SaveNeed(save_bytes, 2 * nodes + 3, max(1, keep + 1 - held))
-    storage = Storage(directory, spec, lambda text: None, files=nodes, lfs=lfs, mountinfo=mountinfo)
+    storage = Storage(directory, spec, lfs=lfs, mountinfo=mountinfo)
     return storage.look(need, FileNeed(-(-save_bytes // nodes), writers, nodes))

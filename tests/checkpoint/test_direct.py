@@ -45,7 +45,7 @@ def test_the_file_holds_each_part_at_its_place_and_ends_where_the_last_does(
 ) -> None:
     parts, size = placed([aligned(one, seed) for seed, one in enumerate(sizes, 1)])
     told = list[int]()
-    done = write_file_direct(tmp_path / "data", parts, size, written=told.append)
+    done = write_file_direct(tmp_path / "data", parts, written=told.append)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
     assert done.direct_bytes + done.buffered_bytes == sum(told) == sum(sizes)
     if done.why_buffered is None:
@@ -54,7 +54,7 @@ def test_the_file_holds_each_part_at_its_place_and_ends_where_the_last_does(
 
 def test_memory_that_is_not_aligned_is_written_too(tmp_path: Path) -> None:
     image = aligned(100_000, 7)[3:]
-    done = write_file_direct(tmp_path / "data", [(0, image)], len(image))
+    done = write_file_direct(tmp_path / "data", [(0, image)])
     assert (tmp_path / "data").read_bytes() == image
     assert done.direct_bytes == len(image) or done.why_buffered
 
@@ -85,7 +85,7 @@ def test_a_file_system_that_refuses_gets_the_bytes_the_usual_way(
 ) -> None:
     parts, size = placed([aligned(4096, 1), aligned(100_032, 2), aligned(192, 3)])
     refusing(monkeypatch, opens, most)
-    done = write_file_direct(tmp_path / "data", parts, size)
+    done = write_file_direct(tmp_path / "data", parts)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
     assert done.why_buffered is not None
     assert done.why_buffered.startswith("O_DIRECT")
@@ -100,7 +100,7 @@ def test_a_full_disk_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: pyt
     tries = list[int]()
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        write_file_direct(tmp_path / "data", [(0, aligned(100_032, 2))], 100_032)
+        write_file_direct(tmp_path / "data", [(0, aligned(100_032, 2))])
     assert len(tries) == 1
 
 
@@ -138,7 +138,7 @@ def test_all_goes_past_the_cache_in_writes_that_end_where_stripes_do(
 ) -> None:
     strict = Strict(monkeypatch)
     parts, size = placed([aligned(4096, 1), aligned(BATCH_BYTES + 8256, 2), aligned(9000, 3)[5:]])
-    done = write_file_direct(tmp_path / "data", parts, size)
+    done = write_file_direct(tmp_path / "data", parts)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
     assert (done.why_buffered, done.buffered_bytes) == (None, 0)
     third = parts[2][0]
@@ -156,7 +156,14 @@ def test_a_write_that_ends_inside_a_block_goes_on_the_usual_way(
 ) -> None:
     Strict(monkeypatch, most=1024)
     parts, size = placed([aligned(10_048, 5), aligned(4096, 6)])
-    done = write_file_direct(tmp_path / "data", parts, size)
+    done = write_file_direct(tmp_path / "data", parts)
     assert (tmp_path / "data").read_bytes() == expected(parts, size)
     assert (done.direct_bytes, done.buffered_bytes) == (1024, 10_048 + 4096 - 1024)
     assert done.why_buffered == "a write ended inside a block"
+
+
+def test_what_others_have_written_behind_a_part_stays(tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(bytes(8192) + b"of another writer")
+    write_file_direct(file, [(0, aligned(4160, 1))])
+    assert file.read_bytes()[8192:] == b"of another writer"

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint import lfsgrammar
+from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.lfs import Lfs, LfsError, Quota
 from hpcrun.checkpoint.lustre import GIB, TIB
+from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.storage import (
     SaveNeed,
     Storage,
@@ -27,6 +29,9 @@ from hpcrun.checkpoint.storage import (
 )
 from hpcrun.process import Completed
 from hpcrun.specs.checkpoint import DurableSpec
+from hpcrun.specs.saves import saved_steps
+from tests.checkpoint.killed_writer import whole_steps
+from tests.checkpoint.loads import load_of
 from tests.checkpoint.lustre_stand_in import RAID0, Emulated, main, ost
 
 
@@ -164,7 +169,8 @@ def test_who_may_not_lay_out_files_still_records_the_layout_that_they_get(
 ) -> None:
     not_allowed(lustre)
     place, file = storage(lustre, warned), lustre.mount / "data-00000.bin"
-    assert place.prepare_file(file, 600 * GIB) == {"file_system": "lustre"}
+    facts = place.prepare_file(file, 600 * GIB)
+    assert facts == {"file_system": "lustre", "warning": warned[0]}
     file.write_bytes(b"written")
     assert [one["stripes"] for one in place.layout_facts(file)["layout"]] == [1]
     assert len(warned) == 1
@@ -364,10 +370,66 @@ def test_every_command_line_that_is_given_is_legal(
                 for writers in (1, 16):
                     number += 1
                     file = lustre.mount / f"data-{number:05d}.bin"
-                    storage(lustre, warned, **spec).prepare_file(file, size, writers)
-                    storage(lustre, warned, **spec).retry_file(file, size, writers)
+                    storage(lustre, warned, **spec).prepare_file(file, size, 4, writers)
+                    storage(lustre, warned, **spec).retry_file(file, size, 4, writers)
     calls = lustre.get("calls")
     assert {call[0] for call in calls} == set(lfsgrammar.VERBS)
     for call in calls:
         lfsgrammar.parse(call)
     assert warned == []
+
+
+def station(lustre: Emulated, **options: Any) -> DurableStation:
+    """The durable level on the emulated Lustre, every file striped."""
+    spec = DurableSpec(keep_default_below="0")
+    place = Storage(lustre.mount / "checkpoints", spec, mountinfo=lustre.mountinfo)
+    told = {"prepare_file": place.prepare_file, "retry_file": place.retry_file} | options
+    return DurableStation(lustre.mount / "checkpoints", keep=2, layout_facts=place.layout_facts, **told)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct: bool) -> None:
+    facts = station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
+    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    told = Generation(saved).manifest.layout["data-00000.bin"]
+    assert told["asked"] == ["-c", "1", "-S", "4M", "-i", "-1"]
+    assert told["layout"][0]["osts"] == [0]
+    assert ("direct_bytes" in told) is direct
+    assert facts["layout"]["data-00000.bin"]["file_system"] == "lustre"
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_an_ost_that_is_full_in_the_middle_of_a_save_is_left_for_another(
+    lustre: Emulated, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    real, seen = os.pwrite, list[int]()
+
+    def full(descriptor: int, data: memoryview, position: int) -> int:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        layout = lustre.get("files").get(str(path))
+        if layout and layout[0]["osts"] == [0]:
+            seen.append(position)
+            if len(seen) > 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, position)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
+    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    told = Generation(saved).manifest.layout["data-00000.bin"]
+    assert told["layout"][0]["osts"] == [1]
+    assert "OST 0 avoided: out of space in this save" in told["reasons"]
+    assert whole_steps(lustre.mount / "checkpoints") == ([2], [])
+
+
+def test_where_all_osts_are_full_the_save_fails_and_leaves_nothing(
+    lustre: Emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, data: memoryview, position: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    lustre.set(osts=[ost(0)])
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        station(lustre).store(load_of(2, range(2), 2, 0))
+    assert not list((lustre.mount / "checkpoints").rglob("data-*"))
