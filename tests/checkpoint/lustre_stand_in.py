@@ -57,7 +57,7 @@ class Emulated:
         command = folder / "lfs"
         paths = [str(root), str(Path(__file__).parent)]
         command.write_text(
-            f"#!{sys.executable}\nimport sys\nsys.path[:0] = {paths!r}\nimport lustre_stand_in\n"
+            f"#!{sys.executable} -SE\nimport sys\nsys.path[:0] = {paths!r}\nimport lustre_stand_in\n"
             f"sys.exit(lustre_stand_in.main({str(self._file)!r}, sys.argv[1:]))\n"
         )
         command.chmod(0o755)
@@ -154,11 +154,15 @@ def _getstripe(state: dict[str, Any], options: dict[str, str], path: Path) -> in
         return 0
     layout = state["files"].get(str(path))
     if layout is None:
-        # Made without setstripe: the default, with objects in the first component.
+        # Made without setstripe: as its directory says.
         layout = [dict(one) for one in state["default"]]
-        if layout[0]["pattern"] != "mdt":
-            layout[0]["osts"] = [one["index"] for one in state["osts"]][: layout[0]["stripes"]]
         state["files"][str(path)] = layout
+    start, indices = 0, [one["index"] for one in state["osts"]]
+    for number, one in enumerate(layout):
+        # The first component has its objects at once, the others when the file has grown so far.
+        if one["pattern"] != "mdt" and "osts" not in one and (not number or path.stat().st_size > start):
+            one["osts"] = indices[number : number + one["stripes"]]
+        start = one["end"] or start
     sys.stdout.write(render_layout(layout, prefix="lmm_"))
     return 0
 

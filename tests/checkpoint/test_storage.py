@@ -383,8 +383,12 @@ def station(lustre: Emulated, **options: Any) -> DurableStation:
     """The durable level on the emulated Lustre, every file striped."""
     spec = DurableSpec(keep_default_below="0")
     place = Storage(lustre.mount / "checkpoints", spec, mountinfo=lustre.mountinfo)
-    told = {"prepare_file": place.prepare_file, "retry_file": place.retry_file} | options
-    return DurableStation(lustre.mount / "checkpoints", keep=2, layout_facts=place.layout_facts, **told)
+    told = {
+        "prepare_file": place.prepare_file,
+        "retry_file": place.retry_file,
+        "layout_facts": place.layout_facts,
+    } | options
+    return DurableStation(lustre.mount / "checkpoints", keep=2, **told)
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -396,6 +400,16 @@ def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct
     assert told["layout"][0]["osts"] == [0]
     assert ("direct_bytes" in told) is direct
     assert facts["layout"]["data-00000.bin"]["file_system"] == "lustre"
+
+
+def test_of_a_progressive_layout_what_the_file_has_grown_into_is_told(lustre: Emulated) -> None:
+    lustre.set(default=[RAID0 | {"end": 4096}, RAID0 | {"end": 1 << 30, "stripes": 2}, RAID0])
+    place = Storage(lustre.mount, DurableSpec(), mountinfo=lustre.mountinfo)
+    hooks: dict[str, Any] = {"prepare_file": place.prepare_file, "layout_facts": place.layout_facts}
+    station(lustre, **hooks).store(load_of(2, range(2), 2, 0))
+    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    told = Generation(saved).manifest.layout["data-00000.bin"]
+    assert [one["osts"] for one in told["layout"]] == [[0], [1, 2], []]
 
 
 @pytest.mark.parametrize("direct", [False, True])
