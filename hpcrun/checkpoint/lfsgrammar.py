@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 STRIPE_UNIT = 64 << 10
 MOST_STRIPES = 2000
-"""lustre/include/uapi/linux/lustre/lustre_idl.h: LOV_MAX_STRIPE_COUNT."""
+"""lustre/include/uapi/linux/lustre/lustre_user.h: LOV_MAX_STRIPE_COUNT."""
 _SUFFIX = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40, "p": 1 << 50}
 _SIZE = re.compile(r"(\d{1,19})([kmgtp]?)", re.I | re.A)
 _OSTS = re.compile(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", re.A)
@@ -102,7 +102,7 @@ class Verb:
 _SETSTRIPE, _GETSTRIPE = "Documentation/man1/lfs-setstripe.1", "Documentation/man1/lfs-getstripe.1"
 _DF, _QUOTA = "Documentation/man1/lfs-df.1", "Documentation/man1/lfs-quota.1"
 _PROJECT = "Documentation/man1/lfs-project.1"
-_ERRNO = "lustre/utils/lfs.c, main(): a failure is its errno, a usage error CMD_HELP of libcfs/util/parser.h"
+_ERRNO = "lustre/utils/lfs.c, main(): its errno; CMD_HELP of libcfs/include/libcfs/util/parser.h"
 _NAME = _matches(r"[A-Za-z0-9_][A-Za-z0-9_.@\\-]{0,63}", "user or group")
 _FAILURES = {0: "done", 1: "not permitted", 2: "no such file", 4: "usage", 13: "denied", 22: "refused"}
 
