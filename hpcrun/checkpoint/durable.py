@@ -27,6 +27,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import Draft, commit, draft_of, retire
+from hpcrun.checkpoint.direct import write_file_direct
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     Part,
@@ -56,8 +57,22 @@ makes it quicker.
 """
 
 
+RetryFile = Callable[[Path, int, int], dict[str, Any] | None]
+"""After ENOSPC: the file anew, empty, at another place; None, and it stays, where there is none."""
+
+
 def no_preparation(path: Path, size_bytes: int, writers: int) -> dict[str, Any]:
     """For file systems that need to be told nothing."""
+    return {}
+
+
+def no_other_place(path: Path, size_bytes: int, writers: int) -> dict[str, Any] | None:
+    """For file systems that are full as a whole."""
+    return None
+
+
+def no_layout(path: Path) -> dict[str, Any]:
+    """For file systems that tell nothing of a file that was written."""
     return {}
 
 
@@ -105,12 +120,15 @@ class DurableStation:
         keep_every: int = 0,
         direct: bool = False,
         prepare_file: PrepareFile = no_preparation,
+        retry_file: RetryFile = no_other_place,
+        layout_facts: Callable[[Path], dict[str, Any]] = no_layout,
         patience: Patience = Patience(),
         hurry: threading.Event | None = None,
     ) -> None:
         """`hurry`: once it is set, nobody is waited for any more."""
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
+        self._retry, self._layout_facts = retry_file, layout_facts
         self._hurry = hurry or threading.Event()
         self._has_committed = False
         self._known: tuple[dict[int, str], str, str] | None = None
@@ -176,20 +194,18 @@ class DurableStation:
             parts = [one for one in load.parts if one.part.file == file]
             path = draft.file(file)
             size = max(one.part.start + one.part.size_bytes for one in parts)
-            if not path.exists() and (facts := self._prepare(path, size, writers)):
-                layout[file_name(file)] = facts
+            facts = {} if path.exists() else self._prepare(path, size, writers)
             began = time.monotonic()
-            descriptor = open_shared(path)
-            direct = _open_direct(path) if self._direct else None
             try:
-                for one in parts:
-                    write_image(descriptor, one.image, one.part.start, direct)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-                if direct is not None:
-                    os.close(direct)
+                written = self._write_file(path, parts)
+            except OSError as error:
+                again = self._retry(path, size, writers) if error.errno == errno.ENOSPC else None
+                if again is None:
+                    raise
+                facts, written = facts | again, self._write_file(path, parts)
             seconds += time.monotonic() - began
+            if facts := facts | written | self._layout_facts(path):
+                layout[file_name(file)] = facts
         told = {
             "stamp": asdict(load.stamp),
             "parts": [[one.number, _shape(one), *astuple(one.part)] for one in load.parts],
@@ -197,6 +213,22 @@ class DurableStation:
         }
         write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checked(told))
         return {"written_s": round(seconds, 6)} | ({"layout": layout} if layout else {})
+
+    def _write_file(self, path: Path, parts: Sequence[SealedPart]) -> dict[str, Any]:
+        """A file's parts, synced; what is to be said of how."""
+        descriptor = open_shared(path)
+        try:
+            if self._direct:
+                done = write_file_direct(path, [(one.part.start, one.image) for one in parts])
+                return {"direct_bytes": done.direct_bytes} | (
+                    {"why_buffered": done.why_buffered} if done.why_buffered else {}
+                )
+            for one in parts:
+                write_image(descriptor, one.image, one.part.start)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return {}
 
     def _commit(self, draft: Draft, stamp: Stamp) -> None:
         """When the records of all parts are there; the records themselves do not stay."""
@@ -307,16 +339,6 @@ def _shape(one: SealedPart) -> str:
     """A digest of what a part's tail lists but for the hashes: equal as long as the structure is."""
     begin = one.part.tail_at + HEADER_BYTES
     return xxh3_128_hexdigest(_HASHES.sub(b"]", one.image[begin : begin + one.part.tail_bytes]))
-
-
-def _open_direct(path: Path) -> int | None:
-    """The file past the page cache; None where its file system cannot."""
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return None
 
 
 def _size(path: Path) -> int | None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
 from hpcrun.checkpoint.local import LocalStation
+from hpcrun.checkpoint.storage import Storage
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -103,11 +104,15 @@ def _local(around: Surroundings) -> Station | None:
 
 
 def _durable(around: Surroundings) -> Station | None:
+    place = Storage(around.run.checkpoints, around.spec.durable)
     return DurableStation(
         around.run.checkpoints,
         keep=around.spec.keep,
         keep_every=around.spec.keep_every,
         direct=around.spec.durable.direct,
+        prepare_file=place.prepare_file,
+        retry_file=place.retry_file,
+        layout_facts=place.layout_facts,
         hurry=around.hurry,
     )
 

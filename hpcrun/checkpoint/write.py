@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hpcrun.checkpoint.format import PART_ALIGN, TAIL, Bytes, Part, Piece, frames, lay_out, padded
+from hpcrun.checkpoint.format import TAIL, Bytes, Part, Piece, frames, lay_out, padded
 
 _BATCH_BYTES = 16 << 20
 _BATCH_BUFFERS = 512
@@ -51,31 +51,13 @@ def write_part(
     return Part(file, start, layout.size_bytes, layout.tail_at, layout.tail_bytes, f"{tail_hash:016x}")
 
 
-def write_image(descriptor: int, image: memoryview, position: int, direct: int | None = None) -> None:
-    """Write a sealed part as it is, in large writes; not synced.
-
-    `direct`: the same file opened with O_DIRECT, for the bytes that fill whole blocks.
-    """
-    at = 0 if direct is None else _write_direct(direct, image, position)
+def write_image(descriptor: int, image: memoryview, position: int) -> None:
+    """Write a sealed part as it is, in large writes; not synced."""
+    at = 0
     while at < len(image):
         count = os.pwrite(descriptor, image[at : at + _BATCH_BYTES], position + at)
         _start_writeback(descriptor, position + at, count)
         at += count
-
-
-def _write_direct(descriptor: int, image: memoryview, position: int) -> int:
-    """How many bytes, from the first, went past the page cache: whole blocks, or none where it refuses."""
-    at, whole = 0, len(image) // PART_ALIGN * PART_ALIGN
-    try:
-        while at < whole:
-            count = os.pwrite(descriptor, image[at : min(whole, at + _BATCH_BYTES)], position + at)
-            at += count // PART_ALIGN * PART_ALIGN
-            if count % PART_ALIGN:
-                break
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return at
 
 
 def write_file(path: Path, data: bytes) -> None:
