@@ -73,7 +73,7 @@ def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
         except (OSError, ValueError) as error:
             unreadable.append(Unreadable(path, f"{RECORD} cannot be read: {error}"))
             continue
-        one = _parse(path, text)
+        one = parse_record(path, text)
         (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(found, key=lambda saved: saved.step), unreadable
 
@@ -107,7 +107,8 @@ def render_record(saved: Saved) -> str:
     return json.dumps(record | {_CHECK: _hash(record)}) + "\n"
 
 
-def _parse(path: Path, text: str) -> Saved | Unreadable:
+def parse_record(path: Path, text: str) -> Saved | Unreadable:
+    """What a commit record says, wherever it was read; UsageError for one that a newer hpcrun has written."""
     try:
         record = json.loads(text)
         version = record["format_version"]
