@@ -166,7 +166,8 @@ class Store:
             fsspec = importlib.import_module("fsspec")
             return fsspec.filesystem(self._scheme, **self._options())
         except (ImportError, ValueError) as error:
-            extra = _EXTRAS.get(self._scheme)
+            of_all = _EXTRAS["s3"] if getattr(error, "name", None) == "fsspec" else None
+            extra = _EXTRAS.get(self._scheme, of_all)
             remedy = f"pip install '{extra}'" if extra else "see fsspec's list of protocols for its package"
             raise SiteError(
                 f"{self._scheme}:// needs a package that is not installed ({error}): {remedy}"

@@ -39,7 +39,7 @@ class Watched:
             stalled = method == "PUT" and self._after is not None and puts > self._after
         if stalled:
             self._released.wait(60)
-        if busy:
+        if busy or stalled:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("503 Slow Down", [("Content-Type", "application/xml")])
             return [SLOW_DOWN if method != "HEAD" else b""]
