@@ -1,7 +1,8 @@
 """A real S3 server as a process of its own: moto's, which counts requests and can be slow or too busy.
 
 Run as a program, it prints its port and ends with its stdin. Below /-/ it is told what to do:
-GET /-/requests, POST /-/reset, POST /-/busy?count=N&method=PUT, POST /-/stall?after=N (of requests that PUT).
+GET /-/requests, POST /-/reset, POST /-/busy?count=N&method=PUT, POST /-/stall?after=N (of requests that PUT),
+POST /-/refuse?code=CODE.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ class Watched:
             busy = self._busy > 0 and method == self._busy_method
             self._busy -= busy
             puts = sum(one[0] == "PUT" for one in self._seen)
+            refused = self._refused
             stalled = method == "PUT" and self._after is not None and puts > self._after
         if stalled:
             self._released.wait(60)
+        if refused:
+            start("403 Forbidden", [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{refused}</Code><Message>no such key</Message></Error>".encode()]
         if busy or stalled:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start("503 Slow Down", [("Content-Type", "application/xml")])
@@ -49,6 +54,7 @@ class Watched:
         self._seen: list[list[str]] = []
         self._busy, self._busy_method = 0, ""
         self._after: int | None = None
+        self._refused = ""
         self._released.set()
 
     def _told(self, what: str, words: dict[str, list[str]], start: Start) -> Iterable[bytes]:
@@ -58,6 +64,8 @@ class Watched:
                     self._reset()
                 case "busy":
                     self._busy, self._busy_method = int(words["count"][0]), words["method"][0]
+                case "refuse":
+                    self._refused = words["code"][0]
                 case "stall":
                     self._after = int(words["after"][0])
                     self._released.clear()

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint import objects
 from hpcrun.checkpoint.download import damages, download, whole_at_home
 from hpcrun.checkpoint.format import DamagedError, Piece
 from hpcrun.checkpoint.objects import Copy, cut, list_copies, list_saves, parse_index, retain, run_place
@@ -281,7 +281,7 @@ def test_the_newest_copies_stay_and_so_does_what_is_on_its_way(
     assert [copy.saved.step for copy in list_copies(s3, RUN)[0]] == [2, 3]
     assert {old, ahead, strange} <= set(bucket.all_keys()), "it may be on its way"
     now = time.time()
-    monkeypatch.setattr(objects.time, "time", lambda: now + 2 * 24 * 3600)
+    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
     assert [copy.saved.step for copy in retain(s3, RUN, 1)] == [2]
     left = set(bucket.all_keys())
     assert {ahead, strange} <= left
@@ -322,7 +322,7 @@ def test_a_run_of_a_sweep_has_a_place_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["../../etc/passwd", "data-00001.bin.00000.0000000000000000", "/etc/passwd"])
 def test_an_index_leads_to_nothing_else(name: str) -> None:
     told = {"generation": "0" * 32, "file": 0, "objects": [[name, 0, 1, 0, "0" * 16]]}
-    told["check"] = objects.xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+    told["check"] = xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
     with pytest.raises(DamagedError, match="does not belong there"):
         parse_index(json.dumps(told).encode(), "0" * 32, 0)
 
