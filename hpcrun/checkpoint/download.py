@@ -15,14 +15,15 @@ from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
 from hpcrun.checkpoint.objects import (
     AT_ONCE,
-    Copy,
+    ObjectCopy,
     StoredObject,
+    list_copies,
     pieces_of,
     read_index,
     read_manifest,
 )
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.store import PIECE_BYTES, Store
+from hpcrun.checkpoint.store import PIECE_BYTES, Store, open_store
 from hpcrun.checkpoint.write import write_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory
@@ -31,7 +32,7 @@ from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 Show = Callable[[int], None]
 
 
-def download(store: Store, copy: Copy, checkpoints: Path, show: Show = lambda _size: None) -> Saved:
+def download(store: Store, copy: ObjectCopy, checkpoints: Path, show: Show = lambda _size: None) -> Saved:
     """Bring a copy home as a save of the run directory: aside, proved to the last byte, then renamed.
 
     What an interrupted download has brought is not fetched again. DamagedError when it is not what was saved;
@@ -59,7 +60,24 @@ def download(store: Store, copy: Copy, checkpoints: Path, show: Show = lambda _s
     return replace(home, path=final)
 
 
-def whole_at_home(copy: Copy, checkpoints: Path) -> Saved | None:
+def bring_home(
+    url: str,
+    endpoint: str | None,
+    run_id: str,
+    generation: str,
+    checkpoints: Path,
+    show: Show = lambda _size: None,
+) -> Saved:
+    """`download` of a generation, unless the run directory has it whole; DamagedError without a copy."""
+    with open_store(url, endpoint) as store:
+        store.check()
+        for copy in list_copies(store, run_id)[0]:
+            if copy.saved.generation == generation:
+                return whole_at_home(copy, checkpoints) or download(store, copy, checkpoints, show)
+    raise DamagedError(f"{url}: has no copy of generation {generation} of {run_id}")
+
+
+def whole_at_home(copy: ObjectCopy, checkpoints: Path) -> Saved | None:
     """The save of the run directory that is this generation, if every byte of it is right."""
     for saved in read_saves(checkpoints)[0]:
         if saved.generation == copy.saved.generation:
@@ -71,7 +89,7 @@ def whole_at_home(copy: Copy, checkpoints: Path) -> Saved | None:
     return None
 
 
-def damages(store: Store, copy: Copy, show: Show = lambda _size: None) -> list[str]:
+def damages(store: Store, copy: ObjectCopy, show: Show = lambda _size: None) -> list[str]:
     """Everything that is wrong with a copy; reads all of it back."""
     found = [] if copy.problem is None else [f"{copy.url}: {copy.problem}"]
     objects = list[StoredObject]()
@@ -98,7 +116,7 @@ def damages(store: Store, copy: Copy, show: Show = lambda _size: None) -> list[s
     return list(dict.fromkeys(found))
 
 
-def _fetch_file(store: Store, copy: Copy, objects: list[StoredObject], path: Path, show: Show) -> None:
+def _fetch_file(store: Store, copy: ObjectCopy, objects: list[StoredObject], path: Path, show: Show) -> None:
     """Fill a data file with its objects, several at a time, and sync it."""
     given_up = threading.Event()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST, PART_ALIGN, DamagedError, file_name
+from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.store import Listed, Store, open_store
 from hpcrun.errors import UsageError
 from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
@@ -61,7 +62,7 @@ class StoredObject(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Copy:
+class ObjectCopy:
     """A committed generation in a store."""
 
     saved: Saved
@@ -73,6 +74,19 @@ class Copy:
     """Its objects by name."""
     problem: str | None
     """What the listing already shows to be wrong with it."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """Which state it is of."""
+        one = self.saved
+        return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt)
+
+
+class BrokenCopy(NamedTuple):
+    """What looks like a committed generation, but has a record that proves nothing."""
+
+    url: str
+    problem: str
 
 
 def cut(size_bytes: int, least: int = OBJECT_BYTES) -> list[Extent]:
@@ -136,7 +150,7 @@ def parse_index(data: bytes, generation: str, number: int) -> list[StoredObject]
     return objects
 
 
-def list_copies(store: Store, run_id: str) -> tuple[list[Copy], list[Unreadable]]:
+def list_copies(store: Store, run_id: str) -> tuple[list[ObjectCopy], list[BrokenCopy]]:
     """The committed generations of a run in a store, oldest first, and those whose record proves nothing.
 
     One listing, and their small records.
@@ -146,22 +160,22 @@ def list_copies(store: Store, run_id: str) -> tuple[list[Copy], list[Unreadable]
     committed = [(key, names) for key, names in found.items() if RECORD in names]
     with ThreadPoolExecutor(2 * AT_ONCE) as pool:
         texts = list(pool.map(lambda one: _text(store, f"{place}{one[0]}/{RECORD}"), committed))
-    copies, unreadable = list[Copy](), list[Unreadable]()
+    copies, unreadable = list[ObjectCopy](), list[BrokenCopy]()
     for (key, names), text in zip(committed, texts, strict=True):
         if text is not None:  # else it was removed meanwhile
             one = _copy(store, place, key, names, text)
-            (copies if isinstance(one, Copy) else unreadable).append(one)  # type: ignore[arg-type]
+            (copies if isinstance(one, ObjectCopy) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(copies, key=lambda one: (one.saved.step, one.saved.written or 0.0)), unreadable
 
 
-def list_saves(url: str, run_id: str, endpoint: str | None = None) -> list[Saved]:
-    """The generations of a run whose copy the listing shows whole, oldest first, with level `object`."""
+def list_saves(url: str, run_id: str, endpoint: str | None = None) -> list[ObjectCopy]:
+    """The copies of a run that the listing shows whole, oldest first; SiteError for a store that is away."""
     with open_store(url, endpoint) as store:
         store.check()
-        return [copy.saved for copy in list_copies(store, run_id)[0] if copy.problem is None]
+        return [copy for copy in list_copies(store, run_id)[0] if copy.problem is None]
 
 
-def retain(store: Store, run_id: str, keep: int) -> list[Copy]:
+def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
     """Remove all but the newest `keep` whole copies; what was removed.
 
     A generation without a record may be on its way and stays, unless it is older than the newest whole copy
@@ -182,7 +196,7 @@ def retain(store: Store, run_id: str, keep: int) -> list[Copy]:
     return removed
 
 
-def read_index(store: Store, copy: Copy, number: int) -> list[StoredObject]:
+def read_index(store: Store, copy: ObjectCopy, number: int) -> list[StoredObject]:
     """The index of a data file of a copy; DamagedError when it is missing or wrong."""
     key = f"{copy.place}{index_name(number)}"
     try:
@@ -196,7 +210,7 @@ def read_index(store: Store, copy: Copy, number: int) -> list[StoredObject]:
     return objects
 
 
-def read_manifest(store: Store, copy: Copy) -> bytes:
+def read_manifest(store: Store, copy: ObjectCopy) -> bytes:
     """The manifest of a copy, proved by its record."""
     key = f"{copy.place}{MANIFEST}"
     try:
@@ -208,7 +222,7 @@ def read_manifest(store: Store, copy: Copy) -> bytes:
     return data
 
 
-def pieces_of(store: Store, copy: Copy, one: StoredObject) -> Iterator[bytes]:
+def pieces_of(store: Store, copy: ObjectCopy, one: StoredObject) -> Iterator[bytes]:
     """The bytes of an object; DamagedError at the end, or before, when they are not those of the index."""
     key, digest = f"{copy.place}{one.name}", xxh3_64()
     try:
@@ -230,18 +244,18 @@ def _by_generation(store: Store, place: str) -> dict[str, dict[str, Listed]]:
     return found
 
 
-def _copy(store: Store, place: str, key: str, names: dict[str, Listed], text: str) -> Copy | Unreadable:
+def _copy(store: Store, place: str, key: str, names: dict[str, Listed], text: str) -> ObjectCopy | BrokenCopy:
     """A copy from its record, which must be of what its key says."""
     url = f"{store.url}/{place}{key}"
     saved = parse_record(Path(url), text)
     if isinstance(saved, Unreadable):
-        return Unreadable(Path(url), saved.problem)
+        return BrokenCopy(url, saved.problem)
     numbers = (saved.step, saved.position, saved.world_size, saved.manifest_bytes, *saved.file_bytes)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        return Unreadable(Path(url), f"{RECORD} is no record of a save")
+        return BrokenCopy(url, f"{RECORD} is no record of a save")
     if key != f"step-{saved.step:08d}.{saved.generation}":
-        return Unreadable(Path(url), f"{RECORD} is the record of another generation")
-    return Copy(replace(saved, level="object"), f"{place}{key}/", url, names, _problem(saved, names))
+        return BrokenCopy(url, f"{RECORD} is the record of another generation")
+    return ObjectCopy(replace(saved, level="object"), f"{place}{key}/", url, names, _problem(saved, names))
 
 
 def _problem(saved: Saved, names: dict[str, Listed]) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from hpcrun.checkpoint.store import PIECE_BYTES, Patience, Store
@@ -39,7 +40,7 @@ class S3Store(Store):
 
     def check(self) -> None:
         """SiteError, soon and in plain words, when the store cannot be used at all."""
-        patience, self._patience = self._patience, Patience(min(2, self._patience.tries), 0.2)
+        patience, self._patience = self._patience, replace(self._patience, tries=min(2, self._patience.tries))
         try:
             self._try("", self._call, "list_objects_v2", Prefix=self._key(""), MaxKeys=1)
         except FileNotFoundError as error:
@@ -65,7 +66,7 @@ class S3Store(Store):
         once = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "connect_timeout": 10}
         return {
             **super()._options(),
-            "config_kwargs": once | {"read_timeout": 60, "max_pool_connections": 32},
+            "config_kwargs": once | {"read_timeout": self._patience.answer_s, "max_pool_connections": 32},
             "skip_instance_cache": True,
             "use_listings_cache": False,
         }
@@ -136,7 +137,12 @@ class S3Store(Store):
         }
 
     def _passes(self, error: Exception) -> bool:
-        return super()._passes(error) or isinstance(error, self._trouble)
+        if super()._passes(error) or isinstance(error, self._trouble):
+            return True
+        # A code that s3fs does not know, from a proxy in between for instance.
+        response = getattr(error.__cause__, "response", None) or {}
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return status in (408, 429) or (status >= 500 and status != 501)
 
     def _words(self, key: str, error: Exception, tried: int) -> str:
         where = f"{self.url} at {self._endpoint}" if self._endpoint else self.url

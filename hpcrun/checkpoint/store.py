@@ -53,6 +53,8 @@ class Patience:
     tries: int = 8
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
+    answer_s: float = 60.0
+    """The longest silence of a store that speaks S3."""
 
     def pause(self, tried: int) -> float:
         """Doubled each time, and spread, so that the nodes of a job do not come back all at once."""

@@ -6,21 +6,20 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart
 from hpcrun.checkpoint.objects import (
     AT_ONCE,
     OBJECT_BYTES,
-    Copy,
     Extent,
+    ObjectCopy,
     StoredObject,
     copy_place,
     cut,
@@ -28,17 +27,16 @@ from hpcrun.checkpoint.objects import (
     object_name,
     read_index,
     render_index,
-    retain,
 )
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.store import PIECE_BYTES, Listed, Presence, Store, open_store
+from hpcrun.checkpoint.store import PIECE_BYTES, Listed, Presence, Store
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.specs.checkpoint import ObjectSpec
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves
+from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved
 
 Show = Callable[[int], None]
 Read = Callable[[int, int], bytes]
-_POLL_S = 1.0
+POLL_S = 1.0
+"""Between two looks at what other nodes have done."""
 
 
 @dataclass(frozen=True)
@@ -94,28 +92,10 @@ class FileSource:
         os.close(self._descriptor)
 
 
-class SealedSource:
-    """The data file of a node as its sealed parts make it up: the same bytes, but from memory."""
-
-    def __init__(self, parts: Sequence[SealedPart]) -> None:
-        self._parts = parts
-        self.size_bytes = max(one.part.start + one.part.size_bytes for one in parts)
-
-    def read(self, at: int, size_bytes: int) -> bytes:
-        """The parts lie where the run directory has them, with zeros in between."""
-        data = bytearray(size_bytes)
-        for one in self._parts:
-            start, end = one.part.start, one.part.start + one.part.size_bytes
-            low, high = max(start, at), min(end, at + size_bytes)
-            if low < high:
-                data[low - at : high - at] = one.image[low - start : high - start]
-        return bytes(data)
-
-
 def upload(
     store: Store, run_id: str, saved: Saved, *, least: int = OBJECT_BYTES, show: Show = lambda _size: None
 ) -> Sent:
-    """Copy a whole save of the run directory; what an earlier try has brought over is not sent again.
+    """ObjectCopy a whole save of the run directory; what an earlier try has brought over is not sent again.
 
     It is proved first: DamagedError for one that is not whole. A failure leaves no record.
     """
@@ -131,7 +111,9 @@ def upload(
             done = done.plus(send_file(store, run_id, saved, number, source, least=least, show=show))
         finally:
             source.close()
-    commit_copy(store, run_id, saved, (saved.path / MANIFEST).read_bytes(), _record(saved.path))
+    commit_copy(
+        store, run_id, saved, (saved.path / MANIFEST).read_bytes(), (saved.path / RECORD).read_bytes()
+    )
     return done
 
 
@@ -183,85 +165,32 @@ def send_file(
 
 
 def commit_copy(
-    store: Store, run_id: str, saved: Saved, manifest: bytes, record: bytes, patience_s: float = 0.0
+    store: Store,
+    run_id: str,
+    saved: Saved,
+    manifest: bytes,
+    record: bytes,
+    patience_s: float = 0.0,
+    hurry: threading.Event | None = None,
 ) -> None:
     """Make what was sent a copy, once all objects of all nodes are there: the manifest, then the record.
 
-    SiteError when nothing new has come for `patience_s` and something is still missing.
+    SiteError when nothing new has come for `patience_s`, or there is a hurry, and something is still missing.
     """
+    hurry = hurry or threading.Event()
     place = copy_place(run_id, saved.step, saved.generation)
-    copy = Copy(saved, place, f"{store.url}/{place}", {}, None)
+    copy = ObjectCopy(saved, place, f"{store.url}/{place}", {}, None)
     count, since = -1, time.monotonic()
     while missing := _missing(store, copy, listed := store.list(place)):
         if len(listed) != count:
             count, since = len(listed), time.monotonic()
-        if time.monotonic() - since >= patience_s:
+        if hurry.is_set() or time.monotonic() - since >= patience_s:
             raise SiteError(f"{copy.url}: not committed: {missing}")
-        time.sleep(min(_POLL_S, patience_s))
+        hurry.wait(min(POLL_S, patience_s))
     for name, data in ((MANIFEST, manifest), (RECORD, record)):
         if store.presence(f"{place}{name}", len(data), zlib.crc32(data)) != "same":
             store.write(f"{place}{name}", data)
     store.forget_unfinished(place)
-
-
-class ObjectStation:
-    """Level `object` of a node: its own data file from memory; the node with part 0 commits and cleans up.
-
-    A copy is always one of a generation that the run directory has, whose manifest and record it takes: what
-    was not committed there is not copied.
-    """
-
-    level: Level = "object"
-
-    def __init__(self, spec: ObjectSpec, run_id: str, checkpoints: Path, patience_s: float = 600.0) -> None:
-        self._spec, self._run_id = spec, run_id
-        self._checkpoints, self._patience_s = checkpoints, patience_s
-
-    def store(self, load: Load) -> dict[str, Any]:
-        """Copy this node's share, and commit where part 0 is ours; SiteError leaves no record."""
-        saved = self._durable(load)
-        manifest, record = (saved.path / MANIFEST).read_bytes(), _record(saved.path)
-        done = Sent()
-        facts: dict[str, Any] = {"url": self._spec.url}
-        try:
-            store = open_store(self._spec.url, self._spec.endpoint)
-        except UsageError as error:
-            raise SiteError(str(error)) from None
-        with store:
-            for number in sorted({one.part.file for one in load.parts}):
-                source = SealedSource([one for one in load.parts if one.part.file == number])
-                done = done.plus(send_file(store, self._run_id, saved, number, source))
-            if load.parts[0].number == 0:
-                commit_copy(store, self._run_id, saved, manifest, record, self._patience_s)
-                facts["committed"] = True
-                try:
-                    facts["removed_steps"] = [
-                        copy.saved.step for copy in retain(store, self._run_id, self._spec.keep)
-                    ]
-                except SiteError as error:  # the copy is safe; the next one tries again
-                    facts["not_removed"] = str(error)
-        return facts | vars(done)
-
-    def holdings(self) -> Sequence[Holding]:
-        """Nothing: all nodes see the store alike."""
-        return ()
-
-    def retain(self, generations: Collection[str]) -> None:
-        """Nothing: the store keeps copies by its own count, and who commits one removes the oldest."""
-
-    def _durable(self, load: Load) -> Saved:
-        """The save of the run directory that is of this generation; it may be committed by another node."""
-        until = time.monotonic() + self._patience_s
-        while True:
-            for saved in read_saves(self._checkpoints)[0]:
-                if saved.generation == load.stamp.generation:
-                    return saved
-            if time.monotonic() >= until:
-                raise SiteError(
-                    f"{self._checkpoints}: has no save of step {load.stamp.step}, generation"
-                    f" {load.stamp.generation}; only what is there is copied to {self._spec.url}"
-                )
-            time.sleep(min(_POLL_S, self._patience_s))
 
 
 def _send_object(
@@ -295,7 +224,7 @@ def _is_there(store: Store, key: str, one: StoredObject) -> bool:
     return digest.hexdigest() == one.xxh3
 
 
-def _missing(store: Store, copy: Copy, listed: dict[str, Listed]) -> str | None:
+def _missing(store: Store, copy: ObjectCopy, listed: dict[str, Listed]) -> str | None:
     """What is not there yet of the data files of a copy."""
     numbers = range(len(copy.saved.file_bytes))
     for number in numbers:
@@ -308,7 +237,3 @@ def _missing(store: Store, copy: Copy, listed: dict[str, Listed]) -> str | None:
                 if known is None or known.size_bytes != one.size_bytes:
                     return f"{one.name} is missing"
     return None
-
-
-def _record(path: Path) -> bytes:
-    return (path / RECORD).read_bytes()

@@ -73,7 +73,7 @@ def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
         except (OSError, ValueError) as error:
             unreadable.append(Unreadable(path, f"{RECORD} cannot be read: {error}"))
             continue
-        one = parse_record(path, text)
+        one = _parse(path, text)
         (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(found, key=lambda saved: saved.step), unreadable
 
@@ -109,6 +109,10 @@ def render_record(saved: Saved) -> str:
 
 def parse_record(path: Path, text: str) -> Saved | Unreadable:
     """What a commit record says, wherever it was read; UsageError for one that a newer hpcrun has written."""
+    return _parse(path, text)
+
+
+def _parse(path: Path, text: str) -> Saved | Unreadable:
     try:
         record = json.loads(text)
         version = record["format_version"]

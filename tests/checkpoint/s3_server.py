@@ -1,7 +1,7 @@
 """A real S3 server as a process of its own: moto's, which counts requests and can be slow or too busy.
 
 Run as a program, it prints its port and ends with its stdin. Below /-/ it is told what to do:
-GET /-/requests, POST /-/reset, POST /-/busy?count=N&method=PUT, POST /-/stall?after=N (of requests that PUT),
+GET /-/requests, POST /-/reset, POST /-/busy?count=N&method=PUT&status=503, POST /-/stall?after=N (PUTs),
 POST /-/refuse?code=CODE.
 """
 
@@ -16,7 +16,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 from urllib.parse import parse_qs
 
-SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+TROUBLE = {
+    "503": b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
+    "500": b"<Error><Code>InternalError</Code><Message>We had a problem.</Message></Error>",
+    "400": b"<Error><Code>RequestTimeout</Code><Message>It took too long.</Message></Error>",
+    "502": b"<html><body>Bad Gateway</body></html>",
+    "429": b"",
+}
 Start = Callable[..., Any]
 
 
@@ -46,13 +52,13 @@ class Watched:
             return [f"<Error><Code>{refused}</Code><Message>no such key</Message></Error>".encode()]
         if busy or stalled:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start("503 Slow Down", [("Content-Type", "application/xml")])
-            return [SLOW_DOWN if method != "HEAD" else b""]
+            start(f"{self._status} Not now", [("Content-Type", "application/xml")])
+            return [TROUBLE[self._status] if method != "HEAD" else b""]
         return self._inner(environ, start)
 
     def _reset(self) -> None:
         self._seen: list[list[str]] = []
-        self._busy, self._busy_method = 0, ""
+        self._busy, self._busy_method, self._status = 0, "", "503"
         self._after: int | None = None
         self._refused = ""
         self._released.set()
@@ -64,6 +70,7 @@ class Watched:
                     self._reset()
                 case "busy":
                     self._busy, self._busy_method = int(words["count"][0]), words["method"][0]
+                    self._status = words.get("status", ["503"])[0]
                 case "refuse":
                     self._refused = words["code"][0]
                 case "stall":

@@ -12,9 +12,9 @@ import pytest
 from hpcrun.checkpoint.download import damages
 from hpcrun.checkpoint.levels import Load, SealedPart, Stamp
 from hpcrun.checkpoint.objects import list_copies
+from hpcrun.checkpoint.objectstation import ObjectStation
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.store import Patience, Store, open_store
-from hpcrun.checkpoint.upload import ObjectStation
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved
@@ -109,7 +109,7 @@ def loads_of(saved: Saved, shares: Sequence[Sequence[int]]) -> list[Load]:
 
 def station(bucket: Bucket, checkpoints: Path, patience_s: float = 0.0, keep: int = 2) -> ObjectStation:
     spec = ObjectSpec(url=bucket.url, endpoint=bucket.endpoint, keep=keep)
-    return ObjectStation(spec, "run-1", checkpoints, patience_s)
+    return ObjectStation(spec, "run-1", checkpoints, patience_s=patience_s)
 
 
 def test_each_node_sends_its_own_file_and_the_one_with_part_0_commits(
@@ -162,4 +162,4 @@ def test_memory_that_does_not_make_up_the_file_is_refused(bucket: Bucket, tmp_pa
 def test_a_store_that_cannot_be_used_is_the_site_s_fault(tmp_path: Path) -> None:
     (load,) = loads_of(save(tmp_path, 16), [(0, 1)])
     with pytest.raises(SiteError, match="credentials belong"):
-        ObjectStation(ObjectSpec(url="s3://me:x@bucket/x"), "run-1", tmp_path, 0.0).store(load)
+        ObjectStation(ObjectSpec(url="s3://me:x@bucket/x"), "run-1", tmp_path, patience_s=0.0).store(load)

@@ -16,8 +16,8 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.download import damages, download, whole_at_home
 from hpcrun.checkpoint.format import DamagedError, Piece
-from hpcrun.checkpoint.objects import Copy, cut, list_copies, list_saves, parse_index, retain, run_place
-from hpcrun.checkpoint.store import Store, open_store
+from hpcrun.checkpoint.objects import ObjectCopy, cut, list_copies, list_saves, parse_index, retain, run_place
+from hpcrun.checkpoint.store import Patience, Store, open_store
 from hpcrun.checkpoint.upload import Sent, upload
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves
@@ -47,7 +47,7 @@ def send(store: Store, saved: Saved) -> Sent:
     return upload(store, RUN, saved, least=LEAST)
 
 
-def only_copy(store: Store) -> Copy:
+def only_copy(store: Store) -> ObjectCopy:
     copies, unreadable = list_copies(store, RUN)
     assert not unreadable
     (copy,) = copies
@@ -234,8 +234,9 @@ def test_two_who_send_the_same_generation_do_no_harm(s3: Store, checkpoints: Pat
     assert files_of(download(s3, only_copy(s3), tmp_path / "other").path) == files_of(saved.path)
 
 
-def test_a_busy_store_is_asked_again(s3: Store, bucket: Bucket, checkpoints: Path) -> None:
-    bucket.tell("busy?count=3&method=PUT")
+@pytest.mark.parametrize("status", [503, 500, 400, 502, 429])
+def test_a_busy_store_is_asked_again(s3: Store, bucket: Bucket, checkpoints: Path, status: int) -> None:
+    bucket.tell(f"busy?count=3&method=PUT&status={status}")
     done = send(s3, save(checkpoints, 16))
     assert done.sent_objects == 1
     assert len(bucket.requests("PUT")) == 4 + 3
@@ -247,6 +248,25 @@ def test_a_store_that_stays_busy_gets_no_record(s3: Store, bucket: Bucket, check
     with pytest.raises(SiteError, match=r"reduce your request rate.*\(tried 4 times\)"):
         send(s3, save(checkpoints, 16))
     assert bucket.all_keys() == []
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+def test_reading_is_as_patient(s3: Store, bucket: Bucket, checkpoints: Path, method: str) -> None:
+    saved = save(checkpoints, 16)
+    send(s3, saved)
+    bucket.tell(f"busy?count=2&method={method}")
+    assert damages(s3, only_copy(s3)) == []
+    assert send(s3, saved).kept_objects == 1
+
+
+def test_a_store_that_says_nothing_is_given_up(bucket: Bucket, checkpoints: Path) -> None:
+    bucket.tell("stall?after=0")
+    impatient = Patience(tries=2, first_pause_s=0.01, answer_s=0.2)
+    with open_store(bucket.url, bucket.endpoint, impatient) as store:
+        with pytest.raises(SiteError, match=r"cannot be reached \(tried 2 times\): Read timeout"):
+            send(store, save(checkpoints, 16))
+        bucket.tell("reset")
+        assert list_copies(store, RUN) == ([], [])
 
 
 def test_listing_is_one_listing_and_a_record_each(s3: Store, bucket: Bucket, checkpoints: Path) -> None:
