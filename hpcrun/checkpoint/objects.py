@@ -150,14 +150,18 @@ def parse_index(data: bytes, generation: str, number: int) -> list[StoredObject]
     return objects
 
 
-def list_copies(store: Store, run_id: str) -> tuple[list[ObjectCopy], list[BrokenCopy]]:
+def list_copies(
+    store: Store, run_id: str, newest: int | None = None
+) -> tuple[list[ObjectCopy], list[BrokenCopy]]:
     """The committed generations of a run in a store, oldest first, and those whose record proves nothing.
 
-    One listing, and their small records.
+    One listing, and their small records; only those of the `newest` steps where that is given.
     """
     place = run_place(run_id)
     found = _by_generation(store, place)
     committed = [(key, names) for key, names in found.items() if RECORD in names]
+    if newest is not None:
+        committed = sorted(committed, key=lambda one: _step_of(one[0]))[-newest:]
     with ThreadPoolExecutor(2 * AT_ONCE) as pool:
         texts = list(pool.map(lambda one: _text(store, f"{place}{one[0]}/{RECORD}"), committed))
     copies, unreadable = list[ObjectCopy](), list[BrokenCopy]()
@@ -168,11 +172,13 @@ def list_copies(store: Store, run_id: str) -> tuple[list[ObjectCopy], list[Broke
     return sorted(copies, key=lambda one: (one.saved.step, one.saved.written or 0.0)), unreadable
 
 
-def list_saves(url: str, run_id: str, endpoint: str | None = None) -> list[ObjectCopy]:
+def list_saves(
+    url: str, run_id: str, endpoint: str | None = None, newest: int | None = None
+) -> list[ObjectCopy]:
     """The copies of a run that the listing shows whole, oldest first; SiteError for a store that is away."""
     with open_store(url, endpoint) as store:
         store.check()
-        return [copy for copy in list_copies(store, run_id)[0] if copy.problem is None]
+        return [copy for copy in list_copies(store, run_id, newest)[0] if copy.problem is None]
 
 
 def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from hpcrun.errors import SiteError, UsageError
 
-PIECE_BYTES = 32 << 20
+PIECE_BYTES = 16 << 20
 """What is sent or fetched at once; S3 wants at least 5 MiB of all pieces but the last."""
 Presence = Literal["absent", "different", "same", "unproved"]
 """`unproved`: as long as it should be, but this store tells no checksum."""

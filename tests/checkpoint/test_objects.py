@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,20 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.download import damages, download, whole_at_home
 from hpcrun.checkpoint.format import DamagedError, Piece
-from hpcrun.checkpoint.objects import ObjectCopy, cut, list_copies, list_saves, parse_index, retain, run_place
+from hpcrun.checkpoint.objects import (
+    ObjectCopy,
+    copy_place,
+    cut,
+    list_copies,
+    list_saves,
+    parse_index,
+    retain,
+    run_place,
+)
 from hpcrun.checkpoint.store import Patience, Store, open_store
 from hpcrun.checkpoint.upload import Sent, upload
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.specs.saves import RECORD, Saved, read_saves
+from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 from tests.checkpoint.generations import save
 from tests.checkpoint.object_store import ROOT, Bucket
 
@@ -93,7 +103,7 @@ def test_large_objects_go_in_pieces_and_the_server_proves_the_whole(
     assert (done.sent_objects, done.unproved_objects) == (1, 0)
     posts = bucket.requests("POST", "data-00000.bin")
     assert len(posts) == 2, "one begins, one ends"
-    assert len(bucket.requests("PUT", "data-00000.bin")) == 2
+    assert len(bucket.requests("PUT", "data-00000.bin")) == 3
     home = download(s3, only_copy(s3), tmp_path / "other")
     assert files_of(home.path) == files_of(saved.path)
 
@@ -248,6 +258,20 @@ def test_a_store_that_stays_busy_gets_no_record(s3: Store, bucket: Bucket, check
     with pytest.raises(SiteError, match=r"reduce your request rate.*\(tried 4 times\)"):
         send(s3, save(checkpoints, 16))
     assert bucket.all_keys() == []
+
+
+def test_a_thousand_copies_are_listed_by_their_records_alone(plain: Store, checkpoints: Path) -> None:
+    saved = save(checkpoints, 1)
+    for step in range(1, 1001):
+        one = replace(saved, step=step, generation=f"{step:032x}")
+        place = copy_place(RUN, step, one.generation)
+        plain.write(f"{place}{RECORD}", render_record(one).encode())
+        plain.write(f"{place}manifest.json", b"")
+    copies, broken = list_copies(plain, RUN)
+    assert [copy.saved.step for copy in copies] == list(range(1, 1001))
+    assert {copy.problem for copy in copies} == {"data-00000.json is missing"}
+    assert broken == []
+    assert [copy.stamp.step for copy in list_copies(plain, RUN, newest=3)[0]] == [998, 999, 1000]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
