@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import json
 import os
 import secrets
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +40,11 @@ class Bucket:
         """Where a job would put its copies."""
         return f"s3://{self.name}/runs/here"
 
-    def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+    def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
         """Plain HTTP, past every client."""
         connection = http.client.HTTPConnection(urlsplit(self.endpoint).netloc, timeout=30)
         try:
-            connection.request(method, path, body, {"Authorization": UNCHECKED})
+            connection.request(method, path, body, {"Authorization": UNCHECKED, **headers})
             answer = connection.getresponse()
             data = answer.read()
             assert answer.status < 300, f"{method} {path}: {answer.status} {data!r}"
@@ -50,9 +52,13 @@ class Bucket:
         finally:
             connection.close()
 
-    def put(self, key: str, data: bytes) -> None:
-        """Store an object, whatever was there."""
-        self.ask("PUT", f"/{self.name}/{key}", data)
+    def put(self, key: str, data: bytes, *, checked: bool = False) -> None:
+        """Store an object, whatever was there; with a checksum that the server tells, if so wanted."""
+        sums = {}
+        if checked:
+            crc32 = base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+            sums = {"x-amz-sdk-checksum-algorithm": "CRC32", "x-amz-checksum-crc32": crc32}
+        self.ask("PUT", f"/{self.name}/{key}", data, **sums)
 
     def get(self, key: str) -> bytes:
         """The bytes of an object."""

@@ -147,12 +147,28 @@ def test_after_a_kill_only_what_is_missing_is_sent(
     assert files_of(download(s3, only_copy(s3), tmp_path / "other").path) == files_of(saved.path)
 
 
-def test_an_object_with_other_bytes_is_sent_again(s3: Store, bucket: Bucket, checkpoints: Path) -> None:
+def test_pieces_that_a_killed_upload_has_left_are_removed(
+    s3: Store, bucket: Bucket, checkpoints: Path
+) -> None:
+    saved = save(checkpoints, 16)
+    place = f"/{bucket.name}/runs/here/{copy_place(RUN, 16, saved.generation)}"
+    bucket.ask("POST", f"{place}data-00000.bin.00000.{'0' * 16}?uploads")
+    assert b"<UploadId>" in bucket.ask("GET", f"/{bucket.name}?uploads")
+    send(s3, saved)
+    assert b"<UploadId>" not in bucket.ask("GET", f"/{bucket.name}?uploads")
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_an_object_with_other_bytes_is_sent_again(
+    s3: Store, bucket: Bucket, checkpoints: Path, checked: bool
+) -> None:
     saved = save(checkpoints, 16, shares=BIG)
     send(s3, saved)
     key = bucket.only(".bin.00007.")
-    bucket.put(key, bytes(len(bucket.get(key))))
+    bucket.put(key, bytes(len(bucket.get(key))), checked=checked)
+    bucket.tell("reset")
     done = send(s3, saved)
+    assert len(bucket.requests("GET", ".bin.")) == (0 if checked else 1)
     assert (done.sent_objects, done.kept_objects) == (1, 19)
     assert damages(s3, only_copy(s3)) == []
 
