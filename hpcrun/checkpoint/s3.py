@@ -55,10 +55,13 @@ class S3Store(Store):
             self.delete(key)
 
     def forget_unfinished(self, prefix: str) -> None:
-        """Remove what interrupted uploads have left below `prefix` that is no object yet."""
-        told = self._try(prefix, self._call, "list_multipart_uploads", Prefix=self._key(prefix))
-        for one in told.get("Uploads", ()):
-            with contextlib.suppress(FileNotFoundError):
+        """Remove what interrupted uploads have left below `prefix` that is no object yet.
+
+        Where the credentials do not allow it, that is left to the bucket's own rules.
+        """
+        with contextlib.suppress(FileNotFoundError, SiteError):
+            told = self._try(prefix, self._call, "list_multipart_uploads", Prefix=self._key(prefix))
+            for one in told.get("Uploads", ()):
                 words = {"Key": one["Key"], "UploadId": one["UploadId"]}
                 self._try(prefix, self._call, "abort_multipart_upload", **words)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.download import damages, download, whole_at_home
+from hpcrun.checkpoint.download import bring_home, damages, download, whole_at_home
 from hpcrun.checkpoint.format import DamagedError, Piece
 from hpcrun.checkpoint.objects import (
     ObjectCopy,
@@ -385,6 +385,18 @@ def test_an_index_leads_to_nothing_else(name: str) -> None:
     told["check"] = xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
     with pytest.raises(DamagedError, match="does not belong there"):
         parse_index(json.dumps(told).encode(), "0" * 32, 0)
+
+
+def test_a_generation_is_brought_home_by_its_id(plain: Store, checkpoints: Path, tmp_path: Path) -> None:
+    saved = save(checkpoints, 16)
+    send(plain, saved)
+    assert [one.stamp.generation for one in list_saves(plain.url, RUN)] == [saved.generation]
+    for _ in range(2):
+        home = bring_home(plain.url, None, RUN, saved.generation, tmp_path / "other")
+        assert files_of(home.path) == files_of(saved.path)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["step-00000016"]
+    with pytest.raises(DamagedError, match="has no copy of generation 0000"):
+        bring_home(plain.url, None, RUN, "0" * 32, tmp_path / "other")
 
 
 def test_a_save_that_stands_in_the_way_is_set_aside(s3: Store, checkpoints: Path) -> None:
