@@ -185,13 +185,17 @@ def diff(
 def gc(
     run: _Run,
     keep: Annotated[int | None, typer.Option(min=1, help="newest saves kept; default as in the job")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=0, help="keep steps that are a multiple of it; default as in the job")
+    ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="also remove damaged saves")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove what broken saves have left, and saves that the job no longer wants to keep.
 
-    The newest whole saves stay, and so does what a running job may be writing.
+    The newest whole saves stay, those of the steps that the job keeps for good, what a symbolic link beside
+    them points at, and what a running job may be writing.
     """
     import contextlib
 
@@ -202,8 +206,13 @@ def gc(
 
     found = find_run(run)
     (state,) = look_at_all([found])
-    wanted = keep if keep is not None else load_job(found.spec).spec.checkpoint.keep
-    garbage, kept = find_garbage(found.checkpoints, wanted, in_flight=not state.is_over, damaged=damaged)
+    if keep is None or keep_every is None:
+        rule = load_job(found.spec).spec.checkpoint
+        keep = rule.keep if keep is None else keep
+        keep_every = rule.keep_every if keep_every is None else keep_every
+    garbage, kept = find_garbage(
+        found.checkpoints, keep, in_flight=not state.is_over, damaged=damaged, keep_every=keep_every
+    )
     for one in garbage if not dry_run else ():
         # The run itself may have been quicker.
         with contextlib.suppress(FileNotFoundError):
