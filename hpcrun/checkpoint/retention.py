@@ -35,7 +35,7 @@ class Rule:
     ) -> list[Verdict]:
         """What becomes of each generation, given as key and step; oldest step first.
 
-        `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay, because
+        `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay:
         whether they can be repaired is for others to tell.
         """
         ordered = sorted(committed, key=lambda one: one[1])
