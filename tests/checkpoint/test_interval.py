@@ -183,3 +183,11 @@ def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
         "ten seconds of training for each hundred of drain"
     )
     assert skip.efficiency > 0.98
+
+
+def test_what_a_failure_took_from_a_level_is_not_there_for_the_next_one() -> None:
+    every, after = [100.0, 1000.0], 50_930.0
+    alone = simulate([NEAR, DEEP], every, [(after, "site")], 1e5).lost_s
+    # Half a minute after the restart there is nothing in memory yet: the durable save again.
+    twice = simulate([NEAR, DEEP], every, [(after, "site"), (after + 330.0, "process")], 1e5).lost_s
+    assert twice == pytest.approx(alone + 30.0)
