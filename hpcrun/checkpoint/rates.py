@@ -5,7 +5,6 @@ A failure is known by the nearest level that survives it, because that level is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -28,6 +27,7 @@ SURVIVES: Mapping[Level, tuple[Kind, ...]] = {
     "object": ("process", "node", "site", "storage"),
 }
 _DAY_S = 86400.0
+_UNITS = ((365.25 * _DAY_S, 2, "years"), (_DAY_S, 2, "days"), (3600.0, 2, "h"), (60.0, 2, "min"))
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ def _estimate(kind: Kind, seen: Seen, nodes: int) -> Rate:
 
 
 def in_words(seconds: float) -> str:
-    """A time as a person says it: 40 s, 12 min, 3.5 h, 20 days."""
-    for size, unit in ((_DAY_S * 2, "days"), (7200.0, "h"), (120.0, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': _DAY_S, 'h': 3600.0, 'min': 60.0}[unit]:.3g} {unit}"
-    return f"{seconds:.3g} s" if math.isfinite(seconds) else "ever"
+    """A time as a person says it: 40 s, 12 min, 3.5 h, 20 days, 7 years."""
+    for size, least, unit in _UNITS:
+        if seconds >= least * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -109,7 +109,7 @@ def check(
     slots: int = 2,
     behind: Behind = "wait",
     seed: int = 0,
-    failures: int = 1000,
+    failures: int = 500,
 ) -> Checked | None:
     """Try the recommended intervals, their halves and doubles, and a grid around them, on the same trace.
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli import ckpt_plan
+
 if TYPE_CHECKING:
     from hpcrun.checkpoint.read import Generation
     from hpcrun.specs.saves import Saved
@@ -25,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Look at saved steps, prove them, clean up, export.",
 )
+
+app.command("plan")(ckpt_plan.plan)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
 _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,6 +23,7 @@ from hpcrun.specs.rundir import Attempt, RunDir
 MOST_RUNS = 200
 """The newest of the user's runs; what is older says little of the machine as it is."""
 _MOST_ALIKE = 20
+_MOST_LINES, _MOST_STORED = 20_000, 64
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _NAME = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
 _OF_THE_PROGRAM = ("deterministic", "data")
@@ -34,7 +35,7 @@ class Timing:
     """What one level took in the saves that were seen: medians, in seconds."""
 
     stall_s: float | None = None
-    """For which training waited."""
+    """For which training waited; in the background, by how much the steps beside it were longer."""
     drain_s: float | None = None
     lag_s: float | None = None
     """From the save until the level had it."""
@@ -148,8 +149,8 @@ def of_lines(lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: flo
 
     A save without a level is one that the ranks wrote into the run directory themselves, and waited for.
     """
-    steps, found = list[float](), dict[tuple[str, str], list[float]]()
-    for line in lines:
+    steps, found, known = list[float](), dict[tuple[str, str], list[float]](), list(lines)
+    for line in known:
         kind, level = line.get("kind", "step"), str(line.get("level", "durable"))
         if kind == "step":
             _note(steps, line.get("step_time_s"))
@@ -158,8 +159,31 @@ def of_lines(lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: flo
         elif kind == "stored":
             _note(found.setdefault((level, "drain"), []), line.get("seconds"))
             _note(found.setdefault((level, "lag"), []), line.get("lag_s"))
+    for level, longer in _beside(known, _middle(steps)):
+        _note(found.setdefault((level, "stall"), []), longer)
     levels = {level: _timing(found, level) for level in _LEVELS if any(one[0] == level for one in found)}
     return Measured(runs, _middle(steps), levels, restart_s)
+
+
+def _beside(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[str, float]]:
+    """For each save that a level stored in the background: how much longer the steps beside it were."""
+    lines = lines[-_MOST_LINES:]
+    ends = [
+        (line["attempt"], line["time"], line["step_time_s"])
+        for line in lines
+        if line.get("kind", "step") == "step"
+        and all(isinstance(line.get(name), int | float) for name in ("attempt", "time", "step_time_s"))
+    ]
+    for line in [line for line in lines if line.get("kind") == "stored"][-_MOST_STORED:]:
+        seconds, time = line.get("seconds"), line.get("time")
+        if usual_s is not None and isinstance(seconds, int | float) and isinstance(time, int | float):
+            # A step counts with the part of it that lies beside the save.
+            shares = [
+                (took - usual_s) * max(0.0, min(end, time) - max(end - took, time - seconds)) / took
+                for attempt, end, took in ends
+                if attempt == line.get("attempt") and took > 0 and end > time - seconds and end - took < time
+            ]
+            yield str(line.get("level")), max(0.0, sum(shares))
 
 
 def _timing(found: Mapping[tuple[str, str], list[float]], level: Level) -> Timing:

@@ -106,7 +106,7 @@ class Known:
         levels = list[LevelCost]()
         for level, every in levels_of(self.checkpoint, self.nodes).items():
             waits = not levels or level == "memory"
-            stall = self._stall(level) if waits else Figure(0.0, "training does not wait for it")
+            stall = self._stall(level) if waits else self._disturbance(level)
             levels.append(LevelCost(level, every, stall, self._drain(level)))
         measured, source = self.measured, self._source
         step = _known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
@@ -129,6 +129,13 @@ class Known:
         if timing.stall_s is None and runs:
             return Figure(None, f"{runs[0]} has no save of this kind")
         return Figure(timing.stall_s, self._source)
+
+    def _disturbance(self, level: Level) -> Figure:
+        """What a level in the background costs training."""
+        longer = self.measured.levels.get(level, Timing()).stall_s
+        if longer is None or self.measured.levels[level].drain_s is None:
+            return Figure(0.0, "in the background; how much that disturbs was not measured: taken as none")
+        return Figure(longer, f"in the background; steps beside it are longer by so much, {self._source}")
 
     def _drain(self, level: Level) -> Figure:
         timing = self.measured.levels.get(level, Timing())
