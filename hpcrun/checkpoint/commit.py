@@ -8,8 +8,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
@@ -31,10 +32,18 @@ class Draft:
     aside: Path
     final: Path
     generation: bytes
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """How its files lie on the file system, for the manifest."""
 
     def file(self, number: int) -> Path:
         """Where a data file is written."""
         return self.aside / file_name(number)
+
+
+def draft_of(checkpoints: Path, step: int, attempt: int, generation: bytes) -> Draft:
+    """The names that everybody who writes a generation knows; nothing is made."""
+    name = f"step-{step:08d}"
+    return Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, generation)
 
 
 def begin(checkpoints: Path, step: int, attempt: int) -> Draft:
@@ -42,8 +51,7 @@ def begin(checkpoints: Path, step: int, attempt: int) -> Draft:
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
     for leftover in checkpoints.glob(_LEFTOVER):
         shutil.rmtree(leftover, ignore_errors=True)
-    name = f"step-{step:08d}"
-    draft = Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, secrets.token_bytes(16))
+    draft = draft_of(checkpoints, step, attempt, secrets.token_bytes(16))
     draft.aside.mkdir(mode=0o700)
     return draft
 
@@ -66,7 +74,7 @@ def commit(
     sizes: dict[int, int] = {}
     for part in parts:
         sizes[part.file] = max(sizes.get(part.file, 0), part.start + part.size_bytes)
-    manifest = render_manifest(draft.generation, parts, tensors)
+    manifest = render_manifest(draft.generation, parts, tensors, draft.layout)
     saved = Saved(
         draft.aside,
         step,
