@@ -1,0 +1,289 @@
+"""How a file of a save is laid out over Lustre's object storage targets (OSTs), and why.
+
+Pure: from what the file system says of itself to the words of `lfs setstripe`. A layout is fixed before the
+first byte. Small files keep what the site gives; large ones are striped by size and by how many write them;
+no file is put where it does not fit: one full OST ends a save though all the others have room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcrun.checkpoint.lfs import Layout, Target
+from hpcrun.specs.checkpoint import DurableSpec
+
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+MOST_STRIPES = 450
+"""OLCF asks for no more on Orion, which has 1349 OSTs (docs.olcf.ornl.gov, Orion, file striping)."""
+MOST_WRITERS_PER_OST = 8
+"""512 files at once on 32 OSTs, 16 each, crawled on LUMI-G and not on Orion (ornladios/ADIOS2#4621)."""
+_MOST_PER_OST = 32
+"""Stripes of one file on an OST (lfs-setstripe(1), -C)."""
+_MARGIN = 1.1
+"""An OST must have this much more than is put on it: others write too."""
+_LARGE, _LARGE_STRIPE, _SMALL_STRIPE = GIB, 16 * MIB, 4 * MIB
+"""OLCF stripes large files in 16 MiB; 4 MiB is what Lustre gives."""
+
+
+class Rule(NamedTuple):
+    """What a site advises for files from a size on."""
+
+    least_bytes: int
+    is_shared: bool | None
+    """For files that several processes write, that one writes, or (None) both."""
+    stripes: int
+    source: str
+
+
+_OLCF = "OLCF, Orion: file striping"
+_NERSC = "NERSC, Perlmutter scratch: one shared file"
+_WIKI = "wiki.lustre.org, Lustre Striping Best Practices: one client"
+RULES = (
+    Rule(16 * TIB, None, 128, _OLCF),
+    Rule(8 * TIB, None, 64, _OLCF),
+    Rule(TIB, None, 16, _OLCF),
+    Rule(512 * GIB, None, 8, _OLCF),
+    Rule(100 * 10**9, True, 72, _NERSC),
+    Rule(10 * 10**9, True, 24, _NERSC),
+    Rule(10**9, True, 8, _NERSC),
+    Rule(GIB, False, 4, _WIKI),
+)
+
+
+@dataclass(frozen=True)
+class FileNeed:
+    """A file that will be written."""
+
+    size_bytes: int
+    writers: int = 1
+    """Processes that write to it at the same time."""
+    files: int = 1
+    """How many such files are written at the same time, itself among them."""
+    number: int = 0
+    """Which of them it is: they are spread over the OSTs by it."""
+
+
+@dataclass(frozen=True)
+class Striping:
+    """How a file is to be laid out."""
+
+    arguments: tuple[str, ...]
+    """Of `lfs setstripe`; none: as the directory has it."""
+    stripes: int | None
+    stripe_bytes: int | None
+    pool: str | None
+    osts: tuple[int, ...]
+    """Those that it is put on; empty where the file system chooses."""
+    fits: bool | None
+    """Whether the OSTs have room for it; None: unknown."""
+    reasons: tuple[str, ...]
+
+
+def amount(size_bytes: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if size_bytes >= size:
+            return f"{size_bytes / size:.1f} {unit}"
+    return f"{size_bytes:.0f} bytes"
+
+
+def pool_of(spec: DurableSpec, default: Layout | None, size_bytes: int) -> str | None:
+    """The pool in which a file of this size will mostly lie: the job's, else the directory's."""
+    if spec.pool is not None or default is None:
+        return spec.pool
+    return max(default.components, key=lambda one: _inside(one.start, one.end, size_bytes)).pool
+
+
+def usable(osts: Sequence[Target], avoid: Collection[int] = ()) -> tuple[list[Target], list[str]]:
+    """The OSTs that take new files, and in words why others are avoided; degraded ones only if need be."""
+    why: dict[str, list[int]] = {}
+    good, degraded = list[Target](), list[Target]()
+    for one in osts:
+        if one.index in avoid:
+            why.setdefault("out of space in this save", []).append(one.index)
+        elif one.problem is not None:
+            why.setdefault(f"silent ({one.problem})", []).append(one.index)
+        elif found := [words for flag, words in _FLAGS.items() if flag in one.flags]:
+            why.setdefault(", ".join(found), []).append(one.index)
+        elif "D" in one.flags:
+            degraded.append(one)
+        else:
+            good.append(one)
+    if good and degraded:
+        why["degraded"] = [one.index for one in degraded]
+    reasons = [f"OST {_ranges(indices)} avoided: {words}" for words, indices in why.items()]
+    return (good or degraded), reasons
+
+
+_FLAGS = {"N": "takes no new files", "R": "read-only", "S": "out of space", "I": "out of inodes"}
+
+
+def plan_layout(
+    need: FileNeed,
+    spec: DurableSpec,
+    default: Layout | None,
+    osts: Sequence[Target] | None,
+    avoid: Collection[int] = (),
+) -> Striping:
+    """How to lay out a file; `osts` are those of its pool (None: unknown), `avoid` have failed it already."""
+    pool = pool_of(spec, default, need.size_bytes)
+    good, reasons = usable(osts, avoid) if osts is not None else (None, ["space on the OSTs is unknown"])
+    below = _bytes(spec.keep_default_below)
+    if spec.stripes is None and spec.pool is None and need.size_bytes < below and not avoid:
+        room = _default_fits(need.size_bytes, default, good)
+        size = f"{amount(need.size_bytes)} are less than keep_default_below ({spec.keep_default_below})"
+        if room is not False:
+            kept = f": {default}" if default else ""
+            kind = "progressive layout" if default and default.is_progressive else "layout"
+            reasons.append(f"{size}: the {kind} of the directory stays{kept}")
+            return Striping((), None, None, pool, (), room, tuple(reasons))
+        reasons.append(f"{size}, but an OST that the layout of the directory could take has no room for it")
+    count, overstriped, why = _count(need, spec, len(good) if good is not None else None)
+    reasons += why
+    if good is None:
+        return _striping(need, count, overstriped, pool, (), None, reasons)
+    return _with_room(need, count, overstriped, pool, good, bool(avoid), reasons)
+
+
+def _bytes(text: str) -> int:
+    """Bytes of 64G or 1.5T; the spec has seen to the form."""
+    power = "KMGT".find(text[-1]) + 1
+    return int(float(text.rstrip("KMGT")) * 1024**power)
+
+
+def _inside(start: int, end: int | None, size: int) -> int:
+    """How much of a file of this size lies in a component."""
+    return max(0, min(size, size if end is None else end) - start)
+
+
+def _default_fits(size: int, default: Layout | None, good: Sequence[Target] | None) -> bool | None:
+    """Whether each OST that may be given to the file has room for its share."""
+    if default is None or good is None:
+        return None
+    if not good:
+        return False
+    shares = [
+        _inside(one.start, one.end, size)
+        / (one.stripes if one.stripes > 0 else len(good) if one.stripes else 1)
+        for one in default.components
+        if "mdt" not in one.pattern
+    ]
+    return max(shares, default=0) * _MARGIN <= min(one.free for one in good)
+
+
+def _count(need: FileNeed, spec: DurableSpec, osts: int | None) -> tuple[int, bool, list[str]]:
+    """(stripes, whether several on an OST, reasons), before anybody looks at free space."""
+    most = min(MOST_STRIPES, osts or MOST_STRIPES)
+    if spec.stripes is not None:
+        count = min(spec.stripes, MOST_STRIPES)
+        why = [f"durable.stripes: {spec.stripes}"]
+        if count < spec.stripes:
+            why.append(f"no more than {MOST_STRIPES} stripes")
+        return count, osts is not None and count > osts, why
+    if osts and need.writers > osts:
+        per_ost = min(MOST_WRITERS_PER_OST, _MOST_PER_OST)
+        count = min(need.writers, per_ost * osts, MOST_STRIPES)
+        return count, count > osts, [f"{need.writers} writers over {osts} OSTs: several stripes on an OST"]
+    count, why = 1, ["no rule asks for more than one stripe"]
+    for rule in RULES:
+        applies = rule.is_shared is None or rule.is_shared == (need.writers > 1)
+        if applies and need.size_bytes >= rule.least_bytes and rule.stripes > count:
+            count, why = rule.stripes, [f"{amount(need.size_bytes)}: {rule.stripes} stripes ({rule.source})"]
+    if count > most:
+        count = most
+        why.append(f"no more than {most}: {'all OSTs that take files' if osts == most else 'the limit'}")
+    if need.writers > 1 and (even := _even(count, need.writers)) != count:
+        count = even
+        why.append(f"{even} stripes divide evenly among {need.writers} writers")
+    if osts and need.files * count > MOST_WRITERS_PER_OST * osts:
+        count = max(1, MOST_WRITERS_PER_OST * osts // need.files)
+        each = -(-need.files * count // osts)
+        why.append(
+            f"{need.files} files at once over {osts} OSTs: {count} stripes each, {each} writers on an OST"
+        )
+    return count, False, why
+
+
+def _even(count: int, writers: int) -> int:
+    """At most as many stripes, so that each writer has as many OSTs, or each OST as many writers."""
+    if count >= writers:
+        return count - count % writers
+    return max(one for one in range(1, count + 1) if writers % one == 0)
+
+
+def _with_room(
+    need: FileNeed,
+    count: int,
+    overstriped: bool,
+    pool: str | None,
+    good: Sequence[Target],
+    must_choose: bool,
+    reasons: list[str],
+) -> Striping:
+    """Other stripes, or chosen OSTs, where what is free asks for it."""
+    if overstriped and good:
+        share = need.size_bytes / count * -(-count // len(good)) * _MARGIN
+        found = (count, share) if all(one.free >= share for one in good) else None
+    else:
+        found = _stripes_with_room(need.size_bytes, count, good)
+    if found is None:
+        reasons.append(f"no choice of {len(good)} OSTs has room for {amount(need.size_bytes)}")
+        return _striping(need, count, overstriped, pool, (), False, reasons)
+    first, (count, share) = count, found
+    roomy = [one for one in good if one.free >= share]
+    if count != min(first, len(good)) and not overstriped:
+        reasons.append(f"{count} stripes rather than {first}, so that each OST has room for its share")
+    # Targets with a flag the file system avoids by itself, and it balances better than anybody from outside.
+    if overstriped or (len(roomy) == len(good) and not must_choose):
+        return _striping(need, count, overstriped, pool, (), True, reasons)
+    if len(roomy) < len(good):
+        small = [one.index for one in good if one not in roomy]
+        reasons.append(f"OST {_ranges(small)} avoided: less than {amount(share)} free")
+    at = need.number * count
+    ring = sorted(one.index for one in roomy)
+    chosen = sorted({ring[(at + step) % len(ring)] for step in range(count)})
+    reasons.append(f"on OST {_ranges(chosen)} of the {len(ring)} that have room")
+    return _striping(need, count, False, pool, tuple(chosen), True, reasons)
+
+
+def _stripes_with_room(size: int, wanted: int, good: Sequence[Target]) -> tuple[int, float] | None:
+    """(stripes, what an OST needs for one): as many as wanted, else more, else fewer; None: all too many."""
+    most = min(len(good), MOST_STRIPES)
+    wanted = min(wanted, most)
+    for count in (*range(max(1, wanted), most + 1), *range(wanted - 1, 0, -1)):
+        share = size / count * _MARGIN
+        if sum(one.free >= share for one in good) >= count:
+            return count, share
+    return None
+
+
+def _striping(
+    need: FileNeed,
+    count: int,
+    overstriped: bool,
+    pool: str | None,
+    osts: tuple[int, ...],
+    fits: bool | None,
+    reasons: Sequence[str],
+) -> Striping:
+    size = _LARGE_STRIPE if need.size_bytes >= _LARGE else _SMALL_STRIPE
+    words = ["-C" if overstriped else "-c", str(count), "-S", f"{size // MIB}M"]
+    if osts:
+        # They are of the pool already; a pool besides them is not taken by every version.
+        words += ["-o", ",".join(map(str, osts))]
+    else:
+        words += ["-i", "-1", *(["-p", pool] if pool else [])]
+    return Striping(tuple(words), count, size, pool, osts, fits, tuple(reasons))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1-3,7 of 1, 2, 3, 7."""
+    ordered, pieces = sorted(numbers), list[list[int]]()
+    for number in ordered:
+        if pieces and number == pieces[-1][1] + 1:
+            pieces[-1][1] = number
+        else:
+            pieces.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)

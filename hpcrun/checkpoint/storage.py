@@ -1,0 +1,372 @@
+"""The file system of the run directory: what it is, whether saves fit, and how their files are made on it.
+
+On Lustre it is asked through `lfs`; when that fails, whatever the reason, one warning is given and the
+directory is treated as any other. What nobody can tell is said to be unknown.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hpcrun.checkpoint.lfs import Lfs, LfsError, Quota, Target
+from hpcrun.checkpoint.lustre import FileNeed, Striping, amount, plan_layout, pool_of, usable
+from hpcrun.specs.checkpoint import DurableSpec
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_NUMBER = re.compile(r"data-(\d{5,})\.bin", re.A)
+
+Warn = Callable[[str], None]
+
+
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    kind: str
+    """As the kernel names it: lustre, ext4, nfs4, …; empty where unknown."""
+    point: Path
+    source: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at before saves go to a directory."""
+
+    level: Literal["ok", "unknown", "warning", "refused"]
+    text: str
+
+
+@dataclass(frozen=True)
+class SaveNeed:
+    """What the saves of a run will take."""
+
+    save_bytes: int
+    """Of one save."""
+    save_files: int
+    """Of one save, directories among them."""
+    saves: int = 3
+    """How many more will lie there at the same time: those kept, and the one that is being written."""
+
+
+@dataclass(frozen=True)
+class StoragePlan:
+    """What a person is told of the place for saves."""
+
+    directory: Path
+    kind: str
+    layout: str | None
+    """In words; None where the file system has no such thing, or it is unknown."""
+    reasons: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def refusal(self) -> str | None:
+        """Why no save can succeed there; None where one can, or nobody knows."""
+        return next((one.text for one in self.findings if one.level == "refused"), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return asdict(self) | {"directory": str(self.directory)}
+
+
+def parse_mounts(text: str) -> list[Mount]:
+    """The lines of /proc/self/mountinfo, in order."""
+    found = []
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) > 4 and len(rest) > 1:
+            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+            found.append(Mount(rest[0], Path(point), rest[1]))
+    return found
+
+
+def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
+    """The file system that holds a path, or will hold it once it is made."""
+    place = path.resolve()
+    best = Mount("", place, "")
+    try:
+        mounts = parse_mounts(mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    except OSError:
+        return best
+    depth = -1
+    for mount in mounts:
+        # Of several on one directory the last hides the others.
+        if place.is_relative_to(mount.point) and len(mount.point.parts) >= depth:
+            best, depth = mount, len(mount.point.parts)
+    return best
+
+
+class Storage:
+    """A directory for saves. The methods never fail because of `lfs`; `warn` is told once."""
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: DurableSpec,
+        warn: Warn,
+        *,
+        files: int = 1,
+        lfs: Lfs | None = None,
+        mountinfo: Path = MOUNTINFO,
+    ) -> None:
+        self._directory, self._spec, self._warn, self._files = directory, spec, warn, files
+        self._lfs = lfs or Lfs()
+        self.mount = mount_of(directory, mountinfo)
+        self._has_warned = False
+        self._may_ask = self._may_stripe = self.mount.kind == "lustre"
+
+    def prepare_file(self, path: Path, size_bytes: int, writers: int = 1) -> dict[str, Any]:
+        """Make the file of a save, empty and laid out; what is returned belongs into the save's record.
+
+        Elsewhere than on Lustre nothing is made. A file that exists is left as it is.
+        """
+        facts: dict[str, Any] = {"file_system": self.mount.kind or "unknown"}
+        if self._may_stripe and not path.exists():
+            try:
+                striping = self._create(path, self._need(path, size_bytes, writers), set())
+                facts |= {"asked": list(striping.arguments), "reasons": list(striping.reasons)}
+            except LfsError as error:
+                # A file with the layout of its directory is a file too, and its layout can be recorded.
+                self._give_up(error, asking=error.number not in (errno.ENOENT, None))
+        return facts | self.layout_facts(path)
+
+    def retry_file(self, path: Path, size_bytes: int, writers: int = 1) -> dict[str, Any] | None:
+        """After ENOSPC: make the file anew, empty, on other OSTs; None where none have room: it stays."""
+        if not self._may_stripe or not path.exists():
+            return None
+        need = self._need(path, size_bytes, writers)
+        try:
+            avoid = set(self._lfs.layout(path).osts)
+            if not self.plan(need, avoid, path.parent)[0].fits:
+                return None
+            path.unlink()
+            striping = self._create(path, need, avoid)
+        except LfsError as error:
+            self._give_up(error)
+            return None
+        facts = {"file_system": self.mount.kind, "asked": list(striping.arguments)}
+        return facts | {"reasons": list(striping.reasons)} | self.layout_facts(path)
+
+    def layout_facts(self, path: Path) -> dict[str, Any]:
+        """The layout that a file has; empty where nobody can tell. A progressive one grows with the file."""
+        if not self._may_ask or not path.exists():
+            return {}
+        try:
+            return {"layout": self._lfs.layout(path).as_json()}
+        except LfsError as error:
+            self._give_up(error)
+            return {}
+
+    def _need(self, path: Path, size: int, writers: int) -> FileNeed:
+        match = _NUMBER.fullmatch(path.name)
+        return FileNeed(size, writers, self._files, int(match[1]) if match else 0)
+
+    def _create(self, path: Path, need: FileNeed, avoid: set[int]) -> Striping:
+        """Lay the file out as planned; where the chosen OSTs are full meanwhile, once more without them."""
+        for last in (False, True):
+            striping = self.plan(need, avoid, path.parent)[0]
+            if not striping.arguments:
+                path.touch(mode=0o600, exist_ok=False)
+                return striping
+            try:
+                self._lfs.create(path, striping.arguments)
+            except LfsError as error:
+                if last or error.number != errno.ENOSPC or not striping.osts:
+                    raise
+                avoid |= set(striping.osts)
+            else:
+                break
+        path.chmod(0o600)
+        return striping
+
+    def plan(
+        self, need: FileNeed, avoid: Collection[int] = (), directory: Path | None = None
+    ) -> tuple[Striping, list[Target]]:
+        """How a file would be laid out, and the OSTs of its pool; LfsError."""
+        place = _existing(directory or self._directory)
+        default = self._lfs.default_layout(place)
+        pool = pool_of(self._spec, default, need.size_bytes)
+        osts = [one for one in self._lfs.space(place, pool) if one.kind == "OST"]
+        return plan_layout(need, self._spec, default, osts, avoid), osts
+
+    def _give_up(self, error: LfsError, asking: bool = False) -> None:
+        """Treat the directory as any other from now on, and say so the first time."""
+        self._may_ask = self._may_ask and asking
+        self._may_stripe = False
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(f"{self._directory}: files of saves get the layout of their directory: {error}")
+
+    def look(self, need: SaveNeed, file: FileNeed) -> StoragePlan:
+        """Whether saves fit, and how their files would be laid out."""
+        layout: str | None = None
+        reasons, findings, has_space = tuple[str, ...](), list[Finding](), False
+        if self._may_ask:
+            try:
+                striping, osts = self.plan(file)
+                asked = " ".join(striping.arguments)
+                layout = f"lfs setstripe {asked}" if asked else "as the directory has it"
+                reasons = striping.reasons
+                findings += check_osts(osts, striping, need, self._spec.pool)
+                has_space = True
+                findings += self._inodes(need)
+                findings += self._quotas(need)
+            except LfsError as error:
+                findings.append(Finding("warning", f"what Lustre would tell is unknown: {error}"))
+        if not has_space:
+            findings += check_plain(os.statvfs(_existing(self._directory)), need)
+        if not any("quota" in one.text for one in findings):
+            findings.append(
+                Finding("unknown", f"quota: not known on {self.mount.kind or 'this file system'}")
+            )
+        if self.mount.kind in _IN_MEMORY:
+            findings.append(
+                Finding("warning", f"{self.mount.kind} is memory of this node: it is lost with it")
+            )
+        if not self.mount.kind:
+            findings.append(Finding("unknown", "which file system this is"))
+        return StoragePlan(self._directory, self.mount.kind or "unknown", layout, reasons, tuple(findings))
+
+    def _inodes(self, need: SaveNeed) -> list[Finding]:
+        free = [one for one in self._lfs.inodes(_existing(self._directory)) if one.problem is None]
+        metadata = [one.free for one in free if one.kind == "MDT"]
+        if not metadata:
+            return [Finding("unknown", "inodes: no metadata server answered")]
+        return [_room("inodes", sum(metadata), need.save_files, need.saves, str)]
+
+    def _quotas(self, need: SaveNeed) -> list[Finding]:
+        place = _existing(self._directory)
+        owner = place.stat()
+        project = self._project(place)
+        asked: list[tuple[Literal["user", "group", "project"], int]] = [
+            ("user", os.getuid()),
+            ("group", owner.st_gid if owner.st_mode & 0o2000 else os.getgid()),
+        ]
+        if project:
+            asked.append(("project", project))
+        findings = []
+        for kind, number in asked:
+            try:
+                found = check_quota(kind, self._lfs.quota(place, kind, number), need)
+            except LfsError as error:
+                if error.number != errno.ESRCH:
+                    raise
+                found = [Finding("ok", f"quota of the {kind}: there are none here")]
+            findings += found
+        return findings
+
+    def _project(self, place: Path) -> int:
+        try:
+            return self._lfs.project(place)
+        except LfsError as error:
+            if error.number not in (errno.ENOTTY, errno.EOPNOTSUPP):
+                raise
+            return 0
+
+
+def check_osts(
+    osts: Collection[Target], striping: Striping, need: SaveNeed, pool: str | None
+) -> list[Finding]:
+    """Whether the OSTs hold the saves, and whether each of them holds its share of a file."""
+    good, why = usable(list(osts))
+    if not osts and pool is not None:
+        return [Finding("refused", f"checkpoint.durable.pool: {pool} has no OSTs here; `lfs df -p {pool}`")]
+    findings = [
+        _room(
+            "space",
+            sum(one.free for one in good),
+            need.save_bytes,
+            need.saves,
+            amount,
+            f" on {len(good)} OSTs",
+        )
+    ]
+    findings += [Finding("warning", text) for text in why if "silent" in text or "degraded" in text]
+    if striping.fits is False:
+        least = min((one.free for one in good), default=0)
+        findings.append(
+            Finding(
+                "refused", f"no OSTs have room for a file of a save; the fullest has {amount(least)} left"
+            )
+        )
+    return findings
+
+
+def check_plain(found: os.statvfs_result, need: SaveNeed) -> list[Finding]:
+    """Whether saves fit on a file system that only tells its totals."""
+    findings = [_room("space", found.f_bavail * found.f_frsize, need.save_bytes, need.saves, amount)]
+    if found.f_files:
+        findings.append(_room("inodes", found.f_favail, need.save_files, need.saves, str))
+    else:
+        findings.append(Finding("unknown", "inodes: this file system does not count them"))
+    return findings
+
+
+def check_quota(kind: str, quota: Quota, need: SaveNeed) -> list[Finding]:
+    """What the quota of a user, group or project leaves."""
+    findings = []
+    rows = (
+        ("space", quota.used_bytes, quota.soft_bytes, quota.hard_bytes, need.save_bytes, amount),
+        ("inodes", quota.used_inodes, quota.soft_inodes, quota.hard_inodes, need.save_files, str),
+    )
+    for what, used, soft, hard, each, shown in rows:
+        name = f"quota of the {kind}, {what}"
+        if hard is None and soft is None:
+            findings.append(Finding("ok", f"{name}: no limit"))
+            continue
+        found = Finding("ok", "")
+        if hard is not None:
+            found = _room(name, max(0, hard - used), each, need.saves, shown)
+        if soft is not None and used + each * need.saves > soft and found.level == "ok":
+            found = Finding("warning", f"{name}: {shown(soft)} are exceeded for a grace time only")
+        findings.append(found if found.text else Finding("ok", f"{name}: below {shown(soft or 0)}"))
+    if not quota.is_exact:
+        findings.append(
+            Finding("unknown", f"quota of the {kind}: a server is silent; more is used than said")
+        )
+    return findings
+
+
+def _room(
+    what: str, free: int, each: int, saves: int, shown: Callable[[int], str], where: str = ""
+) -> Finding:
+    """Whether so many saves, or at least one, have room."""
+    need = f"{shown(free)} free{where}, {saves} saves of {shown(each)} need {shown(each * saves)}"
+    if free < each:
+        return Finding("refused", f"{what}: {shown(free)} free{where}, one save needs {shown(each)}")
+    return Finding("ok" if free >= each * saves else "warning", f"{what}: {need}")
+
+
+def _existing(path: Path) -> Path:
+    """A directory, or the nearest above it that exists: at submission the run directory may not."""
+    place = path.resolve()
+    return next((one for one in (place, *place.parents) if one.is_dir()), place)
+
+
+def storage_plan(
+    directory: Path,
+    spec: DurableSpec,
+    *,
+    save_bytes: int,
+    nodes: int,
+    keep: int,
+    held: int = 0,
+    writers: int = 1,
+    lfs: Lfs | None = None,
+    mountinfo: Path = MOUNTINFO,
+) -> StoragePlan:
+    """What a person is told before saves go to a directory: one file a node, `keep` saves and one in flight.
+
+    `held` saves are there already, `writers` processes write to a file at once. Only reads.
+    """
+    # A data file and a list of its parts a node while it is written, the manifest, the record, the directory.
+    need = SaveNeed(save_bytes, 2 * nodes + 3, max(1, keep + 1 - held))
+    storage = Storage(directory, spec, lambda text: None, files=nodes, lfs=lfs, mountinfo=mountinfo)
+    return storage.look(need, FileNeed(-(-save_bytes // nodes), writers, nodes))
