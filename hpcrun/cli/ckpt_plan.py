@@ -183,6 +183,12 @@ def _keeps(found: SavePlan) -> list[str]:
         "kept",
         f"  run directory: at most {found.kept} saves, {size}: the newest {checkpoint.keep}{milestones}",
     ]
+    if (storage := found.storage) is not None:
+        told.append(
+            f"  {storage.directory}: {storage.kind}" + (f", {storage.layout}" if storage.layout else "")
+        )
+        told += [f"    {reason}" for reason in storage.reasons]
+        told += [f"    {one.level}: {one.text}" for one in storage.findings]
     if (objects := found.objects) is not None:
         held = "size unknown" if objects.kept_bytes.value is None else _amount(objects.kept_bytes.value)
         puts = "unknown" if objects.requests is None else f"{objects.requests[0]} to {objects.requests[1]}"

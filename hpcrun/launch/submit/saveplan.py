@@ -12,6 +12,7 @@ from hpcrun.checkpoint.rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.retention import Rule, kept_count
 from hpcrun.checkpoint.sets import ErasureSets, choose_sets
 from hpcrun.checkpoint.simulate import Checked, check
+from hpcrun.checkpoint.storage import StoragePlan, storage_plan
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.launch.deadline import MARGIN
@@ -22,7 +23,7 @@ from hpcrun.launch.submit.savesize import Figure, Room, Sizes, room_of, sizes_of
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.units import parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
@@ -52,6 +53,8 @@ class SavePlan:
     sets: ErasureSets | None
     kept: int
     """Saves in the run directory at most."""
+    storage: StoragePlan | None
+    """What is to be said of the place for run directories; None where the size of a save is not known."""
     objects: Objects | None
     tiers: tuple[Tier, ...]
     advice: Advice | None
@@ -113,6 +116,7 @@ class SavePlan:
             "rates": [one.as_json() for one in self.rates],
             "losses": self.sets.statement.splitlines() if self.sets else None,
             "kept": {"saves": self.kept, "bytes": self.kept_bytes},
+            "storage": self.storage.as_json() if self.storage else None,
             "objects": asdict(self.objects) if self.objects else None,
             "missing": self.costs.missing,
             "advice": None if advice is None else self._advice_json(advice),
@@ -182,6 +186,7 @@ def plan_saves(
         rates,
         sets,
         _kept(spec),
+        _storage(spec, sizes),
         _objects(spec, sizes),
         tiers,
         advice,
@@ -219,6 +224,20 @@ def _kept(spec: JobSpec) -> int:
     checkpoint = spec.checkpoint
     every = checkpoint.durable.every or checkpoint.every
     return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
+
+
+def _storage(spec: JobSpec, sizes: Sizes) -> StoragePlan | None:
+    if sizes.whole.value is None:
+        return None
+    checkpoint = spec.checkpoint
+    return storage_plan(
+        runs_root().absolute(),
+        checkpoint.durable,
+        save_bytes=int(sizes.whole.value),
+        nodes=spec.resources.nodes,
+        keep=_kept(spec) - 1,
+        writers=1 if checkpoint.memory else spec.ranks_per_node,
+    )
 
 
 def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:
