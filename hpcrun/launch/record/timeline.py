@@ -13,6 +13,9 @@ _MOST_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
 _FAULTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
 
+_BESIDE = ("stored", "save_failed", "save_skipped", "save_unchanged", "draining")
+"""Lines of what goes on beside the run, and takes none of its time."""
+
 _PARTS = (
     *("productive", "lost", "start", "restore", "checkpoint", "eval"),
     *("detection", "recovery", "shutdown", "other"),
@@ -63,7 +66,9 @@ class Timeline:
         self.marks: dict[str, float] = {}
         for event, place in zip(self._events, self._places, strict=True):
             self.marks.setdefault(str(event.get("event")), place)
-        self.lines = self._placed(lines)
+        self.lines = self._placed([line for line in lines if line.get("kind") not in _BESIDE])
+        self.saved_step = max((durable_step(line) or 0 for line in lines), default=0)
+        """The newest step that outlives the allocation."""
         self.steps = [line for line in self.lines if line.kind == "step"]
         self.exit: Record = next((one for one in self._events if one.get("event") == "exit"), {})
         self._measure()
@@ -88,7 +93,7 @@ class Timeline:
                 continue
             at = self._place(time, at)
             kind = str(line.get("kind", "step"))
-            seconds = _number(line.get("step_time_s" if kind == "step" else "seconds"))
+            seconds = own_seconds(line)
             found.append(Line(kind, step, max(0.0, seconds or 0.0), at))
         return found
 
@@ -183,6 +188,21 @@ class Timeline:
         for name in ("productive", "lost", *of.values()):
             spans[name] = scale * math.fsum(seconds for bucket, seconds in named if bucket == name)
         return max(0.0, window - told)
+
+
+def own_seconds(line: Record) -> float | None:
+    """How long what a line tells of took by itself; what a step waited for a copy is in the step's time."""
+    if line.get("kind", "step") == "step":
+        return _number(line.get("step_time_s"))
+    seconds, within = _number(line.get("seconds")), _number(line.get("fence_wait_s"))
+    return seconds if seconds is None or within is None else seconds - within
+
+
+def durable_step(line: Record) -> int | None:
+    """The step that outlives the allocation from this line on; None for lines that say of none."""
+    kind, step, level = line.get("kind", "step"), line.get("step"), line.get("level")
+    is_lasting = level in ("durable", "object") or (kind == "save" and level is None)
+    return step if kind in ("save", "stored") and is_lasting and is_count(step) else None
 
 
 def job_of(launch: Record) -> str:
