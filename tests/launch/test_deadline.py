@@ -14,11 +14,14 @@ import pytest
 
 from hpcrun.checkpoint.levels import Level
 from hpcrun.launch import deadline as last
-from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.allocation import Allocation, Fate
+from hpcrun.launch.closing import Register
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.deadline import LastCall, Pace, deadline, deepest, grace_s, watched
 from hpcrun.launch.recover import cause_of
+from hpcrun.launch.site import Site
 from hpcrun.specs.load import load_job
+from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import create_run
 
 
@@ -100,6 +103,12 @@ class _Ending(Allocation):
     def seconds_left(self) -> float | None:
         return self.left_s
 
+    def fate(self) -> Fate:
+        return "running"
+
+    def requeue(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("takes", [10.0, 500.0])
 def test_the_supervisor_gets_the_signal_by_itself(
@@ -135,3 +144,12 @@ def test_an_early_save_is_still_one_for_the_time_limit(runs_root: Path) -> None:
     outcome = Outcome(create_run("early"), 1, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
     assert cause_of(outcome, 120.0, 700.0) == "preemption"
     assert cause_of(outcome, 750.0, 700.0) == "time_limit"
+
+
+def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Path) -> None:
+    run, spec = create_run("early"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
+    run.metrics.write_text(json.dumps({"kind": "save", "step": 5, "seconds": 500.0}) + "\n")
+    outcome = Outcome(run, run.next_attempt().number, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
+    site = Site(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
+    Register(spec, site, lambda text: None, lambda: None).close(outcome, 5)
+    assert read_json(run.attempt(1).outcome)["requeued"] == "time_limit"
