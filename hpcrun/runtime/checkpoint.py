@@ -40,11 +40,8 @@ class Restored:
 class Checkpointer:
     """Saves and restores the training state of all ranks together."""
 
-    def __init__(
-        self, checkpoints: Path, control: Control, *, attempt: int, keep: int, keep_every: int = 0
-    ) -> None:
-        self._root, self._control, self._attempt = checkpoints, control, attempt
-        self._keep, self._keep_every = keep, keep_every
+    def __init__(self, checkpoints: Path, control: Control, *, attempt: int, keep: int) -> None:
+        self._root, self._control, self._attempt, self._keep = checkpoints, control, attempt, keep
         self._plan: WritePlan | None = None
         self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
@@ -114,7 +111,7 @@ class Checkpointer:
         except (OSError, SiteError):
             discard(draft)
             raise
-        retire(self._root, self._keep, self._damaged, self._keep_every)
+        retire(self._root, self._keep, self._damaged)
 
     def restore(self, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> Restored | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.

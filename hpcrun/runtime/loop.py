@@ -52,11 +52,7 @@ class Trainer:
         self._source, self._requests, self._observer = source, requests, observer
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
         self._checkpoints = Checkpointer(
-            attempt.run.checkpoints,
-            control,
-            attempt=attempt.number,
-            keep=job.checkpoint.keep,
-            keep_every=job.checkpoint.keep_every,
+            attempt.run.checkpoints, control, attempt=attempt.number, keep=job.checkpoint.keep
         )
         self._attempt = attempt.number
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None

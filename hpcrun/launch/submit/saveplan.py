@@ -27,6 +27,8 @@ from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.units import parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
+_MOST_MEASURED = 3
+"""So many of the newest runs of a job are read line by line."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ def plan_saves(
 
 
 def _measured(spec: JobSpec, runs: Iterable[RunDir], wish: Wish) -> Measured:
-    return measured([wish.sample] if wish.sample else alike(spec, runs))
+    return measured([wish.sample] if wish.sample else alike(spec, runs)[:_MOST_MEASURED])
 
 
 def _sets(resolved: ResolvedJob, network: Network | None, notes: list[str]) -> ErasureSets | None:
