@@ -83,12 +83,10 @@ class Rate:
     """None where it is not known."""
     source: str
 
-    def __str__(self) -> str:
-        """In one line."""
-        if self.per_s is None:
-            return f"{self.kind}: unknown: {self.source}"
-        often = "never yet" if self.per_s == 0 else f"one in {in_words(1 / self.per_s)}"
-        return f"{self.kind}: {often}: {self.source}"
+    @property
+    def often(self) -> str:
+        """In words, without the source."""
+        return "unknown" if self.per_s is None else f"one in {in_words(1 / self.per_s)}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

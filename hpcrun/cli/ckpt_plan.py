@@ -125,6 +125,8 @@ def _takes(found: SavePlan) -> list[str]:
 
 
 def _survives(found: SavePlan) -> list[str]:
+    from hpcrun.checkpoint.rates import KINDS
+
     if found.sets is None:
         told = [
             "losses",
@@ -135,7 +137,10 @@ def _survives(found: SavePlan) -> list[str]:
     left_out = (
         f"; {found.seen.left_out} faults of programs or slow nodes left out" if found.seen.left_out else ""
     )
-    return [*told, f"failures of this job{left_out}", *(f"  {one}" for one in found.rates)]
+    told.append(f"failures of this job{left_out}")
+    for one in found.rates:
+        told += [f"  {one.kind}: {one.often} ({KINDS[one.kind]})", f"    {one.source}"]
+    return told
 
 
 def _advises(found: SavePlan) -> list[str]:
@@ -169,7 +174,7 @@ def _checks(checked: Checked) -> list[str]:
     named = [(f"{factor:g} T", one) for factor, one in checked.at.items()] + [("best tried", checked.best)]
     for name, one in named:
         every = ", ".join(in_words(each) for each in one.every_s)
-        told.append(f"  {name:10}  efficiency {one.efficiency:.4f}  every {every}")
+        told.append(f"  {name:10}  efficiency {one.efficiency:.5f}  every {every}")
     return told
 
 
