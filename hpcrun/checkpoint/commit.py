@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -46,12 +47,17 @@ def draft_of(checkpoints: Path, step: int, attempt: int, generation: bytes) -> D
     return Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, generation)
 
 
-def begin(checkpoints: Path, step: int, attempt: int) -> Draft:
-    """An empty place for the files of a generation; what broken saves have left is removed."""
+def begin(checkpoints: Path, step: int, attempt: int, *, beside: bool = False) -> Draft:
+    """An empty place for the files of a generation; what broken saves have left is removed.
+
+    `beside`: not where a worker may be writing yet that has failed to save this step.
+    """
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
     for leftover in checkpoints.glob(_LEFTOVER):
         shutil.rmtree(leftover, ignore_errors=True)
     draft = draft_of(checkpoints, step, attempt, secrets.token_bytes(16))
+    if beside:
+        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}.ranks"))
     draft.aside.mkdir(mode=0o700)
     return draft
 

@@ -108,6 +108,11 @@ class Drain:
         self._stations, self._missing = stations, missing
         self._checkpoints, self._hurry = checkpoints, hurry
 
+    @property
+    def levels(self) -> list[Level]:
+        """Those below memory that it has stations for."""
+        return [level for level in LEVELS if level in self._stations]
+
     def settle(self) -> None:
         """Take note of what the other threads have done."""
         while True:

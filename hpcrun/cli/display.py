@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hpcrun.launch.watch.savelines import describe_save
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -51,19 +53,8 @@ class Lines:
             self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
         elif kind == "start":
             self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
-        elif kind == "save" and record.get("level") in (None, "durable"):
-            self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
-        elif kind == "stored" and record.get("level") in ("durable", "object"):
-            self.note(
-                f"step {step}: saved ({record['level']}) {record.get('lag_s', 0.0):.1f} s after it was taken"
-            )
-        elif kind == "save_failed":
-            self.note(f"step {step}: not saved at level {record.get('level')}: {record.get('why')}")
-        elif kind == "save_skipped":
-            self.note(f"step {step}: not saved: {record.get('why')}")
-        elif kind == "draining":
-            levels = ", ".join(map(str, record.get("levels", ())))
-            self.note(f"step {step}: on its way to {levels} for {record.get('seconds', 0.0):.0f} s")
+        elif text := describe_save(record):
+            self.note(text)
         elif kind == "restore" and isinstance(record.get("passed_over"), list) and record["passed_over"]:
             for problem in record["passed_over"]:
                 self.note(f"passed over: {problem}")

@@ -26,6 +26,8 @@ RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
 """Set by the supervisor in everything it starts: it marks the processes of a run."""
 ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
 """The same for an attempt: set in its launcher and its ranks."""
+DRAIN_VARIABLE = "HPCRUN_DRAIN"
+"""The socket of the node's drain worker, set by the agent in every rank where saves go through memory."""
 
 
 @dataclass

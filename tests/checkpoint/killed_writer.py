@@ -16,18 +16,41 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.commit import retire, set_aside
+from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.levels import HeldPart
+from hpcrun.checkpoint.local import LocalStation
 from hpcrun.checkpoint.read import Generation
 from hpcrun.specs.saves import read_saves
 from tests.checkpoint.generations import content_of, save
+from tests.checkpoint.loads import load_of
 
-CALLS = ("open", "write", "pwritev", "fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir")
+CALLS = (
+    "open",
+    "write",
+    "pwrite",
+    "pwritev",
+    "fsync",
+    "rename",
+    "replace",
+    "unlink",
+    "remove",
+    "rmdir",
+    "mkdir",
+)
 
 
 def save_and_retire(root: Path) -> None:
     """What training does: save, then delete the oldest of three."""
     save(root, 6, files=2)
     retire(root, 2)
+
+
+def drain_and_retire(root: Path) -> None:
+    """The same by a drain worker, over the node's own disk."""
+    load = load_of(6, range(2), 2, 0)
+    LocalStation(str(root.with_name("disk")), "run", "n1").store(load)
+    DurableStation(root, keep=2).store(load)
 
 
 def save_over_damage(root: Path) -> None:
@@ -45,7 +68,7 @@ def before(scenario: str, root: Path) -> None:
     root.mkdir()
     save(root, 2, files=2)
     save(root, 4, files=2)
-    if scenario != "save_and_retire":
+    if not scenario.endswith("_and_retire"):
         damaged = save(root, 6, files=2)
         (damaged.path / "data-00001.bin").write_bytes(b"")
     else:
@@ -123,6 +146,12 @@ def whole_steps(root: Path) -> tuple[list[int], list[str]]:
     return whole, problems
 
 
+def prove(held: HeldPart) -> bool:
+    """Whether a part is there as its writer has it."""
+    (whole,) = (one for one in load_of(6, range(2), 2, 0).parts if one.number == held.number)
+    return Path(held.path).read_bytes()[held.at :][: held.part.size_bytes] == whole.image
+
+
 def main(directory: str, scenario: str) -> None:
     """All deaths of a scenario."""
     top, action = Path(directory), globals()[scenario]
@@ -132,18 +161,21 @@ def main(directory: str, scenario: str) -> None:
     status, calls = in_child(action, top / "undisturbed", None, False)
     assert status == 0
     for at, name in enumerate(calls, start=1):
-        for halfway in (False, True) if name in ("write", "pwritev") else (False,):
+        for halfway in (False, True) if "write" in name else (False,):
             root = top / f"{at}{'h' * halfway}"
             shutil.copytree(base, root)
             status, _ = in_child(action, root, at, halfway)
             assert os.WIFSIGNALED(status)
             whole, problems = whole_steps(root)
+            local = LocalStation(str(top / "disk"), "run", "n1")
+            assert all(prove(one) for holding in local.holdings() for one in holding.parts)
             save(root, 8, files=2)
             retire(root, 1)
             left = sorted(path.name for path in root.iterdir() if not path.name.startswith("damaged-"))
             death = {"at": at, "call": name, "halfway": halfway, "whole": whole, "problems": problems}
             print(json.dumps(death | {"left": left}))
             shutil.rmtree(root)
+            shutil.rmtree(top / "disk", ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,13 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "always"), [("save_and_retire", {4}), ("save_over_damage", {2, 4}), ("put_away", {2, 4})]
+    ("scenario", "always"),
+    [
+        ("save_and_retire", {4}),
+        ("drain_and_retire", {4}),
+        ("save_over_damage", {2, 4}),
+        ("put_away", {2, 4}),
+    ],
 )
 def test_killed_at_any_call_the_old_or_the_new_save_is_whole(
     tmp_path: Path, scenario: str, always: set[int]
@@ -51,13 +57,16 @@ def test_killed_at_any_call_the_old_or_the_new_save_is_whole(
     )
     assert done.returncode == 0, done.stderr
     deaths = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(deaths) >= {"save_and_retire": 30, "save_over_damage": 20, "put_away": 3}[scenario]
-    if scenario == "save_and_retire":
-        assert {"pwritev", "write", "fsync", "rename", "unlink", "rmdir"} <= {one["call"] for one in deaths}
+    least = {"save_and_retire": 30, "drain_and_retire": 40, "save_over_damage": 20, "put_away": 3}
+    assert len(deaths) >= least[scenario]
+    if scenario.endswith("_and_retire"):
+        bytes_go_by = "pwritev" if scenario == "save_and_retire" else "pwrite"
+        calls = {one["call"] for one in deaths}
+        assert {bytes_go_by, "write", "fsync", "rename", "unlink", "rmdir"} <= calls
     for death in deaths:
         assert always <= set(death["whole"]), death
         assert death["left"] == ["step-00000008"], death
-        if scenario == "save_and_retire":
+        if scenario.endswith("_and_retire"):
             assert death["problems"] == [], "a save that was cut short does not even look like one"
     if scenario != "put_away":
         assert {6 in death["whole"] for death in deaths} == {True, False}

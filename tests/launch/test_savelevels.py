@@ -18,7 +18,7 @@ from hpcrun.launch.outlets.tally import Follower, Tally
 from hpcrun.launch.record.describe import describe
 from hpcrun.launch.record.savelevels import SaveSums, parse_sums
 from hpcrun.launch.record.story import story
-from hpcrun.launch.record.timeline import durable_step
+from hpcrun.launch.record.timeline import timelines
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.launch.test_ledger import Run
 
@@ -56,18 +56,20 @@ def written(run: Run, directory: RunDir) -> RunDir:
     ("line", "step"),
     [
         ({"kind": "save", "step": 5}, 5),
-        ({"kind": "save", "step": 5, "level": "memory"}, None),
-        ({"kind": "stored", "step": 5, "level": "local"}, None),
+        ({"kind": "save", "step": 5, "level": "memory"}, 0),
+        ({"kind": "stored", "step": 5, "level": "local"}, 0),
         ({"kind": "stored", "step": 5, "level": "durable"}, 5),
-        ({"kind": "stored", "step": 5, "level": "object"}, 5),
-        ({"kind": "stored", "step": 5}, None),
-        ({"kind": "save_failed", "step": 5, "level": "durable"}, None),
-        ({"step": 5}, None),
-        ({"kind": "save", "step": "5"}, None),
+        ({"kind": "stored", "step": 5}, 0),
+        ({"kind": "save_failed", "step": 5, "level": "durable"}, 0),
+        ({"kind": "save", "step": "5"}, 0),
     ],
 )
-def test_a_save_lasts_when_it_outlives_the_allocation(line: dict[str, Any], step: int | None) -> None:
-    assert durable_step(line) == step
+def test_a_save_lasts_when_it_is_in_the_run_directory(line: dict[str, Any], step: int) -> None:
+    run = Run()
+    run.launch()
+    run.steps(1, 6)
+    attempts = timelines(run.events, [*run.metrics, {"attempt": 1, "time": 2e9, **line}])
+    assert attempts[0].saved_step == step
 
 
 def test_what_the_levels_have_come_to() -> None:
@@ -169,8 +171,8 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
     directory.spec.write_text("name: leveled\n")
     words = [entry.text for entry in story(directory) if entry.what in ("save", "stored", "save_failed")]
     assert words == [
-        "step 5 saved, 3.5 s after it was taken",
-        "step 10 is not saved at level durable: rank 0 on n01: no space left",
+        "step 5: saved after 3.5 s beside training",
+        "step 10: was not saved (durable): rank 0 on n01: no space left",
     ]
     stream = io.StringIO()
     display = Lines(12, stream)
@@ -178,9 +180,9 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         if line["kind"] not in ("step", "start"):
             display.step(line)
     assert stream.getvalue().splitlines() == [
-        "hpcrun: step 5: on its way to durable for 2 s",
-        "hpcrun: step 5: saved (durable) 3.5 s after it was taken",
-        "hpcrun: step 10: not saved at level durable: rank 0 on n01: no space left",
+        "hpcrun: step 5: 8.00 GB on their way to durable after 2.5 s",
+        "hpcrun: step 5: saved after 3.5 s beside training",
+        "hpcrun: step 10: was not saved (durable): rank 0 on n01: no space left",
     ]
     told, _ = describe(directory)
     assert told["save_levels"] == asdict(SaveSums().take_all(leveled().metrics))

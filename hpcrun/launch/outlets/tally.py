@@ -15,7 +15,8 @@ from typing import Any
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.launch.record.ledger import BUCKETS
 from hpcrun.launch.record.savelevels import SaveSums, parse_sums
-from hpcrun.launch.record.timeline import durable_step, gap_between, is_count, job_of, own_seconds
+from hpcrun.launch.record.timeline import gap_between, is_count, job_of, own_seconds
+from hpcrun.launch.watch.savelines import is_kept
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
@@ -109,8 +110,8 @@ class Tally:
     def _line(self, line: Record, kind: str) -> None:
         step, now = line.get("step"), float(line["time"])
         self.saves.take(line)
-        if (saved := durable_step(line)) is not None:
-            self.saved_step, self.saved_at = saved, now
+        if is_count(step) and is_kept(line):
+            self.saved_step, self.saved_at = step, now
         if not is_count(step) or kind not in ("start", "step", "save", "eval"):
             return
         seconds = _seconds(own_seconds(line))

@@ -12,7 +12,8 @@ from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold
 from hpcrun.launch.hydra import describe_status
 from hpcrun.launch.record.follow import Pace, until_over
-from hpcrun.launch.record.timeline import durable_step, is_count
+from hpcrun.launch.record.timeline import is_count
+from hpcrun.launch.watch.savelines import describe_save, is_kept
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
@@ -122,13 +123,11 @@ class Teller:
         texts = {
             "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",
-            "save": _saved(line, step, "seconds", " in {} s"),
-            "stored": _saved(line, step, "lag_s", ", {} s after it was taken"),
-            "save_failed": f"step {step} is not saved at level {line.get('level')}: {line.get('why')}",
-            "save_skipped": f"step {step} is not saved: {line.get('why')}",
+            "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}" if is_kept(line) else "",
             "eval": f"step {step}: eval loss {_figure(line.get('eval_loss'))}",
         }
-        return Entry(line["time"], line["attempt"], kind, texts[kind]) if texts.get(kind) else None
+        text = texts[kind] if kind in texts else "" if kind == "draining" else describe_save(line)
+        return Entry(line["time"], line["attempt"], kind, text) if text else None
 
 
 def story(run: RunDir) -> list[Entry]:
@@ -325,12 +324,6 @@ def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def _saved(line: Record, step: int, key: str, form: str) -> str:
-    """Told only where it outlives the allocation: copies in memory come every few steps."""
-    where = " in the object store" if line.get("level") == "object" else ""
-    return "" if durable_step(line) is None else f"step {step} saved{where}{_seconds(line.get(key), form)}"
 
 
 def _seconds(value: Any, form: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
+from hpcrun.launch.watch.savelines import is_kept
+
 _SAME_CLOCK_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
 _MOST_S = 1e11
@@ -67,8 +69,9 @@ class Timeline:
         for event, place in zip(self._events, self._places, strict=True):
             self.marks.setdefault(str(event.get("event")), place)
         self.lines = self._placed([line for line in lines if line.get("kind") not in _BESIDE])
-        self.saved_step = max((durable_step(line) or 0 for line in lines), default=0)
-        """The newest step that outlives the allocation."""
+        kept = (line["step"] for line in lines if is_kept(line) and is_count(line.get("step")))
+        self.saved_step = max(kept, default=0)
+        """The newest step that got into the run directory."""
         self.steps = [line for line in self.lines if line.kind == "step"]
         self.exit: Record = next((one for one in self._events if one.get("event") == "exit"), {})
         self._measure()
@@ -196,13 +199,6 @@ def own_seconds(line: Record) -> float | None:
         return _number(line.get("step_time_s"))
     seconds, within = _number(line.get("seconds")), _number(line.get("fence_wait_s"))
     return seconds if seconds is None or within is None else seconds - within
-
-
-def durable_step(line: Record) -> int | None:
-    """The step that outlives the allocation from this line on; None for lines that say of none."""
-    kind, step, level = line.get("kind", "step"), line.get("step"), line.get("level")
-    is_lasting = level in ("durable", "object") or (kind == "save" and level is None)
-    return step if kind in ("save", "stored") and is_lasting and is_count(step) else None
 
 
 def job_of(launch: Record) -> str:
