@@ -104,6 +104,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "ckpt verify RUN",
         "ckpt diff RUN 2 2",
         "ckpt gc RUN",
+        "ckpt plan JOB",
         "postmortem RUN",
         "chaos --help",
         "cluster --help",

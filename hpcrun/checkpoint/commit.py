@@ -17,6 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, Part, file_name, render_manifest
 from hpcrun.checkpoint.read import check_sizes
+from hpcrun.checkpoint.retention import Rule, Verdict, pointed_at
 from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_saves, render_record
@@ -128,19 +129,22 @@ def remove(path: Path) -> None:
 
 
 def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0) -> None:
-    """Delete all but the newest `keep` generations, not counting those known to be damaged.
+    """Delete the generations that the rule does not keep (see retention), none known to be damaged.
 
-    Steps that are a multiple of `keep_every` stay. What cannot be deleted is left to the next time.
+    What cannot be deleted is left to the next time.
     """
-    whole = [saved for saved in read_saves(checkpoints)[0] if saved.path not in damaged]
-    for old in _superseded(whole, keep, keep_every):
-        with contextlib.suppress(OSError):
-            remove(old.path)
+    committed = {saved.path.name: saved for saved in read_saves(checkpoints)[0]}
+    for verdict in _judge(committed, checkpoints, Rule(keep, keep_every), {path.name for path in damaged}):
+        if not verdict.stays:
+            with contextlib.suppress(OSError):
+                remove(committed[verdict.key].path)
 
 
-def _superseded(whole: Sequence[Saved], keep: int, keep_every: int) -> list[Saved]:
-    """Those that newer ones make needless, of some in order; the newest never is."""
-    return [old for old in whole[: -max(keep, 1)] if not keep_every or old.step % keep_every]
+def _judge(
+    committed: Mapping[str, Saved], checkpoints: Path, rule: Rule, broken: Collection[str]
+) -> list[Verdict]:
+    steps = [(name, saved.step) for name, saved in committed.items()]
+    return rule.judge(steps, pointed_at(checkpoints), broken)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ class Kept:
 def find_garbage(
     checkpoints: Path, keep: int, *, in_flight: bool, damaged: bool, keep_every: int = 0
 ) -> tuple[list[Garbage], list[Kept]]:
-    """What may be deleted: leftovers, generations beyond the newest `keep` whole ones, damaged if asked for.
+    """What may be deleted: leftovers, generations that the rule does not keep, damaged if asked for.
 
     While a run is going on, or nobody knows, what is half written may be a save in flight and is left.
     """
@@ -184,8 +188,11 @@ def find_garbage(
     broken += [(path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED}*"))]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
-    for old in _superseded(whole, keep, keep_every):
-        garbage.append(Garbage(old.path, f"older than the newest {keep} whole saves", _size(old.path)))
+    committed = {saved.path.name: saved for saved in whole}
+    for verdict in _judge(committed, checkpoints, Rule(keep, keep_every), ()):
+        if not verdict.stays:
+            path = committed[verdict.key].path
+            garbage.append(Garbage(path, verdict.why, _size(path)))
     for path, problem in broken:
         if damaged and whole:
             garbage.append(Garbage(path, f"damaged: {problem}", _size(path)))

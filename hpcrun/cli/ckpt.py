@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli import ckpt_plan
 from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verify_copies
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.command()(upload)
 app.command()(download)
+app.command("plan")(ckpt_plan.plan)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
 _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
@@ -202,13 +204,17 @@ def diff(
 def gc(
     run: _Run,
     keep: Annotated[int | None, typer.Option(min=1, help="newest saves kept; default as in the job")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=0, help="keep steps that are a multiple of it; default as in the job")
+    ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="also remove damaged saves")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
     as_json: _Json = False,
 ) -> None:
     """Remove what broken saves have left, and saves that the job no longer wants to keep.
 
-    The newest whole saves stay, and so does what a running job may be writing.
+    The newest whole saves stay, those of the steps that the job keeps for good, what a symbolic link beside
+    them points at, and what a running job may be writing.
     """
     import contextlib
 
@@ -219,13 +225,12 @@ def gc(
 
     found = find_run(run)
     (state,) = look_at_all([found])
-    policy = load_job(found.spec).spec.checkpoint
+    if keep is None or keep_every is None:
+        rule = load_job(found.spec).spec.checkpoint
+        keep = rule.keep if keep is None else keep
+        keep_every = rule.keep_every if keep_every is None else keep_every
     garbage, kept = find_garbage(
-        found.checkpoints,
-        policy.keep if keep is None else keep,
-        in_flight=not state.is_over,
-        damaged=damaged,
-        keep_every=policy.keep_every,
+        found.checkpoints, keep, in_flight=not state.is_over, damaged=damaged, keep_every=keep_every
     )
     for one in garbage if not dry_run else ():
         # The run itself may have been quicker.

@@ -125,10 +125,11 @@ def _accounts(state: runs.RunState) -> dict[str, str]:
     """Faults, spares and goodput, where reading every step is a matter of a moment."""
     if _size(state.run.metrics) > _QUICK_BYTES:
         return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
-    from hpcrun.launch.record.describe import account
+    from hpcrun.launch.record.describe import account, saves_of
 
     ledger = account(state)
-    told = {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
+    told = {"saves": "; ".join(saves_of(state.run).lines())}
+    told |= {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
     if ledger.spares_left is not None:
         told["spares"] = f"{ledger.spares_left} left"
     if ledger.goodput is not None:
@@ -222,7 +223,8 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
     files = {
         name: value if isinstance(value, str) else ", ".join(value) for name, value in told["files"].items()
     }
-    return facts | files | {"saved": ", ".join(f"step {step}" for step in told["saved_steps"])}
+    saved = ", ".join(f"step {step}" for step in told["saved_steps"])
+    return facts | files | {"saved": saved, "levels": "; ".join(told["save_lines"])}
 
 
 def _submitted(one: dict[str, Any]) -> str:

@@ -12,13 +12,13 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import LeaderWriter
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.deadline import grace_s
 from hpcrun.launch.endurance import patiently
 from hpcrun.launch.health.elsewhere import exclusion, keep_away
 from hpcrun.launch.site import Site
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.units import parse_time
 
 
 class Register:
@@ -74,8 +74,7 @@ class Register:
         allocation, spec = self._site.allocation, self._spec
         if allocation is None or not self._site.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
             return None, ""
-        grace = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
-        cause = recover.cause_of(outcome, grace, allocation.seconds_left())
+        cause = recover.cause_of(outcome, grace_s(outcome.run, spec), allocation.seconds_left())
         if cause is None or (cause in recover.FAULTS and spec.retries is None):
             return None, ""
         refused = recover.refusal(outcome.run, spec, cause, outcome, progress, in_place=False)

@@ -12,6 +12,7 @@ from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt import RunningAttempt
 from hpcrun.launch.classify import Kind
+from hpcrun.launch.deadline import Pace
 from hpcrun.launch.failure import Failure, explain, explain_hang
 from hpcrun.launch.happenings import (
     Asked,
@@ -124,6 +125,7 @@ class Course:
         self._events, self._metrics, self._watchdog, self._again = events, metrics, watchdog, again
         self._beside = beside
         watchdog.begin()
+        self._pace = Pace()
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
@@ -253,12 +255,17 @@ class Course:
             passed, what = self._word_for(number), "save and stop"
             if self._stop is None:
                 self._stop = number
-                self._stop_by = time.monotonic() + self._limits.stop_s
+                self._stop_by = time.monotonic() + self._longest_stop_s
         if self._interrupts < 2:
             again = "; a second interrupt ends them at once" if number == signal.SIGINT else ""
             self._observer.note(f"{number.name}: asking the ranks to {what}{again}")
         self._asked.append(passed)
         running.signal(passed)
+
+    @property
+    def _longest_stop_s(self) -> float:
+        """Ranks that save need at least as long as saves took until now."""
+        return max(self._limits.stop_s, self._pace.lead_s)
 
     def _word_for(self, number: signal.Signals) -> signal.Signals:
         """How ranks are told to stop: ours know one word for it, programs of others the usual ones."""
@@ -290,7 +297,7 @@ class Course:
             can_replace = self._launch.placement.spares and self._stop is None and not self._replaced
             if self._launch.stragglers == "replace" and can_replace and not self._launch.judges_exits:
                 self._replaced = (one.node,)
-                self._stop_by = time.monotonic() + self._limits.stop_s
+                self._stop_by = time.monotonic() + self._longest_stop_s
                 running.signal(signal.SIGUSR2)
 
     def _dump(self, running: RunningAttempt) -> None:
@@ -305,6 +312,7 @@ class Course:
                 if record.get("kind", "step") == "step":
                     self._step = record.get("step", self._step)
                 self._observer.step(record)
+            self._pace.take(record)
 
     def _outcome(self, verdict: _Verdict, missing: list[int]) -> Outcome:
         if verdict == "finished":
@@ -334,7 +342,7 @@ class Course:
         assert self._stop is not None or self._replaced
         why = self._stop.name if self._stop else "being asked to make room for a spare"
         text = (
-            f"the ranks did not stop within {self._limits.stop_s:g} s of {why} and were ended"
+            f"the ranks did not stop within {self._longest_stop_s:g} s of {why} and were ended"
             f"{self._at_step()}{where}"
         )
         if self._interrupts:

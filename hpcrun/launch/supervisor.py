@@ -18,6 +18,7 @@ from hpcrun.launch.assign import circumstances, decide
 from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.deadline import watched
 from hpcrun.launch.drains import Drains
 from hpcrun.launch.endurance import patiently
 from hpcrun.launch.health import admission
@@ -111,7 +112,8 @@ class Supervisor:
         self._keeper = Keeper(run, spec, nodes, tell, note, interface)
         self._drains = Drains(self._site.allocation) if self._site.allocation else None
         try:
-            return self._one_after_another(run, launcher, nodes)
+            with watched(self._site.allocation, run, self._prepared.spec, self._observer.note):
+                return self._one_after_another(run, launcher, nodes)
         finally:
             if self._drains is not None:
                 self._drains.stop()

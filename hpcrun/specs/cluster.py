@@ -151,6 +151,8 @@ class FileSystemSpec(_Section):
     kind: Literal["lustre", "gpfs", "beegfs", "nfs", "weka", "local", "other"] = Field(default="other")
     shared: bool = Field(default=True, description="the same on login and compute nodes")
     purged_days: int | None = Field(default=None, ge=1, description="files older than this are removed")
+    node_write_GBps: float | None = Field(default=None, gt=0, description="what one node can write to it")
+    write_GBps: float | None = Field(default=None, gt=0, description="what a job can write to it, all nodes")
 
 
 class ClusterSpec(_Section):

@@ -188,6 +188,26 @@ def test_ranks_that_do_not_stop_are_ended_and_that_is_said(site: Site) -> None:
     assert "did not stop within 0.2 s of SIGTERM and were ended" in outcome.message
 
 
+def test_ranks_get_as_long_to_stop_as_their_saves_took(site: Site) -> None:
+    def save() -> None:
+        line = {"attempt": 1, "time": time.time(), "kind": "save", "step": 1, "seconds": 0.8}
+        with site.only_run.metrics.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    observer = Recorder(on_ready=save)
+    observer_step = observer.step
+
+    def step(record: dict[str, Any]) -> None:
+        observer_step(record)
+        if record.get("kind") == "save":
+            send(signal.SIGTERM)()
+
+    observer.step = step  # type: ignore[method-assign]
+    limits = Limits(start_s=30, stop_s=0.2, settle_s=0.3)
+    outcome = site.run("stubborn", observer=observer, limits=limits)
+    assert "did not stop within 1.2 s of SIGTERM and were ended" in outcome.message
+
+
 def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
     outcome = site.run("never-meets", limits=Limits(start_s=0.5))
     assert outcome.exit_code == 5

@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -70,10 +71,11 @@ class Exporter:
     def _show(self, tally: Tally, *, is_last: bool = False) -> None:
         counts = self._nodes.of(tally)
         ages = {} if is_last else heard_s(self._run)
-        about = {name: str(self._about[name]) for name in ("run", "name", "slurm_job", "host")}
-        self._text = render_exposition(
-            [Figures(tally=tally, nodes=counts, heard_s=ages, scrape_errors=self._errors, **about)]
-        )
+        about: dict[str, Any] = {
+            name: str(self._about[name]) for name in ("run", "name", "slurm_job", "host")
+        }
+        figures = Figures(tally=tally, nodes=counts, heard_s=ages, scrape_errors=self._errors, **about)
+        self._text = render_exposition([replace(figures, now=None if is_last else time.time())])
 
     def _write(self) -> None:
         self._written = time.monotonic()
@@ -171,7 +173,8 @@ def figures_of(run: RunDir) -> Figures:
         told, name = supervisor_of(run), origin.name if origin else ""
     job, host = (str(told.get(key) or "") for key in ("slurm_job", "host"))
     ages = heard_s(run) if is_alive else {}
-    return Figures(run.id, tally, name, job, host, nodes, ages)
+    now = time.time() if is_alive else None
+    return Figures(run.id, tally, name, job, host, nodes, ages, now=now)
 
 
 def _sweep(folder: Path, suffix: str) -> None:

@@ -31,6 +31,8 @@ class Figures:
     heard_s: Mapping[str, float] = field(default_factory=dict)
     """For how long nobody has heard of the agent of a node."""
     scrape_errors: int = 0
+    now: float | None = None
+    """The wall clock while the run goes on; None for one that does not."""
 
 
 def render_exposition(runs: Sequence[Figures]) -> str:
@@ -61,6 +63,7 @@ def families(runs: Sequence[Figures]) -> Iterator[Metric]:
     """One family a name, with the series of all runs."""
     yield from _what_it_is(runs)
     yield from _progress(runs)
+    yield from _saves(runs)
     yield from _time(runs)
     yield from _faults(runs)
     yield from _around(runs)
@@ -93,8 +96,10 @@ def _progress(runs: Sequence[Figures]) -> Iterator[Metric]:
     took = HistogramMetricFamily("hpcrun_step_duration_seconds", text, labels=["run"])
     text = "Tokens that steps have computed on, those that were done again included"
     tokens = CounterMetricFamily("hpcrun_tokens", text, labels=["run"])
-    saved = GaugeMetricFamily("hpcrun_checkpoint_last_step", "The newest step saved", labels=["run"])
-    text = "When the newest save was complete (seconds since 1970)"
+    saved = GaugeMetricFamily(
+        "hpcrun_checkpoint_last_step", "The newest step that is durable", labels=["run"]
+    )
+    text = "When the newest durable save was complete (seconds since 1970)"
     saved_at = GaugeMetricFamily("hpcrun_checkpoint_timestamp_seconds", text, labels=["run"])
     for one in runs:
         tally, label = one.tally, [one.run]
@@ -110,6 +115,42 @@ def _progress(runs: Sequence[Figures]) -> Iterator[Metric]:
             saved.add_metric(label, tally.saved_step)
             saved_at.add_metric(label, tally.saved_at)
     yield from (step, took, tokens, saved, saved_at)
+
+
+def _saves(runs: Sequence[Figures]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    told = {
+        "saves": "Saves that a level has got",
+        "failures": "Saves that a level has not got",
+        "stall_s": "Time that training has waited for saves of a level",
+        "drain_s": "Time that a level has taken to store saves, beside training",
+        "size_bytes": "Bytes that a level has got, of the node of rank 0",
+    }
+    names = {"stall_s": "stall_seconds", "drain_s": "drain_seconds", "size_bytes": "bytes"}
+    labels = ["run", "level"]
+    counters = {
+        name: CounterMetricFamily(f"hpcrun_checkpoint_{names.get(name, name)}", text, labels=labels)
+        for name, text in told.items()
+    }
+    text = "From the newest save until a level had it"
+    lag = GaugeMetricFamily("hpcrun_checkpoint_lag_seconds", text, labels=labels)
+    text = "Bytes that the newest save took at a level, to bytes of the state"
+    ratio = GaugeMetricFamily("hpcrun_checkpoint_bytes_ratio", text, labels=labels)
+    text = "For how long nothing new has become durable, while the run goes on"
+    undurable = GaugeMetricFamily("hpcrun_checkpoint_undurable_seconds", text, labels=["run"])
+    for one in runs:
+        for level, sums in one.tally.saves.levels.items():
+            for name, counter in counters.items():
+                counter.add_metric([one.run, level], getattr(sums, name))
+            if sums.lag_s is not None:
+                lag.add_metric([one.run, level], sums.lag_s)
+            if sums.ratio is not None:
+                ratio.add_metric([one.run, level], sums.ratio)
+        since = one.tally.saves.undurable_since
+        if one.now is not None and since is not None:
+            undurable.add_metric([one.run], max(0.0, one.now - since))
+    yield from (*counters.values(), lag, ratio, undurable)
 
 
 def _time(runs: Sequence[Figures]) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpcrun.checkpoint.levels import LEVELS
 from hpcrun.errors import HpcrunError
 from hpcrun.launch.outlets.beside import remembered, say
 from hpcrun.launch.outlets.exporter import state_at_end
@@ -21,6 +22,7 @@ from hpcrun.specs.secrets import read_secrets
 
 _PIECE_BYTES = 4 << 20
 _GIB = 2**30
+_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in LEVELS))
 _HOST = "api.wandb.ai"
 
 Record = Mapping[str, Any]
@@ -50,6 +52,12 @@ def scalars(record: Record, ranks: int) -> dict[str, float]:
         found = {"validation_metrics/loss": _number(record.get("eval_loss"))}
     elif kind == "save":
         found = {"time_metrics/checkpoint(s)": _number(record.get("seconds"))}
+    elif kind == "stored":
+        level = record.get("level")
+        found = {
+            f"checkpoint/{level}_drain(s)": _number(record.get("seconds")),
+            f"checkpoint/{level}_lag(s)": _number(record.get("lag_s")),
+        }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -72,9 +80,7 @@ class Points:
         offset, told = state.get("metrics"), state.get("steps")
         self._reader = LineReader(run.metrics, offset if is_count(offset) else 0)
         known = told if isinstance(told, dict) else {}
-        self._steps = {
-            kind: known[kind] if is_count(known.get(kind)) else -1 for kind in ("step", "eval", "save")
-        }
+        self._steps = {kind: known[kind] if is_count(known.get(kind)) else -1 for kind in _KINDS}
         self._ranks = ranks
 
     def new(self) -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -85,6 +91,8 @@ class Points:
     def _of(self, lines: Iterable[Record]) -> Iterator[tuple[int, float, dict[str, float]]]:
         for line in lines:
             kind, step = str(line.get("kind", "step")), line.get("step")
+            if kind == "stored":
+                kind = f"stored {line.get('level')}"
             if kind not in self._steps or not is_count(step) or step <= self._steps[kind]:
                 continue
             if figures := scalars(line, self._ranks):

@@ -14,7 +14,9 @@ from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.launch.record.ledger import BUCKETS
-from hpcrun.launch.record.timeline import gap_between, is_count, job_of
+from hpcrun.launch.record.savelevels import SaveSums, parse_sums
+from hpcrun.launch.record.timeline import gap_between, is_count, job_of, own_seconds
+from hpcrun.launch.watch.savelines import is_kept
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
@@ -58,6 +60,8 @@ class Tally:
     saved_step: int | None = None
     saved_at: float | None = None
     excluded: int = 0
+    saves: SaveSums = field(default_factory=SaveSums)
+    """By level."""
     # From here on: what is remembered.
     seen: float | None = None
     """Up to here (wall clock) all time is counted."""
@@ -105,9 +109,12 @@ class Tally:
 
     def _line(self, line: Record, kind: str) -> None:
         step, now = line.get("step"), float(line["time"])
+        self.saves.take(line)
+        if is_count(step) and is_kept(line):
+            self.saved_step, self.saved_at = step, now
         if not is_count(step) or kind not in ("start", "step", "save", "eval"):
             return
-        seconds = _seconds(line.get("step_time_s" if kind == "step" else "seconds"))
+        seconds = _seconds(own_seconds(line))
         if not self.is_met:
             # Rank 0 may be heard of before the supervisor has seen that all have met.
             self._pass(now - seconds, "start")
@@ -120,8 +127,6 @@ class Tally:
             self._pass(now, "restore")
         else:
             self._pass(now, between, {"save": "checkpoint", "eval": "eval"}[kind], seconds)
-        if kind == "save":
-            self.saved_step, self.saved_at = step, now
 
     def _step(self, line: Record, step: int, now: float, seconds: float, between: str) -> None:
         is_new = step > self.reached
@@ -260,11 +265,18 @@ def _parse(found: Any) -> Tally | None:
     empty = Tally()
     if not isinstance(found, dict) or found.keys() != {one.name for one in fields(Tally)}:
         return None
+    saves = parse_sums(found["saves"])
+    if saves is None:
+        return None
     for name, value in found.items():
         usual = getattr(empty, name)
-        if usual is not None and not isinstance(value, float if type(usual) is float else type(usual)):
+        if (
+            name != "saves"
+            and usual is not None
+            and not isinstance(value, float if type(usual) is float else type(usual))
+        ):
             return None
-    tally = Tally(**found)
+    tally = Tally(**{**found, "saves": saves})
     lists = len(tally.step_counts) == len(empty.step_counts) and all(map(is_count, tally.step_counts))
     return tally if lists and tally.badput_s.keys() == empty.badput_s.keys() else None
 

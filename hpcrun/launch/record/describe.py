@@ -9,9 +9,10 @@ from typing import Any
 from hpcrun.launch.record.follow import batch_logs
 from hpcrun.launch.record.ledger import Ledger, add, read_ledger
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.record.savelevels import SaveSums
 from hpcrun.launch.record.view import replicas_of
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import read_json
+from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.sweep import read_sweep
@@ -24,7 +25,7 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
     """
     (state,) = look_at_all([run])
     owner = run.sweep_of_element or run
-    origin = read_provenance(owner)
+    origin, levels = read_provenance(owner), saves_of(run)
     told = {
         **state.as_json(),
         "files": _files(owner, run),
@@ -32,6 +33,8 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
         "origin": asdict(origin) if origin else None,
         "attempts": [_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
+        "save_levels": levels.as_json(),
+        "save_lines": levels.lines(),
     }
     return told, account(state)
 
@@ -44,6 +47,11 @@ def account(state: RunState) -> Ledger:
         return read_ledger(state.run, now=None if state.is_over else now)
     # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
     return add(account(one) for one in look_at_elements(state.run, ask=False))
+
+
+def saves_of(run: RunDir) -> SaveSums:
+    """What its saves have come to at each level; of a sweep nothing."""
+    return SaveSums().take_all(read_lines(run.metrics))
 
 
 def sweep_table(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:

@@ -204,7 +204,7 @@ def _mark_lost(attempts: Sequence[Timeline], now: float | None) -> None:
     saved = 0
     for index, attempt in enumerate(attempts):
         later = [one.start for one in attempts[index + 1 :] if one.start is not None]
-        saved = max([saved, *(line.step for line in attempt.lines if line.kind == "save")])
+        saved = max(saved, attempt.saved_step)
         is_alive = attempt.is_good or (now is not None and index == len(attempts) - 1 and not attempt.is_over)
         if later:
             kept = min(later)

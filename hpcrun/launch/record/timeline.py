@@ -7,11 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
+from hpcrun.launch.watch.savelines import is_kept
+
 _SAME_CLOCK_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
 _MOST_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
 _FAULTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
+
+_BESIDE = ("stored", "save_failed", "save_skipped", "save_unchanged", "draining")
+"""Lines of what goes on beside the run, and takes none of its time."""
 
 _PARTS = (
     *("productive", "lost", "start", "restore", "checkpoint", "eval"),
@@ -63,7 +68,10 @@ class Timeline:
         self.marks: dict[str, float] = {}
         for event, place in zip(self._events, self._places, strict=True):
             self.marks.setdefault(str(event.get("event")), place)
-        self.lines = self._placed(lines)
+        self.lines = self._placed([line for line in lines if line.get("kind") not in _BESIDE])
+        kept = (line["step"] for line in lines if is_kept(line) and is_count(line.get("step")))
+        self.saved_step = max(kept, default=0)
+        """The newest step that got into the run directory."""
         self.steps = [line for line in self.lines if line.kind == "step"]
         self.exit: Record = next((one for one in self._events if one.get("event") == "exit"), {})
         self._measure()
@@ -88,7 +96,7 @@ class Timeline:
                 continue
             at = self._place(time, at)
             kind = str(line.get("kind", "step"))
-            seconds = _number(line.get("step_time_s" if kind == "step" else "seconds"))
+            seconds = own_seconds(line)
             found.append(Line(kind, step, max(0.0, seconds or 0.0), at))
         return found
 
@@ -183,6 +191,14 @@ class Timeline:
         for name in ("productive", "lost", *of.values()):
             spans[name] = scale * math.fsum(seconds for bucket, seconds in named if bucket == name)
         return max(0.0, window - told)
+
+
+def own_seconds(line: Record) -> float | None:
+    """How long what a line tells of took by itself; what a step waited for a copy is in the step's time."""
+    if line.get("kind", "step") == "step":
+        return _number(line.get("step_time_s"))
+    seconds, within = _number(line.get("seconds")), _number(line.get("fence_wait_s"))
+    return seconds if seconds is None or within is None else seconds - within
 
 
 def job_of(launch: Record) -> str:

@@ -1,0 +1,256 @@
+"""How often to save at each level: from what a save costs, how long it drains, and how often runs fail.
+
+Levels that are taken at the same steps are a tier. Failures that a tier survives, and no nearer one, cost
+half of its interval each, and each save costs the time that training visibly waits: the sum is least at the
+interval of J. W. Young (Communications of the ACM 17, 1974), with the term of higher order of J. T. Daly
+(Future Generation Computer Systems 22, 2006). While a save drains training goes on: that is no cost, but adds
+to what a failure loses, and no interval may be shorter than the drain, or saves pile up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.rates import SURVIVES, Kind, in_words
+
+Behind = Literal["wait", "skip", "degrade"]
+BOUND = 0.03
+"""The share of time that saving may cost, unless a person says otherwise."""
+_LEAST_S = 1.0
+"""Nothing is gained by saves that come more often."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one save costs at one level, in seconds."""
+
+    level: Level
+    stall_s: float = 0.0
+    """For which training visibly waits, or by which it is slower."""
+    drain_s: float = 0.0
+    """That the level itself takes, in the background."""
+    restart_s: float = 0.0
+    """From a failure until training goes on from this level."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Levels that are taken at the same steps."""
+
+    costs: tuple[Cost, ...]
+
+    @property
+    def name(self) -> str:
+        """Its levels in words."""
+        return " + ".join(one.level for one in self.costs)
+
+    @property
+    def stall_s(self) -> float:
+        """What one save of it costs."""
+        return math.fsum(one.stall_s for one in self.costs)
+
+    @property
+    def drain_s(self) -> float:
+        """How long it keeps the drain worker busy."""
+        return math.fsum(one.drain_s for one in self.costs)
+
+    @property
+    def survives(self) -> set[Kind]:
+        """Failures that it survives."""
+        return {kind for one in self.costs for kind in SURVIVES[one.level]}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """How often a tier is saved."""
+
+    tier: Tier
+    every_s: float
+    """Training between two saves."""
+    times: int
+    """So many times the interval of the tier before; 1 for the first."""
+    rate_per_s: float
+    """Of the failures that it is there for."""
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The intervals of all tiers, and what they cost."""
+
+    intervals: tuple[Interval, ...]
+    overhead: float
+    """Share of time that saves take."""
+    waste: float
+    """Share of time that saves and failures take together, as far as the rates are known."""
+
+
+def young(cost_s: float, rate_per_s: float) -> float:
+    """Young's interval: sqrt(2 C / rate)."""
+    return math.sqrt(2.0 * cost_s / rate_per_s) if rate_per_s else math.inf
+
+
+def daly(cost_s: float, rate_per_s: float) -> float:
+    """Daly's interval: sqrt(2 C M) (1 + x/3 + x²/9) - C, with M = 1 / rate and x = sqrt(C / 2M).
+
+    M itself where a save takes 2 M or more.
+    """
+    if not rate_per_s:
+        return math.inf
+    mean = 1.0 / rate_per_s
+    if cost_s >= 2.0 * mean:
+        return mean
+    x = math.sqrt(cost_s / (2.0 * mean))
+    return math.sqrt(2.0 * cost_s * mean) * (1.0 + x / 3.0 + x * x / 9.0) - cost_s
+
+
+def lag_s(tiers: Sequence[Tier], index: int, level: Level) -> float:
+    """From the moment of a save until this level of this tier has it: levels take it one after the other."""
+    total = 0.0
+    for tier in tiers[: index + 1]:
+        for one in tier.costs:
+            total += one.drain_s
+            if tier is tiers[index] and one.level == level:
+                return total
+    return total
+
+
+def cover(tiers: Sequence[Tier], kind: Kind) -> tuple[int, Cost] | None:
+    """The nearest level that survives a kind of failure, and the tier that it is in; None where none does."""
+    for index, tier in enumerate(tiers):
+        for one in tier.costs:
+            if kind in SURVIVES[one.level]:
+                return index, one
+    return None
+
+
+def recommend(
+    tiers: Sequence[Tier],
+    rates: Mapping[Kind, float],
+    *,
+    bound: float = BOUND,
+    step_s: float | None = None,
+    slots: int = 2,
+    behind: Behind = "wait",
+) -> Advice:
+    """The interval of each tier, nearest first; each is a multiple of the one before, in whole steps where
+    `step_s` is known.
+
+    `rates`: failures a second of the whole job, kinds that are not known left out. `bound`: the largest share
+    of time that saves may cost. `slots`: saves that the memory of a node holds.
+    """
+    own = _rates(tiers, rates)
+    wanted = _pooled(tiers, own, bound)
+    reasons = [[_why_wanted(tier, rate, want)] for tier, rate, want in zip(tiers, own, wanted, strict=True)]
+    total = math.fsum(tier.stall_s / want for tier, want in zip(tiers, wanted, strict=True) if want)
+    is_bound = total > bound * (1 + 1e-9)
+    if is_bound:
+        longer = total / bound
+        wanted = [want * longer for want in wanted]
+        told = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
+        for lines in reasons:
+            lines.append(told)
+    floors = _floors(tiers, slots, behind)
+    for index in range(len(tiers) - 1, 0, -1):
+        if wanted[index] <= wanted[index - 1] and floors[index] > floors[index - 1]:
+            floors[index - 1] = floors[index]  # what is taken together waits together
+    found: list[Interval] = []
+    for index, tier in enumerate(tiers):
+        goal = _Goal(wanted[index], *floors[index], is_bound)
+        times, every_s, lines = _settle(found, goal, step_s)
+        found.append(Interval(tier, every_s, times, own[index], (*reasons[index], *lines)))
+    every = [one.every_s for one in found]
+    overhead = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every, strict=True))
+    return Advice(tuple(found), overhead, waste(tiers, every, rates))
+
+
+def waste(tiers: Sequence[Tier], every_s: Sequence[float], rates: Mapping[Kind, float]) -> float:
+    """The expected share of time that is not training.
+
+    Saves, and for each failure half an interval, the lag of the level that survives it, and the restart.
+    """
+    total = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every_s, strict=True) if t)
+    for kind, rate in rates.items():
+        if (found := cover(tiers, kind)) is not None:
+            index, cost = found
+            total += rate * (every_s[index] / 2 + lag_s(tiers, index, cost.level) + cost.restart_s)
+    return min(1.0, total)
+
+
+def _rates(tiers: Sequence[Tier], rates: Mapping[Kind, float]) -> list[float]:
+    """The failures that each tier is there for: those that it survives, and none nearer does."""
+    found, before = [], set[Kind]()
+    for tier in tiers:
+        found.append(math.fsum(rate for kind, rate in rates.items() if kind in tier.survives - before))
+        before |= tier.survives
+    return found
+
+
+def _pooled(tiers: Sequence[Tier], own: Sequence[float], bound: float) -> list[float]:
+    """Daly's interval of each tier; one that would come oftener than a nearer one goes together with it.
+
+    Of a tier whose failures are not known, the shortest that the bound allows.
+    """
+    pools: list[tuple[float, float, int]] = []
+    for tier, rate in zip(tiers, own, strict=True):
+        pools.append((tier.stall_s, rate, 1))
+        # Without a known failure it has no wish of its own.
+        while len(pools) > 1 and pools[-1][1] and daly(*pools[-1][:2]) < daly(*pools[-2][:2]):
+            (cost, many, count), (other, more, others) = pools.pop(), pools.pop()
+            pools.append((cost + other, many + more, count + others))
+    return [daly(cost, rate) if rate else cost / bound for cost, rate, count in pools for _ in range(count)]
+
+
+def _floors(tiers: Sequence[Tier], slots: int, behind: Behind) -> list[tuple[float, str]]:
+    """The shortest interval of each tier, and why."""
+    floors, busy = [], 0.0
+    for tier in tiers:
+        busy += tier.drain_s
+        floors.append((busy, f"a save of it drains for {in_words(busy)}"))
+    if tiers and behind != "skip" and busy / max(1, slots) > floors[0][0]:
+        what = f"the deepest save drains for {in_words(busy)}, and memory holds {slots} (behind: {behind})"
+        floors[0] = (busy / max(1, slots), what)
+    return floors
+
+
+class _Goal(NamedTuple):
+    """How long an interval is wanted, and must be."""
+
+    wanted_s: float
+    floor_s: float
+    why: str
+    is_bound: bool
+    """Whether what is wanted is also a floor."""
+
+
+def _settle(before: Sequence[Interval], goal: _Goal, step_s: float | None) -> tuple[int, float, list[str]]:
+    """A wish as a multiple of the interval before, or of a step: not below the floor."""
+    lines = []
+    if goal.floor_s > goal.wanted_s:
+        lines.append(f"no shorter than {in_words(goal.floor_s)}: {goal.why}")
+    wanted = max(goal.floor_s, goal.wanted_s, _LEAST_S)
+    least = wanted if goal.is_bound else goal.floor_s
+    unit = before[-1].every_s if before else step_s or 0.0
+    if not unit:
+        return 1, wanted, lines
+    count = max(1, round(wanted / unit))
+    if count * unit < least * (1 - 1e-9):
+        count += 1
+    return count if before else 1, count * unit, lines
+
+
+def _why_wanted(tier: Tier, rate: float, wanted_s: float) -> str:
+    if not rate:
+        return "how often a failure needs it is not known: as often as the bound and its drain allow"
+    times = (
+        f"training waits {in_words(tier.stall_s)} a save, and one failure in {in_words(1 / rate)} needs it"
+    )
+    if abs(daly(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
+        return f"{times}; with the tier beside it, least is lost at {in_words(wanted_s)} (Daly)"
+    return (
+        f"{times}: least is lost at {in_words(wanted_s)} (Daly; Young {in_words(young(tier.stall_s, rate))})"
+    )

@@ -1,0 +1,80 @@
+"""Which saves stay: one rule over what is committed, for a running job and for cleaning up later.
+
+Only whole, committed generations count: one that is still being written, or is damaged, neither fills a place
+among the newest nor is judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of one committed generation, and why."""
+
+    key: str
+    step: int
+    stays: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a job wants to keep."""
+
+    newest: int
+    """So many of the newest; one at least, whatever is asked for."""
+    every: int = 0
+    """Besides, steps that are a multiple of this; 0: none."""
+
+    def judge(
+        self, committed: Iterable[tuple[str, int]], pinned: Collection[str] = (), broken: Collection[str] = ()
+    ) -> list[Verdict]:
+        """What becomes of each generation, given as key and step; oldest step first.
+
+        `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay:
+        whether they can be repaired is for others to tell.
+        """
+        ordered = sorted(committed, key=lambda one: one[1])
+        whole = [key for key, _ in ordered if key not in broken]
+        newest = set(whole[-max(1, self.newest) :])
+        return [Verdict(key, step, *self._of(key, step, newest, pinned, broken)) for key, step in ordered]
+
+    def _of(
+        self, key: str, step: int, newest: Collection[str], pinned: Collection[str], broken: Collection[str]
+    ) -> tuple[bool, str]:
+        if key in broken:
+            return True, "damaged, and does not count"
+        if key in newest:
+            return True, "the newest whole save" if len(newest) == 1 else f"one of the newest {len(newest)}"
+        if self.every and step and step % self.every == 0:
+            return True, f"step {step} is a multiple of {self.every}"
+        if key in pinned:
+            return True, "something points at it"
+        return False, f"older than the newest {max(1, self.newest)} whole saves"
+
+
+def pointed_at(checkpoints: Path) -> set[str]:
+    """The names of saves that a symbolic link beside them points at, such as a person's `latest`."""
+    try:
+        links = [one for one in checkpoints.iterdir() if one.is_symlink()]
+        return {one.readlink().name for one in links}
+    except OSError:
+        return set()
+
+
+def kept_count(steps: int, every: int, rule: Rule) -> int:
+    """How many saves lie on the disk at most after a run of so many steps with a save each `every` steps.
+
+    A new save is whole before the oldest one goes: one more than the rule keeps.
+    """
+    made = steps // every + (steps % every > 0) if every else 1
+    milestones = (
+        sum(1 for step in range(every, steps + 1, every) if step % rule.every == 0)
+        if every and rule.every
+        else 0
+    )
+    return min(made, milestones + max(1, rule.newest) + 1)

@@ -1,0 +1,233 @@
+"""A run that saves at several levels and fails as a trace says: how much of its time was training it kept.
+
+Between failures the saves of a run repeat, so that one cycle of them is played through step by step, slots,
+drain and waiting included, and the rest is arithmetic: years of a run with a thousand failures take little.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpcrun.checkpoint.interval import Advice, Behind, Tier, cover
+from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.rates import SURVIVES, Kind
+
+Failure = tuple[float, Kind]
+"""When (seconds since the start), and of which kind."""
+_MOST_SAVES, _LEAST_SAVES = 2048, 64
+"""Of a cycle that is played through: a tier that comes more rarely than that is taken to come as often."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What became of a run."""
+
+    efficiency: float
+    """Training that was kept, over all time."""
+    failures: int
+    lost_s: float
+    """Training that was done again."""
+    restart_s: float
+    waiting_s: float
+    """For saves: the rest of the time."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Intervals that were tried."""
+
+    every_s: tuple[float, ...]
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a simulated run says of recommended intervals."""
+
+    at: Mapping[float, Candidate]
+    """By factor: half, once and twice the recommended intervals."""
+    best: Candidate
+    """The best of all that were tried."""
+    failures: int
+
+
+@dataclass
+class _Cycle:
+    """The saves of one cycle, from its beginning, in the steady state."""
+
+    length_s: float
+    ends: list[float]
+    """When each save is over and training goes on."""
+    stored: dict[Level, tuple[list[int], list[float]]] = field(default_factory=dict)
+    """For each level: which saves it gets, and when it has each; in this order."""
+
+
+def draw_trace(rates: Mapping[Kind, float], horizon_s: float, seed: int) -> list[Failure]:
+    """Failures that come independently, each kind at its rate."""
+    draw, found = random.Random(seed), list[Failure]()
+    for kind, rate in sorted(rates.items()):
+        at = 0.0
+        while rate > 0 and (at := at + draw.expovariate(rate)) < horizon_s:
+            found.append((at, kind))
+    return sorted(found)
+
+
+def simulate(
+    tiers: Sequence[Tier],
+    every_s: Sequence[float],
+    trace: Sequence[Failure],
+    horizon_s: float,
+    *,
+    slots: int = 2,
+    behind: Behind = "wait",
+) -> Simulated:
+    """A run of so long with these intervals; each has to be a multiple of the one before.
+
+    A failure ends the drains that are under way, and a restart that is struck again begins anew.
+    """
+    times = [max(1, round(each / every_s[0])) for each in every_s]
+    cycle = _play(tiers, times, every_s[0], slots, behind)
+    run = _Run(tiers, cycle, every_s[0])
+    for at, kind in trace:
+        if at < horizon_s:
+            run.fail(at, kind)
+    run.end(horizon_s)
+    kept = run.position_s
+    waiting = horizon_s - kept - run.lost_s - run.restart_s
+    return Simulated(kept / horizon_s, run.failures, run.lost_s, run.restart_s, waiting)
+
+
+def check(
+    tiers: Sequence[Tier],
+    advice: Advice,
+    rates: Mapping[Kind, float],
+    *,
+    slots: int = 2,
+    behind: Behind = "wait",
+    seed: int = 0,
+    failures: int = 500,
+) -> Checked | None:
+    """Try the recommended intervals, their halves and doubles, and a grid around them, on the same trace.
+
+    Failures that no level survives are left out; None where no rate is known.
+    """
+    rates = {kind: rate for kind, rate in rates.items() if cover(tiers, kind) is not None}
+    total = math.fsum(rates.values())
+    if not total:
+        return None
+    horizon = failures / total
+    trace = draw_trace(rates, horizon, seed)
+    times = [one.times for one in advice.intervals]
+    first = advice.intervals[0].every_s
+
+    def run(every: float, factors: Sequence[float]) -> Candidate:
+        intervals = [every]
+        for count, factor in zip(times[1:], factors, strict=True):
+            intervals.append(intervals[-1] * max(1, round(count * factor)))
+        told = simulate(tiers, intervals, trace, horizon, slots=slots, behind=behind)
+        return Candidate(tuple(intervals), told.efficiency)
+
+    same = [1.0] * (len(times) - 1)
+    at = {factor: run(first * factor, same) for factor in (0.5, 1.0, 2.0)}
+    tried = list(at.values())
+    for exponent in range(-8, 9):
+        every = first * 2.0 ** (exponent / 3)
+        for factor in (0.25, 0.5, 1.0, 2.0, 4.0) if same else (1.0,):
+            tried.append(run(every, [factor / 2.0 ** (exponent / 3), *same[1:]] if same else same))
+    return Checked(at, max(tried, key=lambda one: one.efficiency), len(trace))
+
+
+class _Run:
+    """Where a run stands: how far it has come, and what each level has of it."""
+
+    def __init__(self, tiers: Sequence[Tier], cycle: _Cycle, every_s: float) -> None:
+        self._costs = [one for tier in tiers for one in tier.costs]
+        self._cycle, self._every_s = cycle, every_s
+        self._has = dict.fromkeys((one.level for one in self._costs), 0)
+        """The newest save of each level, by its number; 0 is the beginning."""
+        self._from, self._begin = 0, 0.0
+        self.position_s = self.lost_s = self.restart_s = 0.0
+        self.failures = 0
+
+    def train(self, until: float) -> None:
+        """Go on from the newest save until this moment."""
+        passed = until - self._begin
+        if passed <= 0:
+            return
+        cycle, at = self._cycle, self._moment(self._from) + passed
+        whole, rest = divmod(at, cycle.length_s)
+        done = int(whole) * len(cycle.ends) + bisect_right(cycle.ends, rest)
+        self.position_s = min(
+            done * self._every_s + max(0.0, at - self._moment(done)), (done + 1) * self._every_s
+        )
+        for level, stored in cycle.stored.items():
+            newest = self._newest(*stored, at)
+            # What was taken before is there only if this level still has it.
+            self._has[level] = newest if newest > self._from else self._has[level]
+
+    def end(self, at: float) -> None:
+        """The end of the trace."""
+        self.train(at)
+        self.restart_s -= max(0.0, self._begin - at)
+
+    def _moment(self, save: int) -> float:
+        """When a save is over, counted from a beginning without failures."""
+        if save <= 0:
+            return 0.0
+        whole, rest = divmod(save - 1, len(self._cycle.ends))
+        return whole * self._cycle.length_s + self._cycle.ends[rest]
+
+    def _newest(self, saves: Sequence[int], moments: Sequence[float], at: float) -> int:
+        """The newest save that a level has then, had there been no failure; 0 for none."""
+        length = self._cycle.length_s
+        for rounds in range(int(at // length), -1, -1) if moments else ():
+            if index := bisect_right(moments, at - rounds * length):
+                return rounds * len(self._cycle.ends) + saves[index - 1]
+        return 0
+
+    def fail(self, at: float, kind: Kind) -> None:
+        """What it loses, and from where it goes on."""
+        self.train(at)
+        reached, self.failures = self.position_s, self.failures + 1
+        left = [one for one in self._costs if kind in SURVIVES[one.level]]
+        best = max(left, key=lambda one: self._has[one.level], default=None)
+        save = self._has[best.level] if best else 0
+        for one in self._costs:
+            if one not in left:
+                self._has[one.level] = 0
+        restart = best.restart_s if best else max(one.restart_s for one in self._costs)
+        self.restart_s += restart - max(0.0, self._begin - at)
+        self._from, self._begin = save, at + restart
+        self.position_s = save * self._every_s
+        self.lost_s += reached - self.position_s
+
+
+def _play(tiers: Sequence[Tier], times: Sequence[int], every_s: float, slots: int, behind: Behind) -> _Cycle:
+    """The last of several cycles, when queues are as full as they get."""
+    counts = [min(count, _MOST_SAVES) for count in times]
+    size = max(counts) * -(-_LEAST_SAVES // max(counts))
+    ends, free = list[float](), [0.0] * max(1, slots)
+    stored: dict[Level, list[tuple[int, float]]] = {one.level: [] for tier in tiers for one in tier.costs}
+    now = worker = 0.0
+    for number in range(1, 2 * size + 1):
+        now += every_s
+        begin = max(now, min(free))
+        if begin == now or behind != "skip":
+            due = [tier for tier, count in zip(tiers, counts, strict=True) if number % count == 0]
+            now = begin + math.fsum(tier.stall_s for tier in due)
+            worker = max(worker, now)
+            for one in (cost for tier in due for cost in tier.costs):
+                worker += one.drain_s
+                stored[one.level].append((number, worker))
+            free[free.index(min(free))] = worker
+        ends.append(now)
+    start = ends[size - 1]
+    second = {
+        level: ([n - size for n, _ in found if n > size], [at - start for n, at in found if n > size])
+        for level, found in stored.items()
+    }
+    return _Cycle(ends[-1] - start, [end - start for end in ends[size:]], second)

@@ -1,0 +1,150 @@
+"""The last save before the end of an allocation: when it has to begin, by what saves of the run have taken.
+
+Slurm's signal comes a fixed time before the end. Where a save takes longer than that, the supervisor asks the
+ranks by itself, early enough.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hpcrun.checkpoint.levels import LEVELS, Level
+from hpcrun.launch.allocation import Allocation
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.records import LineReader
+from hpcrun.specs.rundir import RunDir
+from hpcrun.units import parse_time
+
+MARGIN = 1.5
+"""Of what saves took until now: the last one finds the file system as busy as it happens to be."""
+_NEWEST = 8
+"""So many saves are looked back on."""
+_LOOK_S = 5.0
+_PIECE_BYTES = 4 << 20
+_ASK_S = 300.0
+"""How often Slurm is asked for the time that is left: somebody may have changed the limit."""
+
+
+def deadline(end: float, lead_s: float) -> float:
+    """When the last save is to be asked for, for an allocation that ends then and saves that take so long."""
+    return end - lead_s
+
+
+def deepest(left_s: float, takes_s: Mapping[Level, float]) -> Level | None:
+    """The deepest level that a save reaches in the time that is left; None where it reaches none."""
+    fitting = [level for level in LEVELS if level in takes_s and takes_s[level] <= left_s]
+    return fitting[-1] if fitting else None
+
+
+class Pace:
+    """How long saves of a run take until a level has them, by the lines of metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_NEWEST)
+        self._takes: dict[Level, deque[float]] = {}
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """One more line; what makes no sense is passed over."""
+        kind, level = line.get("kind", "step"), line.get("level", "durable")
+        if kind == "step":
+            _note(self._steps, line.get("step_time_s"))
+        elif level not in LEVELS:
+            return
+        elif kind == "save":
+            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), line.get("seconds"))
+        elif kind == "stored":
+            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), line.get("lag_s"))
+
+    def take_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Several lines."""
+        for line in lines:
+            self.take(line)
+
+    def takes_s(self) -> dict[Level, float]:
+        """With the margin and the step that has to end first: the longest of the newest saves, by level."""
+        step = max(self._steps, default=0.0)
+        return {level: MARGIN * max(values) + step for level, values in self._takes.items() if values}
+
+    @property
+    def lead_s(self) -> float:
+        """How long before the end the last save has to be asked for, to be durable; 0 where nobody knows."""
+        return self.takes_s().get("durable", 0.0)
+
+
+def _note(values: deque[float], value: Any) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
+        values.append(float(value))
+
+
+def grace_s(run: RunDir, spec: JobSpec) -> float:
+    """How long before the end of the allocation the run was asked to save: by Slurm, or earlier by us."""
+    told = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
+    pace, reader = Pace(), LineReader(run.metrics)
+    while lines := reader.read(_PIECE_BYTES):
+        pace.take_all(lines)
+    return max(told, pace.lead_s)
+
+
+class LastCall:
+    """Says when the ranks have to be asked for their last save, earlier than Slurm's signal would have it."""
+
+    def __init__(self, grace_s: float, left: Callable[[], float | None], now: Callable[[], float]) -> None:
+        self._grace_s, self._left, self._now = grace_s, left, now
+        self._end: float | None = None
+        self._asked = -_ASK_S
+        self.pace = Pace()
+
+    def due(self) -> str | None:
+        """Why the last save is due, or None; it is where only the signal is waited for, too."""
+        now, lead = self._now(), self.pace.lead_s
+        if lead <= self._grace_s:
+            return None
+        if now - self._asked >= _ASK_S:
+            left, self._asked = self._left(), now
+            self._end = None if left is None else now + left
+        if self._end is None or now < deadline(self._end, lead):
+            return None
+        left_s = self._end - now
+        reached = deepest(left_s, self.pace.takes_s())
+        what = f"it is to be {reached}" if reached else "it may not arrive anywhere"
+        return (
+            f"{left_s:.0f} s are left, and saves take up to {lead / MARGIN:.0f} s, more than retry.grace"
+            f" ({self._grace_s:g} s) leaves room for: the last save begins now; {what}"
+        )
+
+
+@contextmanager
+def watched(
+    allocation: Allocation | None, run: RunDir, spec: JobSpec, note: Callable[[str], None]
+) -> Iterator[None]:
+    """Meanwhile send ourselves what Slurm would send, where a save takes longer than its signal leaves."""
+    if allocation is None or spec.retries is None:
+        yield
+        return
+    over = threading.Event()
+    call = LastCall(parse_time(spec.retries.grace).seconds, allocation.seconds_left, time.monotonic)
+    reader = LineReader(run.metrics)
+
+    def watch() -> None:
+        while not over.wait(_LOOK_S):
+            while lines := reader.read(_PIECE_BYTES):
+                call.pace.take_all(lines)
+            why = call.due()
+            if why is not None:
+                note(why)
+                os.kill(os.getpid(), signal.SIGUSR2)
+                return
+
+    thread = threading.Thread(target=watch, name="last call", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()

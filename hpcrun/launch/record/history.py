@@ -1,0 +1,200 @@
+"""What the user's runs tell the next one: how often nodes and ranks fail, and what saves have cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, get_args
+
+from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.rates import Kind, Seen
+from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError
+from hpcrun.launch.record.ledger import read_ledger
+from hpcrun.launch.record.timeline import Record, Timeline, timelines
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import load_job
+from hpcrun.specs.placement import read_placement
+from hpcrun.specs.records import read_lines
+from hpcrun.specs.rundir import Attempt, RunDir
+
+MOST_RUNS = 200
+"""The newest of the user's runs; what is older says little of the machine as it is."""
+_MOST_ALIKE = 20
+_MOST_LINES, _MOST_STORED = 20_000, 64
+_LEVELS: tuple[Level, ...] = get_args(Level)
+_NAME = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
+_OF_THE_PROGRAM = ("deterministic", "data")
+_KINDS: Mapping[str, Kind] = {"crash": "process", "hang": "process", "node": "node", "node lost": "node"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one level took in the saves that were seen: medians, in seconds."""
+
+    stall_s: float | None = None
+    """For which training waited; in the background, by how much the steps beside it were longer."""
+    drain_s: float | None = None
+    lag_s: float | None = None
+    """From the save until the level had it."""
+    saves: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What earlier runs of a job have taken."""
+
+    runs: tuple[str, ...] = ()
+    step_s: float | None = None
+    levels: Mapping[Level, Timing] = field(default_factory=dict)
+    restart_s: float | None = None
+    """From the last sign of progress before a fault to new progress, the mean over faults."""
+
+
+def seen(runs: Iterable[RunDir], cluster: str | None) -> Seen:
+    """Failures and node time of the newest runs on a cluster (None: runs without a profile).
+
+    Runs on which faults were rehearsed say nothing of the machine and are left out.
+    """
+    total = Seen()
+    for run in list(runs)[-MOST_RUNS:]:
+        if _cluster_of(run) == cluster and not run.chaos.exists():
+            with suppress(HpcrunError, OSError):  # of a damaged record others complain
+                total += of_attempts(
+                    timelines(read_lines(run.events), ()), {one.number: _nodes(one) for one in run.attempts()}
+                )
+    return total
+
+
+def of_attempts(attempts: Sequence[Timeline], nodes: Mapping[int, int]) -> Seen:
+    """What the attempts of one run went through, on so many nodes each."""
+    counts: dict[Kind, int] = {}
+    node_s, left_out = 0.0, 0
+    for index, attempt in enumerate(attempts):
+        node_s += attempt.length * nodes.get(attempt.number, 1)
+        told = attempt.fault()
+        if told is None:
+            # A later attempt shows that this one did not end by itself, and nobody was left to say why.
+            if not attempt.is_over and not attempt.is_good and index < len(attempts) - 1:
+                counts["site"] = counts.get("site", 0) + 1
+            continue
+        kind = _kind(told[1], attempt)
+        if kind is None:
+            left_out += 1
+        else:
+            counts[kind] = counts.get(kind, 0) + 1
+    return Seen(node_s, counts, 1 if attempts else 0, left_out)
+
+
+def _kind(record: Record, attempt: Timeline) -> Kind | None:
+    """The kind of a fault; None for one that is the program's own, or no failure at all."""
+    if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _OF_THE_PROGRAM:
+        return None
+    cause = str(record.get("cause") or record.get("event") or "")
+    if cause in ("rank gave up", "rank ended", "launcher ended"):
+        return "process"
+    kind = _KINDS.get(cause)
+    nodes = record.get("nodes")
+    return "site" if kind == "node" and isinstance(nodes, list) and len(nodes) > 1 else kind
+
+
+def _nodes(attempt: Attempt) -> int:
+    found = read_placement(attempt.placement)
+    return len(found[0].nodes) if found else 1
+
+
+def _cluster_of(run: RunDir) -> str | None:
+    """The name in the profile that the run was submitted with."""
+    try:
+        found = _NAME.search(
+            (run.sweep_of_element or run).cluster.read_text(encoding="utf-8", errors="replace")
+        )
+    except OSError:
+        return None
+    return found[1] if found else None
+
+
+def alike(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
+    """The newest runs of the same job: same name, model, layout, precision and nodes; newest first."""
+    named = [run for run in runs if run.id.startswith(f"{spec.name}-")]
+    found = []
+    for run in reversed(named[-_MOST_ALIKE:]):
+        with suppress(HpcrunError, OSError):
+            if _shape(load_job(run.spec).spec) == _shape(spec):
+                found.append(run)
+    return found
+
+
+def _shape(spec: JobSpec) -> tuple[Any, ...]:
+    asked = spec.resources
+    return spec.name, spec.model, spec.parallel, spec.train.precision, asked.nodes, spec.ranks_per_node
+
+
+def measured(runs: Sequence[RunDir]) -> Measured:
+    """What these runs took, all their lines together; what none of them tells is None."""
+    lines, restarts = list[Record](), list[float]()
+    for run in runs:
+        lines += read_lines(run.metrics)
+        book = read_ledger(run)
+        if book.mttr_s is not None and book.mttd_s is not None:
+            restarts.append(book.mttd_s + book.mttr_s)
+    restart = sum(restarts) / len(restarts) if restarts else None
+    return of_lines(lines, tuple(run.id for run in runs), restart)
+
+
+def of_lines(lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: float | None = None) -> Measured:
+    """What the lines of metrics.jsonl say of steps and saves; lines that make no sense are passed over.
+
+    A save without a level is one that the ranks wrote into the run directory themselves, and waited for.
+    """
+    steps, found, known = list[float](), dict[tuple[str, str], list[float]](), list(lines)
+    for line in known:
+        kind, level = line.get("kind", "step"), str(line.get("level", "durable"))
+        if kind == "step":
+            _note(steps, line.get("step_time_s"))
+        elif kind == "save":
+            _note(found.setdefault((level, "stall"), []), line.get("seconds"))
+        elif kind == "stored":
+            _note(found.setdefault((level, "drain"), []), line.get("seconds"))
+            _note(found.setdefault((level, "lag"), []), line.get("lag_s"))
+    for level, longer in _beside(known, _middle(steps)):
+        _note(found.setdefault((level, "stall"), []), longer)
+    levels = {level: _timing(found, level) for level in _LEVELS if any(one[0] == level for one in found)}
+    return Measured(runs, _middle(steps), levels, restart_s)
+
+
+def _beside(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[str, float]]:
+    """For each save that a level stored in the background: how much longer the steps beside it were."""
+    lines = lines[-_MOST_LINES:]
+    ends = [
+        (line["attempt"], line["time"], line["step_time_s"])
+        for line in lines
+        if line.get("kind", "step") == "step"
+        and all(isinstance(line.get(name), int | float) for name in ("attempt", "time", "step_time_s"))
+    ]
+    for line in [line for line in lines if line.get("kind") == "stored"][-_MOST_STORED:]:
+        seconds, time = line.get("seconds"), line.get("time")
+        if usual_s is not None and isinstance(seconds, int | float) and isinstance(time, int | float):
+            # A step counts with the part of it that lies beside the save.
+            shares = [
+                (took - usual_s) * max(0.0, min(end, time) - max(end - took, time - seconds)) / took
+                for attempt, end, took in ends
+                if attempt == line.get("attempt") and took > 0 and end > time - seconds and end - took < time
+            ]
+            yield str(line.get("level")), max(0.0, sum(shares))
+
+
+def _timing(found: Mapping[tuple[str, str], list[float]], level: Level) -> Timing:
+    stall, drain, lag = (found.get((level, name), []) for name in ("stall", "drain", "lag"))
+    return Timing(_middle(stall), _middle(drain), _middle(lag), max(len(stall), len(drain)))
+
+
+def _note(values: list[float], value: Any) -> None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:
+        values.append(float(value))
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return median(values) if values else None

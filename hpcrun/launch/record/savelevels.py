@@ -1,0 +1,121 @@
+"""What lines of metrics.jsonl say of saves and the levels that they go through; other lines say nothing here.
+
+{"kind": "save", "step", "seconds"}                     the ranks wrote it into the run directory, and waited
+{"kind": "save", "level": "memory", ..., "bytes"}       a copy in memory: training waited so long for it
+{"kind": "stored", "level", "seconds", "bytes", "lag_s"}  a level has it, so long after the save
+{"kind": "save_failed", "step", "level", "why"}         a level does not get it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcrun.checkpoint.levels import LEVELS
+from hpcrun.launch.watch.savelines import is_kept
+
+Record = Mapping[str, Any]
+
+_MOST = 1e15
+
+
+@dataclass
+class LevelSums:
+    """What the saves of one level have come to; seconds and bytes only ever grow."""
+
+    saves: int = 0
+    failures: int = 0
+    stall_s: float = 0.0
+    """For which training waited."""
+    drain_s: float = 0.0
+    """That the level took in the background."""
+    size_bytes: float = 0.0
+    """Of the saves, as the node of rank 0 wrote them; of saves that ranks write themselves unknown, and 0."""
+    lag_s: float | None = None
+    """From the newest save until the level had it."""
+    ratio: float | None = None
+    """Bytes that the newest save took at the level, to those of its parts."""
+
+
+@dataclass
+class SaveSums:
+    """All levels of a run, and since when nothing was durable; dumps to JSON and reads back."""
+
+    levels: dict[str, LevelSums] = field(default_factory=dict)
+    undurable_since: float | None = None
+    """When the newest durable save was complete (wall clock), or the first step, where there was none."""
+
+    def take(self, line: Record) -> None:
+        """One more line."""
+        kind, now = line.get("kind", "step"), line.get("time")
+        if self.undurable_since is None and kind == "step" and isinstance(now, int | float):
+            self.undurable_since = float(now)
+        if is_kept(line) and isinstance(now, int | float):
+            self.undurable_since = float(now)
+        level = str(line.get("level", "durable"))
+        if kind not in ("save", "stored", "save_failed") or level not in LEVELS:
+            return
+        sums = self.levels.setdefault(level, LevelSums())
+        if kind == "save_failed":
+            sums.failures += 1
+            return
+        sums.saves += 1
+        sums.size_bytes += _number(line.get("bytes")) or 0.0
+        if kind == "save":
+            sums.stall_s += _number(line.get("seconds")) or 0.0
+            return
+        sums.drain_s += _number(line.get("seconds")) or 0.0
+        sums.lag_s = _number(line.get("lag_s"))
+        facts, size = line.get("facts"), _number(line.get("bytes"))
+        stored = _number(facts.get("stored_bytes")) if isinstance(facts, dict) else None
+        sums.ratio = (size if stored is None else stored) / size if size else None
+
+    def take_all(self, lines: Iterable[Record]) -> SaveSums:
+        """Several lines; returns itself."""
+        for line in lines:
+            self.take(line)
+        return self
+
+    def lines(self) -> list[str]:
+        """A line a level, in plain text, from the quickest to the safest."""
+        return [f"{level}: {_words(self.levels[level])}" for level in LEVELS if level in self.levels]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def parse_sums(told: Any) -> SaveSums | None:
+    """Sums that were dumped; None where they are damaged, or of another version."""
+    try:
+        levels = {name: LevelSums(**one) for name, one in told["levels"].items()}
+        found = SaveSums(levels, told["undurable_since"])
+    except (TypeError, KeyError, AttributeError):
+        return None
+    values = [value for one in levels.values() for value in asdict(one).values()]
+    since = found.undurable_since
+    are_numbers = all(value is None or _number(value) is not None for value in (*values, since))
+    return found if are_numbers and levels.keys() <= set(LEVELS) else None
+
+
+def _words(sums: LevelSums) -> str:
+    parts = [f"{sums.saves} save{'s' * (sums.saves != 1)}"]
+    if sums.stall_s and sums.saves:
+        parts.append(f"training waited {sums.stall_s / sums.saves:.2g} s each")
+    if sums.drain_s and sums.saves:
+        rate = f", {sums.size_bytes / sums.drain_s / 1e9:.2g} GB/s" if sums.size_bytes else ""
+        parts.append(f"{sums.drain_s / sums.saves:.2g} s each in the background{rate}")
+    if sums.lag_s is not None:
+        parts.append(f"the newest {sums.lag_s:.2g} s after the save")
+    if sums.ratio not in (None, 1.0):
+        parts.append(f"{sums.ratio:.2f} of its bytes")
+    if sums.failures:
+        parts.append(f"{sums.failures} failed")
+    return ", ".join(parts)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value < _MOST else None

@@ -1,0 +1,202 @@
+"""What a save costs at each level: given, measured in earlier runs, by the profile, or not known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from hpcrun.checkpoint.interval import Cost, Tier
+from hpcrun.checkpoint.levels import LEVELS, Level
+from hpcrun.checkpoint.rates import KINDS, Kind
+from hpcrun.errors import UsageError
+from hpcrun.launch.record.history import Measured, Timing
+from hpcrun.launch.submit.savesize import Figure, Sizes
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.rundir import runs_root
+from hpcrun.units import parse_time
+
+_OTHERS = ("stall", "step", "restart")
+NAMES = (*_OTHERS, *(level for level in LEVELS if level != "memory"), *KINDS)
+"""What can be given: how long training waits, a step, a restart, each level take; times between failures."""
+_GIVEN = "as given"
+
+
+@dataclass(frozen=True)
+class LevelCost:
+    """One level of a job, with what a save takes there, in seconds."""
+
+    level: Level
+    every: int
+    """Steps between its saves, as the job has it; 0: none but at a signal and at the end."""
+    stall: Figure
+    drain: Figure
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All that is known of what saves take."""
+
+    levels: tuple[LevelCost, ...]
+    step: Figure
+    restart: Figure
+
+    @property
+    def missing(self) -> list[str]:
+        """What would have to be known to say how often to save."""
+        found = [f"the stall of {one.level}" for one in self.levels if one.stall.value is None]
+        return found + [f"the drain of {one.level}" for one in self.levels if one.drain.value is None]
+
+
+def parse_assumed(words: Sequence[str]) -> dict[str, float]:
+    """NAME=TIME words as seconds: 0.5, 90s, 5m, 30d; UsageError says which names there are."""
+    found = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in NAMES or not equals:
+            raise UsageError(f"--assume {word}: write NAME=TIME, with one of {', '.join(NAMES)} for NAME")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            found[name] = parse_time(text, f"--assume {name}").seconds
+        least = 0 if name not in KINDS else 1e-9
+        if not least <= found[name] < 1e12:
+            raise UsageError(f"--assume {word}: {text} is no such time; write seconds, or 90s, 5m, 30d")
+    return found
+
+
+def given_rates(assumed: Mapping[str, float]) -> dict[Kind, float]:
+    """Failures a second, of the times between failures that were given."""
+    return {kind: 1.0 / assumed[kind] for kind in get_args(Kind) if kind in assumed}
+
+
+def levels_of(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
+    """The levels that a job uses, and after how many steps each gets a save."""
+    every = checkpoint.every
+    durable = checkpoint.durable.every or every
+    found: dict[Level, int] = {}
+    if checkpoint.memory:
+        found["memory"] = every
+        if checkpoint.local is not None:
+            found["local"] = every
+        if checkpoint.parity.scheme != "none" and nodes > 1:
+            found["parity"] = every
+    found["durable"] = durable
+    if checkpoint.object is not None:
+        found["object"] = checkpoint.object.every or durable
+    return found
+
+
+@dataclass(frozen=True)
+class Known:
+    """What figures can come from: given goes before measured, that before declared."""
+
+    checkpoint: CheckpointSpec
+    cluster: ClusterSpec | None
+    nodes: int
+    sizes: Sizes
+    measured: Measured
+    assumed: Mapping[str, float]
+
+    def costs(self) -> Costs:
+        """The best that is known of each."""
+        levels = list[LevelCost]()
+        for level, every in levels_of(self.checkpoint, self.nodes).items():
+            waits = not levels or level == "memory"
+            stall = self._stall(level) if waits else self._disturbance(level)
+            levels.append(LevelCost(level, every, stall, self._drain(level)))
+        measured, source = self.measured, self._source
+        step = _known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
+        restart = _known(
+            self.assumed.get("restart"), measured.restart_s, source, "no earlier run had to; taken as none"
+        )
+        return Costs(tuple(levels), step, restart)
+
+    @property
+    def _source(self) -> str:
+        runs = self.measured.runs
+        if not runs:
+            return "no earlier run of this job with this model and layout"
+        return f"median in {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
+
+    def _stall(self, level: Level) -> Figure:
+        timing, runs = self.measured.levels.get(level, Timing()), self.measured.runs
+        if "stall" in self.assumed:
+            return Figure(self.assumed["stall"], _GIVEN)
+        if timing.stall_s is None and runs:
+            return Figure(None, f"{runs[0]} has no save of this kind")
+        return Figure(timing.stall_s, self._source)
+
+    def _disturbance(self, level: Level) -> Figure:
+        """What a level in the background costs training."""
+        longer = self.measured.levels.get(level, Timing()).stall_s
+        if longer is None or self.measured.levels[level].drain_s is None:
+            return Figure(0.0, "in the background; how much that disturbs was not measured: taken as none")
+        return Figure(longer, f"in the background; steps beside it are longer by so much, {self._source}")
+
+    def _drain(self, level: Level) -> Figure:
+        timing = self.measured.levels.get(level, Timing())
+        if level == "memory":
+            return Figure(0.0, "how long the worker seals it is not recorded: taken as none")
+        if level == "durable" and not self.checkpoint.memory:
+            return Figure(0.0, "training waits until it is stored")
+        if level in self.assumed:
+            return Figure(self.assumed[level], _GIVEN)
+        if timing.drain_s is not None:
+            return Figure(timing.drain_s, self._source)
+        if level == "durable" and timing.stall_s is not None:
+            return Figure(timing.stall_s, f"{self._source}, of saves that ranks wrote themselves")
+        declared = _declared(level, self.cluster, self.sizes)
+        return declared or Figure(None, f"{self._source}, and the profile declares no bandwidth for it")
+
+
+def _known(given: float | None, measured: float | None, source: str, otherwise: str) -> Figure:
+    if given is not None:
+        return Figure(given, _GIVEN)
+    return Figure(measured, source if measured is not None else otherwise)
+
+
+def _declared(level: Level, cluster: ClusterSpec | None, sizes: Sizes) -> Figure | None:
+    """By the bandwidths of the profile; at best, because nobody else is reckoned with."""
+    if cluster is None or sizes.node.value is None or sizes.whole.value is None:
+        return None
+    if level == "parity" and cluster.topology.levels:
+        first = cluster.topology.levels[0]
+        source = (
+            f"at best: profile {cluster.name}, {first.bandwidth_GBps:g} GB/s of a node to its {first.name}"
+        )
+        return Figure(sizes.node.value / (first.bandwidth_GBps * 1e9), source)
+    if level != "durable":
+        return None
+    root = str(runs_root().absolute())
+    paths = {
+        name: str(Path(os.path.expandvars(one.path)).expanduser())
+        for name, one in cluster.file_systems.items()
+    }
+    name = max(
+        (name for name, path in paths.items() if root.startswith(path)),
+        key=lambda one: len(paths[one]),
+        default="",
+    )
+    place = cluster.file_systems.get(name)
+    if place is None or (place.node_write_GBps is None and place.write_GBps is None):
+        return None
+    by_node = sizes.node.value / (place.node_write_GBps * 1e9) if place.node_write_GBps else 0.0
+    by_all = sizes.whole.value / (place.write_GBps * 1e9) if place.write_GBps else 0.0
+    return Figure(max(by_node, by_all), f"at best: profile {cluster.name}, file_systems.{name}")
+
+
+def tiers_of(costs: Costs) -> list[Tier]:
+    """Levels that are taken together; memory and what goes along with every save are one."""
+    restart = costs.restart.value or 0.0
+    near, tiers = list[Cost](), list[Tier]()
+    for one in costs.levels:
+        cost = Cost(one.level, one.stall.value or 0.0, one.drain.value or 0.0, restart)
+        if one.level in ("memory", "local", "parity"):
+            near.append(cost)
+        else:
+            tiers.append(Tier((cost,)))
+    return [Tier(tuple(near)), *tiers] if near else tiers

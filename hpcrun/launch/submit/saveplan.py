@@ -1,0 +1,273 @@
+"""A plan for the saves of a job: what they hold and take, what they survive, how often they should come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from hpcrun.checkpoint.interval import BOUND, Advice, Tier, recommend, waste
+from hpcrun.checkpoint.rates import Rate, Seen, estimate, in_words
+from hpcrun.checkpoint.retention import Rule, kept_count
+from hpcrun.checkpoint.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.simulate import Checked, check
+from hpcrun.checkpoint.storage import StoragePlan, storage_plan
+from hpcrun.errors import UsageError
+from hpcrun.fabric.domains import failure_domains
+from hpcrun.launch.deadline import MARGIN
+from hpcrun.launch.record.history import Measured, alike, measured, seen
+from hpcrun.launch.submit.forecast import Network, forecast
+from hpcrun.launch.submit.savecosts import Costs, Known, given_rates, tiers_of
+from hpcrun.launch.submit.savesize import Figure, Room, Sizes, room_of, sizes_of
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.load import ResolvedJob
+from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.units import parse_time
+
+_OBJECT_BYTES = (64 << 20, 512 << 20)
+_MOST_MEASURED = 3
+"""So many of the newest runs of a job are read line by line."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What the object store is asked for."""
+
+    copies: int
+    """Over the whole job."""
+    kept_bytes: Figure
+    requests: tuple[int, int] | None
+    """PUTs of one copy: with the largest objects, and with the smallest."""
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """All that is known beforehand of the saves of a job."""
+
+    spec: JobSpec
+    sizes: Sizes
+    room: Room
+    costs: Costs
+    seen: Seen
+    rates: tuple[Rate, ...]
+    sets: ErasureSets | None
+    kept: int
+    """Saves in the run directory at most."""
+    storage: StoragePlan | None
+    """What is to be said of the place for run directories; None where the size of a save is not known."""
+    objects: Objects | None
+    tiers: tuple[Tier, ...]
+    advice: Advice | None
+    """None where something that it needs is not known."""
+    checked: Checked | None = None
+    notes: tuple[str, ...] = ()
+    bound: float = BOUND
+
+    @property
+    def known_rates(self) -> dict[Any, float]:
+        """Failures a second, without those that are not known."""
+        return {one.kind: one.per_s for one in self.rates if one.per_s is not None}
+
+    @property
+    def kept_bytes(self) -> float | None:
+        """What the run directory holds at most."""
+        whole = self.sizes.whole.value
+        return None if whole is None else self.kept * whole
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The keys of the job file that the advice comes to; empty where steps or costs are not known."""
+        if self.advice is None or self.costs.step.value is None:
+            return {}
+        unit = self.costs.step.value
+        every = [max(1, round(one.every_s / unit)) for one in self.advice.intervals]
+        found = {"checkpoint.every": every[0]}
+        for one, count in zip(self.advice.intervals[1:], every[1:], strict=True):
+            found[f"checkpoint.{one.tier.costs[0].level}.every"] = count
+        return found
+
+    @property
+    def own_waste(self) -> float | None:
+        """The share of time that the intervals in the job file are expected to cost; None: not known."""
+        step, every = self.costs.step.value, [one.every for one in self.costs.levels]
+        if step is None or not all(every) or self.advice is None:
+            return None
+        by_level = {one.level: one.every * step for one in self.costs.levels}
+        return waste(self.tiers, [by_level[tier.costs[0].level] for tier in self.tiers], self.known_rates)
+
+    @property
+    def lead_s(self) -> float | None:
+        """How long before the end of the allocation the last save is asked for by itself; None: not known."""
+        found = [one for one in self.costs.levels if one.level != "object"]
+        if any(one.drain.value is None or one.stall.value is None for one in found):
+            return None
+        total = math.fsum((one.drain.value or 0.0) + (one.stall.value or 0.0) for one in found)
+        return MARGIN * total + (self.costs.step.value or 0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        advice = self.advice
+        return {
+            "sizes": asdict(self.sizes),
+            "memory": asdict(self.room) | {"left": self.room.left},
+            "levels": [asdict(one) for one in self.costs.levels],
+            "step": asdict(self.costs.step),
+            "restart": asdict(self.costs.restart),
+            "rates": [one.as_json() for one in self.rates],
+            "losses": self.sets.statement.splitlines() if self.sets else None,
+            "kept": {"saves": self.kept, "bytes": self.kept_bytes},
+            "storage": self.storage.as_json() if self.storage else None,
+            "objects": asdict(self.objects) if self.objects else None,
+            "missing": self.costs.missing,
+            "advice": None if advice is None else self._advice_json(advice),
+            "own_waste": self.own_waste,
+            "lead_s": self.lead_s,
+            "check": asdict(self.checked) if self.checked else None,
+            "notes": list(self.notes),
+        }
+
+    def _advice_json(self, advice: Advice) -> dict[str, Any]:
+        intervals = [
+            {
+                "levels": [cost.level for cost in one.tier.costs],
+                "every_s": one.every_s,
+                "times": one.times,
+                "reasons": list(one.reasons),
+            }
+            for one in advice.intervals
+        ]
+        costs = {"bound": self.bound, "overhead": advice.overhead, "waste": advice.waste}
+        return {"keys": self.steps, "intervals": intervals, **costs}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a person wants to know, and what they know already."""
+
+    assumed: Mapping[str, float] = field(default_factory=dict)
+    bound: float = BOUND
+    is_checked: bool = False
+    sample: RunDir | None = None
+    """The run whose saves are looked at, instead of those of the same job."""
+
+
+def plan_saves(
+    resolved: ResolvedJob,
+    cluster: ClusterSpec | None,
+    network: Network | None,
+    runs: Sequence[RunDir],
+    wish: Wish,
+) -> SavePlan:
+    """Everything that can be said before the job runs; UsageError where it asks to survive what it cannot."""
+    spec = resolved.spec
+    nodes, notes = spec.resources.nodes, list[str]()
+    sizes = sizes_of(spec, resolved.plan)
+    sets = _sets(resolved, network, notes)
+    history = _measured(spec, runs, wish)
+    known = Known(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
+    costs = known.costs()
+    past = seen(runs, cluster.name if cluster else None)
+    rates = tuple(estimate(past, nodes, given_rates(wish.assumed)))
+    tiers = tuple(tiers_of(costs))
+    found = {one.kind: one.per_s for one in rates if one.per_s is not None}
+    advice, checked = None, None
+    if not costs.missing:
+        how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "behind": spec.checkpoint.behind}
+        advice = recommend(tiers, found, bound=wish.bound, step_s=costs.step.value, **how)
+        checked = check(tiers, advice, found, **how) if wish.is_checked else None
+    elif wish.is_checked:
+        notes.append("nothing to check: there is no advice")
+    return SavePlan(
+        spec,
+        sizes,
+        room_of(spec, cluster, sizes, sets),
+        costs,
+        past,
+        rates,
+        sets,
+        _kept(spec),
+        _storage(spec, sizes),
+        _objects(spec, sizes),
+        tiers,
+        advice,
+        checked,
+        (*notes, *_warnings(spec, costs)),
+        wish.bound,
+    )
+
+
+def _measured(spec: JobSpec, runs: Iterable[RunDir], wish: Wish) -> Measured:
+    return measured([wish.sample] if wish.sample else alike(spec, runs)[:_MOST_MEASURED])
+
+
+def _sets(resolved: ResolvedJob, network: Network | None, notes: list[str]) -> ErasureSets | None:
+    """The erasure sets over the nodes that the job would get now; without a network, over as many others."""
+    spec = resolved.spec
+    wanted, nodes = spec.checkpoint.parity, tuple(f"node{n + 1}" for n in range(spec.resources.nodes))
+    if not spec.checkpoint.memory:
+        return None
+    domains: Mapping[str, Mapping[str, str | None]] = {}
+    if network is None:
+        notes.append(
+            "no network is known here (--topology FILE reads a captured one): only nodes are reckoned with"
+        )
+    else:
+        try:
+            nodes = forecast(spec, resolved.plan, network).placed.placement.nodes
+            domains = failure_domains(network.fabric, nodes)
+        except UsageError as error:
+            notes.append(f"where the job would stand is not known: {error}")
+    return choose_sets(nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive)
+
+
+def _kept(spec: JobSpec) -> int:
+    checkpoint = spec.checkpoint
+    every = checkpoint.durable.every or checkpoint.every
+    return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
+
+
+def _storage(spec: JobSpec, sizes: Sizes) -> StoragePlan | None:
+    if sizes.whole.value is None:
+        return None
+    checkpoint = spec.checkpoint
+    return storage_plan(
+        runs_root().absolute(),
+        checkpoint.durable,
+        save_bytes=int(sizes.whole.value),
+        nodes=spec.resources.nodes,
+        keep=_kept(spec) - 1,
+        writers=1 if checkpoint.memory else spec.ranks_per_node,
+    )
+
+
+def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:
+    wanted, checkpoint = spec.checkpoint.object, spec.checkpoint
+    if wanted is None:
+        return None
+    every = wanted.every or checkpoint.durable.every or checkpoint.every
+    copies = spec.train.steps // every if every else 1
+    whole, node = sizes.whole.value, sizes.node.value
+    held = min(copies, wanted.keep)
+    kept = Figure(None if whole is None else held * whole, f"checkpoint.object.keep: {wanted.keep}")
+    if whole is None or node is None:
+        return Objects(copies, kept, None)
+    # Besides a file's objects its index; and of a copy the manifest and the record.
+    files = spec.resources.nodes
+    few, many = (files * (math.ceil(node / size) + 1) + 2 for size in reversed(_OBJECT_BYTES))
+    return Objects(copies, kept, (few, many))
+
+
+def _warnings(spec: JobSpec, costs: Costs) -> list[str]:
+    """What in the job does not go together with what saves take."""
+    found = []
+    limit, step = spec.checkpoint.max_undurable, costs.step.value
+    durable = next(one for one in costs.levels if one.level == "durable")
+    if limit is not None and step is not None and durable.every:
+        longest = durable.every * step + (durable.drain.value or 0.0)
+        if longest > parse_time(limit).seconds:
+            found.append(
+                f"checkpoint.max_undurable: {limit} is less than {in_words(longest)} between durable saves"
+            )
+    return found

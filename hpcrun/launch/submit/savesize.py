@@ -1,0 +1,128 @@
+"""What one save of a job holds, on each node and altogether, and whether the memory of a node has room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcrun.checkpoint.sets import ErasureSets
+from hpcrun.formulas import layer_parameters, parameters
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.plan import Plan
+from hpcrun.units import parse_memory
+
+STATE_COPIES = 3
+"""A save holds the weights and the two moments of AdamW."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure, and where it comes from."""
+
+    value: float | None
+    """None where it is not known."""
+    source: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one save."""
+
+    whole: Figure
+    node: Figure
+    """Of the node that holds most."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory of a node, and what saves take of it; in bytes."""
+
+    slots: Figure
+    parity: Figure
+    there: Figure
+    """That the job may use on a node."""
+
+    @property
+    def left(self) -> float | None:
+        """For everything else; None where one of them is not known."""
+        parts = (self.there.value, self.slots.value, self.parity.value)
+        return None if None in parts else parts[0] - parts[1] - parts[2]  # type: ignore[operator]
+
+
+def sizes_of(spec: JobSpec, plan: Plan | None) -> Sizes:
+    """By the formulas of the model and the layout; headers and hashes are a thousandth and left out.
+
+    What several ranks hold is written once and shared out evenly among them, so that each rank of a pipeline
+    rank's group writes as much; ranks stand on nodes in blocks.
+    """
+    if spec.model is None or plan is None:
+        unknown = Figure(None, "a program of one's own: what it saves is not known to us")
+        return Sizes(unknown, unknown)
+    width = (8 if spec.train.precision == "fp64" else 4) * STATE_COPIES
+    whole = parameters(spec.model) * width
+    each = [count * width / (spec.ranks // plan.pp) for count in stage_parameters(spec, plan)]
+    per_node, loads = spec.ranks_per_node, dict[int, float]()
+    for rank in range(spec.ranks):
+        node = rank // per_node
+        loads[node] = loads.get(node, 0.0) + each[rank // (spec.ranks // plan.pp)]
+    words = f"{parameters(spec.model):,} parameters, {width} bytes each: weights and both moments of AdamW"
+    share = (
+        f"of {len(loads)} nodes with {per_node} ranks in blocks, {plan.degrees}"
+        if len(loads) > 1
+        else "one node"
+    )
+    return Sizes(Figure(whole, words), Figure(max(loads.values()), share))
+
+
+def stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
+    """Parameters that each pipeline rank's group holds, once."""
+    model = spec.model
+    assert model is not None
+    embedding, found = model.vocab * model.hidden, []
+    for pp_rank in range(plan.pp):
+        total = 0
+        for stage in plan.stages_of(pp_rank):
+            first, end = plan.stage_layers[stage]
+            total += (end - first) * layer_parameters(model)
+            total += embedding if stage == 0 else 0
+            if stage == plan.stages - 1:
+                total += model.hidden + (0 if model.tied else embedding)
+        found.append(total)
+    return found
+
+
+def room_of(spec: JobSpec, cluster: ClusterSpec | None, sizes: Sizes, sets: ErasureSets | None) -> Room:
+    """What the slots and the parity of a node take, against the memory that the job may use there."""
+    wanted, node = spec.checkpoint.memory, sizes.node.value
+    if not wanted:
+        slots = Figure(0.0, "checkpoint.memory: 0, so ranks write by themselves")
+    else:
+        source = f"checkpoint.memory: {wanted}, of what a node writes"
+        slots = Figure(None if node is None else wanted * node, source)
+    return Room(slots, _parity(sizes, sets), memory_of(spec, cluster))
+
+
+def _parity(sizes: Sizes, sets: ErasureSets | None) -> Figure:
+    if sets is None or not sets.sets:
+        return Figure(0.0, "no parity")
+    if sizes.node.value is None:
+        return Figure(None, sizes.node.source)
+    most = max(k / (len(nodes) - k) for nodes, k in zip(sets.sets, sets.parity, strict=True))
+    return Figure(
+        sizes.node.value * most, f"{sets.scheme}: {most:.0%} of what a node writes, for other nodes"
+    )
+
+
+def memory_of(spec: JobSpec, cluster: ClusterSpec | None) -> Figure:
+    """The memory that a job may use on each node: what it asks for, else all that a node has."""
+    asked = spec.resources
+    if asked.mem is not None and (amount := parse_memory(asked.mem)) > 0:
+        return Figure(amount * 2.0**20, f"resources.mem: {asked.mem}")
+    if cluster is None:
+        return Figure(None, "no profile, and the job asks for none (resources.mem)")
+    name = asked.partition or cluster.default_partition
+    partition = cluster.partitions.get(name) if name else None
+    if partition is None or partition.mem_per_node is None:
+        return Figure(None, f"profile {cluster.name} has no mem_per_node for partition {name}")
+    source = f"profile {cluster.name}: mem_per_node of {name}"
+    return Figure(parse_memory(partition.mem_per_node) * 2.0**20, source)

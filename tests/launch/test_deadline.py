@@ -1,0 +1,155 @@
+"""The last save before the end of an allocation: asked for as early as saves of the run take long."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from hpcrun.checkpoint.levels import Level
+from hpcrun.launch import deadline as last
+from hpcrun.launch.allocation import Allocation, Fate
+from hpcrun.launch.closing import Register
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.deadline import LastCall, Pace, deadline, deepest, grace_s, watched
+from hpcrun.launch.recover import cause_of
+from hpcrun.launch.site import Site
+from hpcrun.specs.load import load_job
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import create_run
+
+
+def pace_of(*lines: Mapping[str, object]) -> Pace:
+    pace = Pace()
+    pace.take_all(lines)
+    return pace
+
+
+def test_how_long_a_save_takes_is_until_it_is_durable() -> None:
+    step = {"step": 1, "step_time_s": 2.0}
+    assert pace_of(step).lead_s == 0.0, "nothing was saved yet"
+    waited = pace_of(step, {"kind": "save", "seconds": 100.0}, {"kind": "save", "seconds": 80.0})
+    assert waited.lead_s == 1.5 * 100 + 2
+    behind = pace_of(
+        step,
+        {"kind": "save", "level": "memory", "seconds": 0.5},
+        {"kind": "stored", "level": "parity", "seconds": 3.0, "lag_s": 4.0},
+        {"kind": "stored", "level": "durable", "seconds": 200.0, "lag_s": 220.0},
+        {"kind": "stored", "level": "durable", "lag_s": "long"},
+        {"kind": "stored", "level": "attic", "lag_s": 1e5},
+    )
+    assert behind.takes_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
+    assert behind.lead_s == 332.0
+
+
+def test_only_the_newest_saves_count() -> None:
+    slow = [{"kind": "save", "seconds": 500.0}]
+    assert pace_of(*slow, *([{"kind": "save", "seconds": 10.0}] * 8)).lead_s == 15.0
+
+
+def test_the_deepest_level_that_fits() -> None:
+    takes: dict[Level, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
+    assert [deepest(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
+        *(None, "memory", "memory", "durable", "object")
+    ]
+    assert deadline(1000.0, 330.0) == 670.0
+
+
+def test_it_is_called_when_the_signal_would_come_too_late() -> None:
+    now, left, asked = 0.0, 1000.0, 0
+
+    def seconds_left() -> float:
+        nonlocal asked
+        asked += 1
+        return left - now
+
+    call = LastCall(120.0, seconds_left, lambda: now)
+    call.pace.take({"kind": "save", "seconds": 60.0})
+    assert call.due() is None
+    assert asked == 0, "for a save that fits into the grace nobody asks Slurm"
+    call.pace.take({"kind": "save", "seconds": 200.0})
+    while now < 700:
+        assert call.due() is None
+        now += 5
+    assert asked == 3, "once in five minutes"
+    assert call.due() == (
+        "300 s are left, and saves take up to 200 s, more than retry.grace (120 s) leaves room for: the last"
+        " save begins now; it is to be durable"
+    )
+
+
+def test_a_limit_that_is_not_known_or_is_raised() -> None:
+    lefts = iter([None, 1000.0, 100_000.0])
+    now = 0.0
+    call = LastCall(60.0, lambda: next(lefts), lambda: now)
+    call.pace.take({"kind": "save", "seconds": 100.0})
+    assert call.due() is None
+    now = 300.0
+    assert call.due() is None
+    now = 1150.0
+    assert call.due() is None, "somebody has raised the limit meanwhile"
+
+
+@dataclass(frozen=True)
+class _Ending(Allocation):
+    left_s: float = 0.0
+
+    def seconds_left(self) -> float | None:
+        return self.left_s
+
+    def fate(self) -> Fate:
+        return "running"
+
+    def requeue(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("takes", [10.0, 500.0])
+def test_the_supervisor_gets_the_signal_by_itself(
+    takes: float, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, spec = create_run("late"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
+    run.metrics.write_text(json.dumps({"kind": "save", "step": 1, "seconds": takes}) + "\n")
+    heard, notes, looked = threading.Event(), list[str](), threading.Event()
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.set()
+
+    true = LastCall.due
+
+    def due(call: LastCall) -> str | None:
+        looked.set()
+        return true(call)
+
+    monkeypatch.setattr(LastCall, "due", due)
+    monkeypatch.setattr(last, "_LOOK_S", 0.01)
+    before = signal.signal(signal.SIGUSR2, hear)
+    try:
+        with watched(_Ending(1, ("n01",), "1", True, left_s=600.0), run, spec, notes.append):
+            assert looked.wait(20)
+            assert heard.wait(20 if takes > 100 else 0.1) is (takes > 100)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert [note[:15] for note in notes] == (["600 s are left,"] if takes > 100 else [])
+    assert grace_s(run, spec) == max(120.0, takes * 1.5)
+
+
+def test_an_early_save_is_still_one_for_the_time_limit(runs_root: Path) -> None:
+    outcome = Outcome(create_run("early"), 1, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
+    assert cause_of(outcome, 120.0, 700.0) == "preemption"
+    assert cause_of(outcome, 750.0, 700.0) == "time_limit"
+
+
+def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Path) -> None:
+    run, spec = create_run("early"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
+    run.metrics.write_text(json.dumps({"kind": "save", "step": 5, "seconds": 500.0}) + "\n")
+    outcome = Outcome(run, run.next_attempt().number, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
+    site = Site(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
+    Register(spec, site, lambda text: None, lambda: None).close(outcome, 5)
+    assert read_json(run.attempt(1).outcome)["requeued"] == "time_limit"

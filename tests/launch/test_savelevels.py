@@ -1,0 +1,201 @@
+"""Saves that go through levels, as the records of a run tell of them, and as readers of these are told."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from hpcrun.cli.display import Lines
+from hpcrun.launch.outlets.exposition import Figures, render_exposition
+from hpcrun.launch.outlets.sinks import Points, scalars
+from hpcrun.launch.outlets.tally import Follower, Tally
+from hpcrun.launch.record.describe import describe
+from hpcrun.launch.record.savelevels import SaveSums, parse_sums
+from hpcrun.launch.record.story import story
+from hpcrun.launch.record.timeline import timelines
+from hpcrun.specs.rundir import RunDir, create_run
+from tests.launch.test_ledger import Run
+
+GB = 10**9
+
+
+def leveled() -> Run:
+    """A copy each 5 steps, which waits within a step; that of step 5 becomes durable, that of 10 does not."""
+    run = Run()
+    run.launch()
+    run.steps(1, 5)
+    run.passes("checkpoint", 0.25)
+    run.steps(6, 6, seconds=1.5)
+    run.line("save", 5, level="memory", seconds=0.75, copy_s=1.2, fence_wait_s=0.5, bytes=8 * GB)
+    run.steps(7, 7)
+    run.line("stored", 5, level="parity", seconds=1.0, bytes=2 * GB, lag_s=2.0, facts={"stored_bytes": GB})
+    run.steps(8, 8)
+    run.line("draining", 5, levels=["durable"], bytes=8 * GB, seconds=2.5)
+    run.line("stored", 5, level="durable", seconds=2.0, bytes=2 * GB, lag_s=3.5)
+    run.steps(9, 10)
+    run.passes("checkpoint", 0.25)
+    run.line("save", 10, level="memory", seconds=0.25, copy_s=0.2, fence_wait_s=0.0, bytes=8 * GB)
+    run.line("save_failed", 10, level="durable", why="rank 0 on n01: no space left")
+    run.steps(11, 12)
+    return run
+
+
+def written(run: Run, directory: RunDir) -> RunDir:
+    directory.events.write_text("".join(f"{json.dumps(one)}\n" for one in run.events))
+    directory.metrics.write_text("".join(f"{json.dumps(one)}\n" for one in run.metrics))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ({"kind": "save", "step": 5}, 5),
+        ({"kind": "save", "step": 5, "level": "memory"}, 0),
+        ({"kind": "stored", "step": 5, "level": "local"}, 0),
+        ({"kind": "stored", "step": 5, "level": "durable"}, 5),
+        ({"kind": "stored", "step": 5}, 0),
+        ({"kind": "save_failed", "step": 5, "level": "durable"}, 0),
+        ({"kind": "save", "step": "5"}, 0),
+    ],
+)
+def test_a_save_lasts_when_it_is_in_the_run_directory(line: dict[str, Any], step: int) -> None:
+    run = Run()
+    run.launch()
+    run.steps(1, 6)
+    attempts = timelines(run.events, [*run.metrics, {"attempt": 1, "time": 2e9, **line}])
+    assert attempts[0].saved_step == step
+
+
+def test_what_the_levels_have_come_to() -> None:
+    run = leveled()
+    found = SaveSums().take_all(run.metrics)
+    memory, parity, durable = (found.levels[name] for name in ("memory", "parity", "durable"))
+    assert (memory.saves, memory.stall_s, memory.size_bytes) == (2, 1.0, 16 * GB)
+    assert (parity.saves, parity.drain_s, parity.lag_s, parity.ratio) == (1, 1.0, 2.0, 0.5)
+    assert (durable.saves, durable.failures, durable.drain_s, durable.ratio) == (1, 1, 2.0, 1.0)
+    stored = next(one for one in run.metrics if one.get("level") == "durable")
+    assert found.undurable_since == stored["time"]
+    assert found.lines() == [
+        "memory: 2 saves, training waited 0.5 s each",
+        "parity: 1 save, 1 s each in the background, 2 GB/s, the newest 2 s after the save, 0.50 of its"
+        " bytes",
+        "durable: 1 save, 2 s each in the background, 1 GB/s, the newest 3.5 s after the save, 1 failed",
+    ]
+    assert parse_sums(json.loads(json.dumps(found.as_json()))) == found
+    damaged: list[Any] = [
+        None,
+        {},
+        {"levels": {"memory": {"odd": 1}}},
+        {"levels": {"attic": {}}, "undurable_since": 0},
+    ]
+    damaged += [{"levels": {"memory": {"saves": "two"}}, "undurable_since": None}]
+    assert [parse_sums(one) for one in damaged] == [None] * 5
+
+
+def test_odd_lines_change_nothing() -> None:
+    found = SaveSums().take_all(
+        [
+            {"kind": "stored", "step": 1, "level": "attic", "seconds": 1.0},
+            {"kind": "stored", "step": 1, "level": "parity", "seconds": "x", "bytes": -4, "facts": "none"},
+            {"kind": "save", "step": 1, "seconds": True},
+            {},
+        ]
+    )
+    assert {name: (one.drain_s, one.stall_s, one.size_bytes) for name, one in found.levels.items()} == {
+        "parity": (0.0, 0.0, 0.0),
+        "durable": (0.0, 0.0, 0.0),
+    }
+
+
+def test_time_in_the_background_is_not_the_runs_and_a_wait_counts_once() -> None:
+    run = leveled()
+    ledger = run.account(now=run.now)
+    assert ledger.buckets["productive"] == pytest.approx(12.5)
+    assert ledger.buckets["checkpoint"] == pytest.approx(0.5)
+    tally = Tally()
+    tally.take(run.events, run.metrics)
+    assert tally.productive_s == pytest.approx(12.5)
+    # What is told of only after the next step was other time by then.
+    assert tally.badput_s["checkpoint"] + tally.badput_s["other"] == pytest.approx(0.5)
+
+
+def test_only_what_is_durable_counts_as_saved(runs_root: Path) -> None:
+    run = leveled()
+    run.dies(then="shutdown")
+    assert run.account().steps == 5, "copies in memory died with the allocation"
+    directory = written(run, create_run("leveled"))
+    tally = Follower(directory).read()
+    assert tally.saved_step == 5
+    again = Follower(directory, Follower(directory).as_json())
+    assert again.read().as_json() == Tally().as_json() | again.tally.as_json()
+    follower = Follower(directory)
+    follower.read()
+    state = json.loads(json.dumps(follower.as_json()))
+    assert Follower(directory, state).tally.saves == tally.saves
+    state["tally"]["saves"] = {"levels": 3}
+    assert Follower(directory, state).read().saves == tally.saves, "a damaged state is read anew"
+
+
+def test_prometheus_gets_every_level() -> None:
+    run = leveled()
+    tally = Tally()
+    tally.take(run.events, run.metrics)
+    since = tally.saves.undurable_since
+    assert since is not None
+    text = render_exposition([Figures("r", tally, now=since + 40), Figures("over", tally)])
+    found = {
+        (one.name, one.labels["run"], one.labels.get("level")): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name.startswith("hpcrun_checkpoint")
+    }
+    assert found["hpcrun_checkpoint_stall_seconds_total", "r", "memory"] == 1.0
+    assert found["hpcrun_checkpoint_drain_seconds_total", "r", "durable"] == 2.0
+    assert found["hpcrun_checkpoint_bytes_total", "r", "parity"] == 2 * GB
+    assert found["hpcrun_checkpoint_failures_total", "r", "durable"] == 1
+    assert found["hpcrun_checkpoint_lag_seconds", "r", "durable"] == 3.5
+    assert found["hpcrun_checkpoint_bytes_ratio", "r", "parity"] == 0.5
+    assert found["hpcrun_checkpoint_undurable_seconds", "r", None] == 40.0
+    assert ("hpcrun_checkpoint_undurable_seconds", "over", None) not in found
+    assert found["hpcrun_checkpoint_last_step", "r", None] == 5
+
+
+def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> None:
+    directory = written(leveled(), create_run("leveled"))
+    directory.spec.write_text("name: leveled\n")
+    words = [entry.text for entry in story(directory) if entry.what in ("save", "stored", "save_failed")]
+    assert words == [
+        "step 5: saved after 3.5 s beside training",
+        "step 10: was not saved (durable): rank 0 on n01: no space left",
+    ]
+    stream = io.StringIO()
+    display = Lines(12, stream)
+    for line in leveled().metrics:
+        if line["kind"] not in ("step", "start"):
+            display.step(line)
+    assert stream.getvalue().splitlines() == [
+        "hpcrun: step 5: 8.00 GB on their way to durable after 2.5 s",
+        "hpcrun: step 5: saved after 3.5 s beside training",
+        "hpcrun: step 10: was not saved (durable): rank 0 on n01: no space left",
+    ]
+    told, _ = describe(directory)
+    assert told["save_levels"] == asdict(SaveSums().take_all(leveled().metrics))
+
+
+def test_sinks_get_drain_and_lag_of_each_level(runs_root: Path) -> None:
+    stored = {"kind": "stored", "step": 5, "level": "durable", "seconds": 2.0, "lag_s": 3.5}
+    assert scalars(stored, 1) == {"checkpoint/durable_drain(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
+    directory = written(leveled(), create_run("leveled"))
+    points = Points(directory, 2, {})
+    names = {name for _, _, figures in points.new() for name in figures if name.startswith("checkpoint/")}
+    assert names == {
+        f"checkpoint/{level}_{what}(s)" for level in ("parity", "durable") for what in ("drain", "lag")
+    }
+    again = Points(directory, 2, json.loads(json.dumps(points.state)))
+    assert list(again.new()) == []
