@@ -180,7 +180,7 @@ class Arena:
             for rank in [rank for rank, number in wanted.items() for _ in range(number)]:
                 made.append(self._make(rank, padded(sizes[rank], PART_ALIGN)))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFAULT):
                 raise
             for slot in made:
                 slot.path.unlink()

@@ -6,6 +6,7 @@ chose differently would wait for each other. All else happens in the worker's ow
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -265,7 +266,8 @@ class Drain:
             stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
             self._post(partial(self._note, stored))
             if level in _OWN and station is not None and problem is None:
-                station.retain(self._worth_keeping(station.holdings(), load.stamp))
+                with contextlib.suppress(OSError, SiteError):  # it is tried again after the next
+                    station.retain(self._worth_keeping(station.holdings(), load.stamp))
 
     def _worth_keeping(self, held: Sequence[Holding], stamp: Stamp) -> set[str]:
         """The newest published generation and what is newer; where none is published, the newest two."""
