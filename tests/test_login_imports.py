@@ -104,6 +104,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "ckpt verify RUN",
         "ckpt diff RUN 2 2",
         "ckpt gc RUN",
+        "ckpt repair RUN --is-over",
         "postmortem RUN",
         "chaos --help",
         "cluster --help",

@@ -60,22 +60,24 @@ def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
     except (FileNotFoundError, NotADirectoryError):
         names = []
     for name in names:
-        path = checkpoints / name
-        try:
-            text = (path / RECORD).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            # A generation gets its name with its record in it, and loses its name before the record.
-            if path.is_dir():
-                unreadable.append(Unreadable(path, f"{RECORD} is missing"))
-            continue
-        except NotADirectoryError:
-            continue
-        except (OSError, ValueError) as error:
-            unreadable.append(Unreadable(path, f"{RECORD} cannot be read: {error}"))
-            continue
-        one = _parse(path, text)
-        (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
+        one = read_save(checkpoints / name)
+        if one is not None:
+            (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(found, key=lambda saved: saved.step), unreadable
+
+
+def read_save(path: Path) -> Saved | Unreadable | None:
+    """What the record in a directory says, whatever its name; None where there is no such directory."""
+    try:
+        text = (path / RECORD).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        # A generation gets its name with its record in it, and loses its name before the record.
+        return Unreadable(path, f"{RECORD} is missing") if path.is_dir() else None
+    except NotADirectoryError:
+        return None
+    except (OSError, ValueError) as error:
+        return Unreadable(path, f"{RECORD} cannot be read: {error}")
+    return _parse(path, text)
 
 
 def step_of(path: Path) -> int:
