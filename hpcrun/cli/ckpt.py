@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.ckpt_exchange import export, import_state
 from hpcrun.cli.ckpt_repair import repair
 from hpcrun.cli.ckpt_show import amount as _amount
 from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
@@ -26,6 +26,8 @@ app = typer.Typer(
     help="Look at saved steps, prove and repair them, clean up, take them elsewhere and back.",
 )
 app.command()(repair)
+app.command()(export)
+app.command("import")(import_state)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
 _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
@@ -223,21 +225,6 @@ def gc(
     for other in kept:
         print(f"kept {other.path}  {other.why}")
     print(f"{verb} {len(garbage)} items, {_amount(sum(one.size_bytes for one in garbage))}")
-
-
-@app.command()
-def export(
-    run: _Run,
-    out: Annotated[Path, typer.Option("--out", help="directory to make; must not exist or be empty")],
-    step: _Step = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
-) -> None:
-    """Write a saved step as a Hugging Face directory (config.json and safetensors)."""
-    from hpcrun.runtime.export import export_hf
-    from hpcrun.specs.rundir import find_run
-
-    exported = export_hf(find_run(run), out, step=step, dtype=dtype)
-    print(f"step {exported} written to {out}")
 
 
 def _of_format_2(saved: Saved) -> Saved:
