@@ -46,7 +46,13 @@ def written_aside(directory: Path | str) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def copy_out(saved: Saved, directory: Path, progress: Callable[[int], None] = lambda _size: None) -> None:
+def copy_out(
+    saved: Saved,
+    directory: Path,
+    progress: Callable[[int], None] = lambda _size: None,
+    *,
+    jobs: int | None = None,
+) -> None:
     """The files of a committed generation into an empty directory; DamagedError where one is damaged."""
     names = [MANIFEST, *(file_name(number) for number in range(len(saved.file_bytes)))]
     for name in names:
@@ -59,17 +65,23 @@ def copy_out(saved: Saved, directory: Path, progress: Callable[[int], None] = la
     write_file(directory / RECORD, render_record(saved).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
     with Generation(replace(saved, path=directory)) as copy:
-        found = damages(copy, usual_jobs(), progress)
+        found = damages(copy, jobs or usual_jobs(), progress)
     if found:
         raise DamagedError(f"{saved.path}: {found[0].removeprefix(f'{directory}/')}")
     sync_directory(directory)
 
 
-def copy_in(saved: Saved, checkpoints: Path, progress: Callable[[int], None] = lambda _size: None) -> Saved:
+def copy_in(
+    saved: Saved,
+    checkpoints: Path,
+    progress: Callable[[int], None] = lambda _size: None,
+    *,
+    jobs: int | None = None,
+) -> Saved:
     """A generation from elsewhere as a committed one of a run, the same to the last bit."""
     draft = begin(checkpoints, saved.step, saved.attempt)
     try:
-        copy_out(saved, draft.aside, progress)
+        copy_out(saved, draft.aside, progress, jobs=jobs)
         if draft.final.exists():
             set_aside(draft.final)
         draft.aside.rename(draft.final)

@@ -32,6 +32,9 @@ def damages(
     def look(one: tuple[int, list[tuple[Piece, Place]]]) -> list[str]:
         return list(generation.damages_of_part(*one, told))
 
+    parts = list(enumerate(generation.chunks_by_part()))
+    if min(jobs, len(parts)) <= 1:
+        return [damage for one in parts for damage in look(one)]
     with ThreadPoolExecutor(jobs) as threads:
-        found = threads.map(look, enumerate(generation.chunks_by_part()))
+        found = threads.map(look, parts)
         return [damage for one in found for damage in one]
