@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from hpcrun.launch.submit.functions import submit as submit
     from hpcrun.launch.submit.functions import submit_array as submit_array
     from hpcrun.launch.watch.progress import progress as progress
+    from hpcrun.runtime.checkpointer import Checkpointer as Checkpointer
 
 __version__ = "0.1.0"
 
@@ -14,6 +15,7 @@ _ROOMS = {
     "submit": "hpcrun.launch.submit.functions",
     "submit_array": "hpcrun.launch.submit.functions",
     "progress": "hpcrun.launch.watch.progress",
+    "Checkpointer": "hpcrun.runtime.checkpointer",
 }
 """The public names, and where each is found on its first use: importing the package loads nothing."""
 

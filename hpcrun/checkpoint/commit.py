@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
@@ -30,19 +32,31 @@ class Draft:
     aside: Path
     final: Path
     generation: bytes
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """How its files lie on the file system, for the manifest."""
 
     def file(self, number: int) -> Path:
         """Where a data file is written."""
         return self.aside / file_name(number)
 
 
-def begin(checkpoints: Path, step: int, attempt: int) -> Draft:
-    """An empty place for the files of a generation; what broken saves have left is removed."""
+def draft_of(checkpoints: Path, step: int, attempt: int, generation: bytes) -> Draft:
+    """The names that everybody who writes a generation knows; nothing is made."""
+    name = f"step-{step:08d}"
+    return Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, generation)
+
+
+def begin(checkpoints: Path, step: int, attempt: int, *, beside: bool = False) -> Draft:
+    """An empty place for the files of a generation; what broken saves have left is removed.
+
+    `beside`: not where a worker may be writing yet that has failed to save this step.
+    """
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
     for leftover in checkpoints.glob(_LEFTOVER):
         shutil.rmtree(leftover, ignore_errors=True)
-    name = f"step-{step:08d}"
-    draft = Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, secrets.token_bytes(16))
+    draft = draft_of(checkpoints, step, attempt, secrets.token_bytes(16))
+    if beside:
+        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}.ranks"))
     draft.aside.mkdir(mode=0o700)
     return draft
 
@@ -65,7 +79,7 @@ def commit(
     sizes: dict[int, int] = {}
     for part in parts:
         sizes[part.file] = max(sizes.get(part.file, 0), part.start + part.size_bytes)
-    manifest = render_manifest(draft.generation, parts, tensors)
+    manifest = render_manifest(draft.generation, parts, tensors, draft.layout)
     saved = Saved(
         draft.aside,
         step,
@@ -113,15 +127,20 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = ()) -> None:
+def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0) -> None:
     """Delete all but the newest `keep` generations, not counting those known to be damaged.
 
-    What cannot be deleted is left to the next time.
+    Steps that are a multiple of `keep_every` stay. What cannot be deleted is left to the next time.
     """
     whole = [saved for saved in read_saves(checkpoints)[0] if saved.path not in damaged]
-    for old in whole[:-keep]:
+    for old in _superseded(whole, keep, keep_every):
         with contextlib.suppress(OSError):
             remove(old.path)
+
+
+def _superseded(whole: Sequence[Saved], keep: int, keep_every: int) -> list[Saved]:
+    """Those that newer ones make needless, of some in order; the newest never is."""
+    return [old for old in whole[: -max(keep, 1)] if not keep_every or old.step % keep_every]
 
 
 @dataclass(frozen=True)
@@ -142,7 +161,7 @@ class Kept:
 
 
 def find_garbage(
-    checkpoints: Path, keep: int, *, in_flight: bool, damaged: bool
+    checkpoints: Path, keep: int, *, in_flight: bool, damaged: bool, keep_every: int = 0
 ) -> tuple[list[Garbage], list[Kept]]:
     """What may be deleted: leftovers, generations beyond the newest `keep` whole ones, damaged if asked for.
 
@@ -165,7 +184,7 @@ def find_garbage(
     broken += [(path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED}*"))]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
-    for old in whole[:-keep]:
+    for old in _superseded(whole, keep, keep_every):
         garbage.append(Garbage(old.path, f"older than the newest {keep} whole saves", _size(old.path)))
     for path, problem in broken:
         if damaged and whole:

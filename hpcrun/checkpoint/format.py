@@ -5,7 +5,8 @@ is never written to again once it is committed:
 
     checkpoints/step-00000016/
         data-00000.bin     one file a node: a part for each of its ranks, one after the other
-        manifest.json      every tensor with type, whole shape and the places of its chunks; every part
+        manifest.json      every tensor with type, whole shape and the places of its chunks; every part; how
+                           the files lie on the file system, where that is known
         complete.json      the commit record, a few hundred bytes: all that listing needs
 
 A part is what one rank has written, wherever it lies: it begins at a multiple of 4096 bytes in its file and
@@ -39,15 +40,17 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from hpcrun.checkpoint.boxes import Box, uncovered
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import FORMAT_VERSION
+
+Bytes: TypeAlias = bytes | memoryview
 
 MANIFEST = "manifest.json"
 CHUNK_BYTES = 32 << 20
@@ -133,6 +136,8 @@ class Manifest:
     generation: bytes
     parts: list[Part]
     tensors: dict[str, Tensor]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """What the file system said of how each data file lies on it; empty where nobody asked."""
 
 
 def file_name(number: int) -> str:
@@ -189,24 +194,58 @@ class Layout(NamedTuple):
     tail_at: int
     tail_bytes: int
     size_bytes: int
+    listed: tuple[str, ...]
+    """Each chunk as the tail lists it, up to its hash."""
 
 
 def lay_out(part: int, pieces: Sequence[Piece]) -> Layout:
     """Where the chunks of a part will lie."""
-    at, position = [], HEADER_BYTES
+    at, listed, position = [], [], HEADER_BYTES
     for piece in pieces:
         at.append(position)
+        listed.append(json.dumps([*piece, position], separators=(",", ":"))[:-1])
         position += HEADER_BYTES + padded(piece.size_bytes)
-    tail_bytes = len(render_tail(part, pieces, at, [0] * len(pieces)))
-    return Layout(
-        tuple(at), position, tail_bytes, position + HEADER_BYTES + padded(tail_bytes) + HEADER_BYTES
-    )
+    tail_bytes = len(render_tail(part, listed, [0] * len(pieces)))
+    size = position + HEADER_BYTES + padded(tail_bytes) + HEADER_BYTES
+    return Layout(tuple(at), position, tail_bytes, size, tuple(listed))
 
 
-def render_tail(part: int, pieces: Iterable[Piece], at: Iterable[int], hashes: Iterable[int]) -> bytes:
+class Frame(NamedTuple):
+    """A header of a part, and what follows it."""
+
+    kind: int
+    at: int
+    header: bytes
+    content: Bytes
+    digest: int
+    """Of the content."""
+
+
+def frames(generation: bytes, part: int, layout: Layout, contents: Iterable[Bytes]) -> Iterator[Frame]:
+    """All that a part is made of, in order; each hash is computed here, and nowhere again.
+
+    `contents` are taken one by one, as they are asked for.
+    """
+
+    def frame(kind: int, at: int, content: Bytes, length: int, digest: int) -> Frame:
+        return Frame(
+            kind, at, pack_header(kind, Place(part, at), generation, length, digest), content, digest
+        )
+
+    yield frame(PART, 0, b"", layout.size_bytes, 0)
+    hashes = []
+    for at, content in zip(layout.at, contents, strict=True):
+        hashes.append(digest := xxh3_64_intdigest(content))
+        yield frame(CHUNK, at, content, len(content), digest)
+    tail = render_tail(part, layout.listed, hashes)
+    yield frame(TAIL, layout.tail_at, tail, len(tail), xxh3_64_intdigest(tail))
+    yield frame(END, layout.size_bytes - HEADER_BYTES, b"", layout.tail_at, 0)
+
+
+def render_tail(part: int, listed: Iterable[str], hashes: Iterable[int]) -> bytes:
     """A part's own list of its chunks; its length does not depend on the hashes."""
-    chunks = [[*piece, a, f"{h:016x}"] for piece, a, h in zip(pieces, at, hashes, strict=True)]
-    return json.dumps({"part": part, "chunks": chunks}, separators=(",", ":")).encode()
+    chunks = ",".join(f'{one},"{digest:016x}"]' for one, digest in zip(listed, hashes, strict=True))
+    return f'{{"part":{part},"chunks":[{chunks}]}}'.encode()
 
 
 def parse_tail(data: bytes, part: int) -> list[tuple[Piece, Place, int]]:
@@ -267,10 +306,14 @@ def render_tensors(tensors: dict[str, Tensor]) -> str:
     return json.dumps(told, separators=(",", ":"))
 
 
-def render_manifest(generation: bytes, parts: Sequence[Part], tensors: str) -> bytes:
+def render_manifest(
+    generation: bytes, parts: Sequence[Part], tensors: str, layout: Mapping[str, Any] | None = None
+) -> bytes:
     """A manifest, with its tensors already rendered."""
     rows = [[p.file, p.start, p.size_bytes, p.tail_at, p.tail_bytes, p.tail_hash] for p in parts]
     head = {"format_version": FORMAT_VERSION, "generation": generation.hex(), "parts": rows}
+    if layout:
+        head["layout"] = dict(layout)
     return f'{json.dumps(head)[:-1]}, "tensors": {tensors}}}\n'.encode()
 
 
@@ -283,10 +326,11 @@ def parse_manifest(data: bytes) -> Manifest:
         parts = [Part(*row) for row in told["parts"]]
         tensors = {row[0]: _parse_tensor(row) for row in told["tensors"]}
         generation = bytes.fromhex(told["generation"])
+        layout = dict(told.get("layout", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"it is no manifest ({error})") from None
     check_coverage(tensors)
-    return Manifest(generation, parts, tensors)
+    return Manifest(generation, parts, tensors, layout)
 
 
 def _parse_tensor(row: list[Any]) -> Tensor:

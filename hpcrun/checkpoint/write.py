@@ -6,28 +6,10 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
-from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
-
-from hpcrun.checkpoint.format import (
-    CHUNK,
-    END,
-    HEADER_BYTES,
-    PART,
-    TAIL,
-    Part,
-    Piece,
-    Place,
-    lay_out,
-    pack_header,
-    padded,
-    render_tail,
-)
-
-Bytes: TypeAlias = bytes | memoryview
+from hpcrun.checkpoint.format import PART_ALIGN, TAIL, Bytes, Part, Piece, frames, lay_out, padded
 
 _BATCH_BYTES = 16 << 20
 _BATCH_BUFFERS = 512
@@ -52,27 +34,48 @@ def write_part(
     `contents` are taken one by one; each must stay as it is until this returns.
     """
     layout = lay_out(part, pieces)
-    descriptor = _open(path)
+    tail_hash = 0
+    descriptor = open_shared(path)
     try:
         writer = _Writer(descriptor, start)
-        writer.add(pack_header(PART, Place(part, 0), generation, layout.size_bytes, 0))
-        hashes = []
-        for piece, at, content in zip(pieces, layout.at, contents, strict=True):
-            assert len(content) == piece.size_bytes, f"{piece}: {len(content)} bytes"
-            hashes.append(xxh3_64_intdigest(content))
-            writer.add(pack_header(CHUNK, Place(part, at), generation, len(content), hashes[-1]))
-            writer.add(content)
-        tail = render_tail(part, pieces, layout.at, hashes)
-        digest = xxh3_64_intdigest(tail)
-        writer.add(pack_header(TAIL, Place(part, layout.tail_at), generation, len(tail), digest))
-        writer.add(tail)
-        at = layout.size_bytes - HEADER_BYTES
-        writer.add(pack_header(END, Place(part, at), generation, layout.tail_at, 0))
+        for frame in frames(generation, part, layout, _checked(pieces, contents)):
+            writer.add(frame.header)
+            if frame.content:
+                writer.add(frame.content)
+            if frame.kind == TAIL:
+                tail_hash = frame.digest
         writer.flush()
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Part(file, start, layout.size_bytes, layout.tail_at, len(tail), xxh3_64_hexdigest(tail))
+    return Part(file, start, layout.size_bytes, layout.tail_at, layout.tail_bytes, f"{tail_hash:016x}")
+
+
+def write_image(descriptor: int, image: memoryview, position: int, direct: int | None = None) -> None:
+    """Write a sealed part as it is, in large writes; not synced.
+
+    `direct`: the same file opened with O_DIRECT, for the bytes that fill whole blocks.
+    """
+    at = 0 if direct is None else _write_direct(direct, image, position)
+    while at < len(image):
+        count = os.pwrite(descriptor, image[at : at + _BATCH_BYTES], position + at)
+        _start_writeback(descriptor, position + at, count)
+        at += count
+
+
+def _write_direct(descriptor: int, image: memoryview, position: int) -> int:
+    """How many bytes, from the first, went past the page cache: whole blocks, or none where it refuses."""
+    at, whole = 0, len(image) // PART_ALIGN * PART_ALIGN
+    try:
+        while at < whole:
+            count = os.pwrite(descriptor, image[at : min(whole, at + _BATCH_BYTES)], position + at)
+            at += count // PART_ALIGN * PART_ALIGN
+            if count % PART_ALIGN:
+                break
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return at
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -87,7 +90,13 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _open(path: Path) -> int:
+def _checked(pieces: Sequence[Piece], contents: Iterable[Bytes]) -> Iterator[Bytes]:
+    for piece, content in zip(pieces, contents, strict=True):
+        assert len(content) == piece.size_bytes, f"{piece}: {len(content)} bytes"
+        yield content
+
+
+def open_shared(path: Path) -> int:
     """The file, made if need be, not truncated: others write their own parts of it.
 
     Where another node has just made the directory, a network file system may not show it at once.

@@ -208,8 +208,14 @@ def gc(
 
     found = find_run(run)
     (state,) = look_at_all([found])
-    wanted = keep if keep is not None else load_job(found.spec).spec.checkpoint.keep
-    garbage, kept = find_garbage(found.checkpoints, wanted, in_flight=not state.is_over, damaged=damaged)
+    policy = load_job(found.spec).spec.checkpoint
+    garbage, kept = find_garbage(
+        found.checkpoints,
+        policy.keep if keep is None else keep,
+        in_flight=not state.is_over,
+        damaged=damaged,
+        keep_every=policy.keep_every,
+    )
     for one in garbage if not dry_run else ():
         # The run itself may have been quicker.
         with contextlib.suppress(FileNotFoundError):

@@ -222,6 +222,12 @@ def _be_beside(run_dir: str, name: str = "") -> int:
     return int(importlib.import_module("hpcrun.launch.outlets.beside").main(run_dir, name))
 
 
+def _be_drain_worker(root: str = "") -> int:
+    """The internal verb `_drain [ROOT]`: a node's drain worker, the child of its agent; see its module."""
+    importlib.import_module("hpcrun.checkpoint.worker").main(root)
+    return EXIT_DONE
+
+
 def _be_reached(interface: str) -> int:
     """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
     from hpcrun.launch.health.reach import take_part
@@ -237,6 +243,7 @@ _INTERNAL: dict[str, Callable[..., int]] = {
     "_chaos": _strike,
     "_beside": _be_beside,
     "_reach": _be_reached,
+    "_drain": _be_drain_worker,
     "_takeover": _be_successor,
 }
 """What we start ourselves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -116,9 +117,12 @@ class Course:
         metrics: LineReader,
         watchdog: Watchdog,
         again: Literal["train", "submit"] = "train",
+        beside: Callable[[], str | None] = lambda: None,
     ) -> None:
+        """`beside` is called again and again: why the ranks are to save and stop, where they are."""
         self._launch, self._nodes, self._observer, self._limits = launch, nodes, observer, limits
         self._events, self._metrics, self._watchdog, self._again = events, metrics, watchdog, again
+        self._beside = beside
         watchdog.begin()
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
@@ -222,6 +226,8 @@ class Course:
                 self._ask(running, number)
             case _:
                 self._read_metrics()
+                if self._beside() is not None and self._stop is None:
+                    self._ask(running, signal.SIGTERM)
 
     def _tell_lost(self, node: str, why: str) -> None:
         if node not in self._told_lost:

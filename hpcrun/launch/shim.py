@@ -26,6 +26,10 @@ RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
 """Set by the supervisor in everything it starts: it marks the processes of a run."""
 ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
 """The same for an attempt: set in its launcher and its ranks."""
+DRAIN_VARIABLE = "HPCRUN_DRAIN"
+"""The socket of the node's drain worker, in every rank where saves go through memory."""
+NODE_MARK = "{node}"
+"""Stands in it for the node; each rank puts the name of its own there."""
 
 
 @dataclass
@@ -54,6 +58,7 @@ def enter(attempt: Attempt, world: World) -> Requests:
         faulthandler.enable()
         _install_handlers(_entered)
         progress(section="init")
+        _find_drain(attempt, world.rank)
         bound = _bind(attempt, world.rank) | (apply_here(attempt, os.environ) if is_supervised() else {})
         write_json(attempt.rank_record(world.rank), _record(world) | bound)
     return _entered
@@ -111,6 +116,14 @@ def _record(world: World) -> dict[str, Any]:
         "start_ticks": process.start_ticks(os.getpid()),
         "started": time.time(),
     }
+
+
+def _find_drain(attempt: Attempt, rank: int) -> None:
+    """Put the name of this rank's node where all ranks were told the same."""
+    told = os.environ.get(DRAIN_VARIABLE, "")
+    found = read_placement(attempt.placement) if NODE_MARK in told else None
+    if found is not None and rank < len(found[0].ranks):
+        os.environ[DRAIN_VARIABLE] = told.replace(NODE_MARK, found[0].ranks[rank])
 
 
 def _bind(attempt: Attempt, rank: int) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpcrun
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.fabric.domains import failure_domains
 from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import order
 from hpcrun.fabric.read import find_fabric, from_addresses
@@ -99,6 +100,10 @@ class Site:
         told = nodes.addresses
         return from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
 
+    def domains(self, nodes: Nodes, names: Sequence[str]) -> dict[str, dict[str, str | None]]:
+        """What fails together, by level of the fabric; nothing where there is no fabric."""
+        return {} if self.allocation is None else failure_domains(self._fabric(nodes), names)
+
     def launcher(self, spec: JobSpec) -> Launcher:
         """What starts the ranks: by the profile between nodes, Hydra on one."""
         cluster, step = self.cluster, template_words(os.environ, STEP_VARIABLE)
@@ -133,7 +138,11 @@ class Site:
         With a `succession` the agents are there already, and were another supervisor's.
         """
         if self.allocation is None or (self.is_here and succession is None):
-            yield ThisNode(run)
+            here = ThisNode(run)
+            try:
+                yield here
+            finally:
+                here.close()
             return
         names = self.allocation.nodes
         environ = step_environment(without_world(with_our_package(os.environ)))

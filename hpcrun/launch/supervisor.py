@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from hpcrun import process
@@ -32,6 +32,7 @@ from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
 from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.launch.surroundings import environment_of_ranks
+from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
@@ -63,6 +64,7 @@ class Supervisor:
         self._verify: Callable[[], None] = lambda: None
         self._register = Register(prepared.spec, self._site, observer.note, lambda: self._verify())
         self._drains: Drains | None = None
+        self._keeper: Keeper | None = None
         self._began_at = self._fruitless = 0
 
     def run(self) -> Outcome:
@@ -104,6 +106,9 @@ class Supervisor:
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """One attempt after the other; what Slurm says of the nodes is known meanwhile."""
         self._verify = nodes.verify
+        interface = self._site.cluster.network.interface if self._site.cluster else None
+        spec, tell, note = self._prepared.spec, self._register.event, self._observer.note
+        self._keeper = Keeper(run, spec, nodes, tell, note, interface)
         self._drains = Drains(self._site.allocation) if self._site.allocation else None
         try:
             return self._one_after_another(run, launcher, nodes)
@@ -135,7 +140,7 @@ class Supervisor:
                 return self._close(outcome, refused)
             self._register.attempt(outcome, relaunched=cause)
             self._register.event(outcome.files, "relaunch", **self._roster.change(nodes, outcome.files))
-            fit, step = self._roster.fit(nodes), recover.saved_step(run)
+            fit, step = self._roster.fit(nodes), self._newest_step(outcome)
             self._observer.note(f"{outcome.message}; going on{fit} from step {step}")
             nodes.call_back()
             if not self._rest(recover.back_off_s(self._fruitless), nodes):
@@ -208,7 +213,13 @@ class Supervisor:
 
     def _progress(self, outcome: Outcome) -> int | None:
         """Steps that the attempt has saved; None for a command, whose steps nobody counts."""
-        return None if self._prepared.spec.command else recover.saved_step(outcome.run) - self._began_at
+        return None if self._prepared.spec.command else self._newest_step(outcome) - self._began_at
+
+    def _newest_step(self, outcome: Outcome) -> int:
+        """The newest step that was saved, in the run directory or, as far as is known, in memory."""
+        if self._keeper is None:
+            return recover.saved_step(outcome.run)
+        return self._keeper.step(is_node_lost=bool(outcome.lost))
 
     def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
         """The last attempt is over; `refused` says why there is no other one in this allocation."""
@@ -250,7 +261,13 @@ class Supervisor:
         placement = self._bound(self._site.place(spec, plan, nodes, out), launcher, nodes)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
-        return self._follow(attempt, placement, launcher, nodes)
+        assert self._keeper is not None
+        domains = self._site.domains(nodes, placement.nodes) if self._keeper.has_levels else {}
+        environ = self._keeper.prepare(attempt, placement, domains)
+        self._began_at = self._keeper.step()
+        outcome = self._follow(attempt, placement, launcher, nodes, environ)
+        self._keeper.after(outcome)
+        return outcome
 
     def _bound(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
         """The placement with what every rank uses of its node."""
@@ -262,8 +279,16 @@ class Supervisor:
             self._observer.note(text)
         return bound
 
-    def _follow(self, attempt: Attempt, placement: Placement, launcher: Launcher, nodes: Nodes) -> Outcome:
+    def _follow(
+        self,
+        attempt: Attempt,
+        placement: Placement,
+        launcher: Launcher,
+        nodes: Nodes,
+        levels: Mapping[str, str],
+    ) -> Outcome:
         spec = self._prepared.spec
+        assert self._keeper is not None
         command = (
             tuple(self._command(attempt))
             if self._command
@@ -273,7 +298,7 @@ class Supervisor:
             attempt,
             placement,
             command,
-            environment_of_ranks(attempt, spec, self._site, placement, self._observer.note),
+            environment_of_ranks(attempt, spec, self._site, placement, self._observer.note) | {**levels},
             launcher,
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
@@ -286,7 +311,15 @@ class Supervisor:
         try:
             again: Literal["train", "submit"] = "submit" if self._site.is_batch else "train"
             course = Course(
-                launch, nodes, self._observer, self._limits, events, reader, self._watchdog, again
+                launch,
+                nodes,
+                self._observer,
+                self._limits,
+                events,
+                reader,
+                self._watchdog,
+                again,
+                beside=self._keeper.look,
             )
             return course.run(self._inbox)
         finally:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
+from hpcrun.checkpoint.decide import key_of
 from hpcrun.checkpoint.format import DamagedError, Part, collect, render_tensors, structure_digest
+from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
@@ -26,42 +29,55 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan, dtype_name, load_into, plan_write, structure_key
 from hpcrun.specs.saves import Saved, Unreadable, read_saves, saved_steps, step_of
 
+Fit = Callable[[str, int, ChunkSource], dict[str, Tensor]]
+"""Looks at a state before it is loaded (its name for people, how many ranks wrote it, its chunks) and says
+what is to be filled from it; UsageError where it does not do."""
+
 
 @dataclass(frozen=True)
 class Restored:
-    """The save that a run goes on from, and what is wrong with newer ones."""
+    """The state that a run goes on from, and what is wrong with newer ones."""
 
-    saved: Saved
+    step: int
+    position: int
     passed_over: list[str]
     lost_steps: int
-    """Steps between this save and the newest one passed over."""
+    """Steps between this state and the newest one passed over."""
+    saved: Saved | None = None
+    """Where it came from, if that is a save in the run directory."""
 
 
 class Checkpointer:
     """Saves and restores the training state of all ranks together."""
 
-    def __init__(self, checkpoints: Path, control: Control, *, attempt: int, keep: int) -> None:
-        self._root, self._control, self._attempt, self._keep = checkpoints, control, attempt, keep
+    def __init__(
+        self, checkpoints: Path, control: Control, *, attempt: int, keep: int, keep_every: int = 0
+    ) -> None:
+        self.root, self.attempt = checkpoints, attempt
+        self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
         self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
         self._opened: dict[Path, Generation] = {}
+        self.avoided: frozenset[str] = frozenset()
+        """Saves that are whole and yet not to be gone on from."""
 
     def newest(self) -> Saved | None:
         """The newest committed step, the same answer on every rank."""
-        found = self._control.everywhere(lambda: [_plain(saved) for saved in saved_steps(self._root)[-1:]])
+        found = self._control.everywhere(lambda: [_plain(saved) for saved in saved_steps(self.root)[-1:]])
         return _saved(found[0]) if found else None
 
-    def save(self, step: int, position: int, state: dict[str, Tensor]) -> Path:
+    def save(self, step: int, position: int, state: dict[str, Tensor], *, beside: bool = False) -> Path:
         """Write the state of a step; every rank returns when it is committed and durable.
 
-        It fails as a whole: SiteError on every rank, and nothing is left of it.
+        It fails as a whole: SiteError on every rank, and nothing is left of it. `beside`: after a worker has
+        failed to, out of its way.
         """
         if step in self._here:
             return self._here[step]
-        aside, final, generation = self._control.everywhere(lambda: self._begin(step))
+        aside, final, generation = self._control.everywhere(lambda: self._begin(step, beside))
         draft = Draft(Path(aside), Path(final), bytes.fromhex(generation))
-        entries = state | {f"rng.{self._control.rank}": _rng_state()}
+        entries = self.entries(state)
         plan = self._plan_for(entries)
         outcome: list[Any]
         try:
@@ -79,8 +95,12 @@ class Checkpointer:
         self._here[step] = draft.final
         return draft.final
 
-    def _begin(self, step: int) -> list[str]:
-        draft = begin(self._root, step, self._attempt)
+    def entries(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All that is saved: the state, and the random state of this rank as it is now."""
+        return state | {f"rng.{self._control.rank}": rng_state()}
+
+    def _begin(self, step: int, beside: bool) -> list[str]:
+        draft = begin(self.root, step, self.attempt, beside=beside)
         return [str(draft.aside), str(draft.final), draft.generation.hex()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
@@ -98,7 +118,7 @@ class Checkpointer:
         try:
             for rank, (problem, *_) in enumerate(outcomes):
                 if problem:
-                    raise SiteError(f"{self._root}: rank {rank} cannot write step {facts['step']}: {problem}")
+                    raise SiteError(f"{self.root}: rank {rank} cannot write step {facts['step']}: {problem}")
             parts = [Part(*fields) for _, *fields in outcomes]
             if plan.tensors is None:
                 tensors = collect(
@@ -106,19 +126,22 @@ class Checkpointer:
                     for number, part in enumerate(parts)
                 )
                 plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
-            world: dict[str, int] = {"world_size": self._control.size, "attempt": self._attempt}
+            world: dict[str, int] = {"world_size": self._control.size, "attempt": self.attempt}
             commit(draft, parts, plan.tensors, plan.structure, **facts, **world)
         except (OSError, SiteError):
             discard(draft)
             raise
-        retire(self._root, self._keep, self._damaged)
+        retire(self.root, self._keep, self._damaged, keep_every=self._keep_every)
 
-    def restore(self, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> Restored | None:
+    def restore(
+        self, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]], fit: Fit | None = None
+    ) -> Restored | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.
 
         `expected` names every tensor of the whole job with its whole shape; nothing else may be stored. A
         damaged save is passed over, by all ranks or none, and set aside once another one is loaded. Random
-        state comes last. None where nothing was saved; SiteError where no save is whole.
+        state comes last. None where nothing was saved; SiteError where no save is whole. With `fit` the state
+        is whatever that finds fitting in the save, and random state is among it or is not loaded.
         """
         while True:
             with _no_collection():
@@ -129,7 +152,7 @@ class Checkpointer:
             problem, random_state = None, None
             try:
                 with _no_collection():
-                    random_state = self._load(saved, state, expected)
+                    random_state = self._load(saved, state, expected, fit)
             except UsageError as error:
                 problem = ["usage", str(error)]
             except SiteError as error:
@@ -148,14 +171,48 @@ class Checkpointer:
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(saved, passed_over, newest - saved.step)
+        return Restored(saved.step, saved.position, passed_over, newest - saved.step, saved)
+
+    def load_from(
+        self,
+        source: ChunkSource,
+        stamp: Stamp,
+        state: dict[str, Tensor],
+        expected: dict[str, tuple[int, ...]],
+        fit: Fit | None = None,
+        *,
+        passed_over: Sequence[str] = (),
+        lost_steps: int = 0,
+    ) -> Restored:
+        """Fill the state from a generation that somebody else has chosen, wherever its chunks come from.
+
+        SiteError on every rank where one cannot load it, or was told of another generation.
+        """
+        problem, random_state = None, None
+        try:
+            with _no_collection():
+                where = f"step {stamp.step}"
+                random_state = self._fill(source, where, stamp.world_size, state, expected, fit)
+        except UsageError as error:
+            problem = ["usage", str(error)]
+        except (SiteError, OSError) as error:
+            problem = ["damaged", str(error)]
+        told = self._control.allgather([stamp.step, stamp.generation, problem])
+        for kind, text in [one for *_, one in told if one]:
+            raise UsageError(text) if kind == "usage" else SiteError(text)
+        for rank, (step, generation, _) in enumerate(told):
+            if (step, generation) != (told[0][0], told[0][1]):
+                raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
+        if random_state is not None:
+            _set_rng_state(random_state)
+        return Restored(stamp.step, stamp.position, list(passed_over), lost_steps)
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""
-        saves, unreadable = read_saves(self._root)
+        saves, unreadable = read_saves(self.root)
         found: list[Saved | Unreadable] = [*saves, *unreadable]
         for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
-            if one.path in self._damaged:
+            if one.path in self._damaged or (isinstance(one, Saved) and key_of(one) in self.avoided):
                 continue
             problem = self._problem_of(one)
             if problem is None:
@@ -166,7 +223,7 @@ class Checkpointer:
             return None
         newest = next(iter(self._damaged.values()))
         raise SiteError(
-            f"{self._root}: every save is damaged, the newest: {newest.text}; restore a copy, or remove them"
+            f"{self.root}: every save is damaged, the newest: {newest.text}; restore a copy, or remove them"
             " all to start from the beginning"
         )
 
@@ -194,25 +251,57 @@ class Checkpointer:
             del self._damaged[path]
         return passed_over
 
-    def _load(self, saved: Saved, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]]) -> Any:
+    def _load(
+        self,
+        saved: Saved,
+        state: dict[str, Tensor],
+        expected: dict[str, tuple[int, ...]],
+        fit: Fit | None,
+    ) -> Any:
         """Fill the state from one save; returns this rank's random state, if that save has one that fits."""
-        entries, mine, random_state = dict(state), f"rng.{self._control.rank}", _rng_state()
-
-        def check(stored: dict[str, tuple[int, ...]]) -> None:
-            _check_entries(saved, stored, expected)
-            # Another kind of device keeps another kind of random state.
-            if saved.world_size == self._control.size and stored.get(mine) == random_state.shape:
-                entries[mine] = random_state
-
         if saved.format_version == 1:
-            check(torchformat.stored_shapes(saved))
+            if fit is not None:
+                raise UsageError(f"{saved.path}: was written by an hpcrun before this one; export it")
+            stored = torchformat.stored_shapes(saved)
+            entries = self._wanted(str(saved.path), saved.world_size, stored, state, expected)
             torchformat.load(saved, entries)
+            return entries.get(f"rng.{self._control.rank}")
+        with self._opened.pop(saved.path, None) or Generation(saved) as generation:
+            return self._fill(generation, str(saved.path), saved.world_size, state, expected, fit)
+
+    def _fill(
+        self,
+        source: ChunkSource,
+        where: str,
+        world_size: int,
+        state: dict[str, Tensor],
+        expected: dict[str, tuple[int, ...]],
+        fit: Fit | None,
+    ) -> Any:
+        if fit is not None:
+            entries = fit(where, world_size, source)
         else:
-            with self._opened.pop(saved.path, None) or Generation(saved) as generation:
-                check({name: tensor.shape for name, tensor in generation.manifest.tensors.items()})
-                _check_types(generation, entries)
-                load_into(generation, entries)
-        return entries.get(mine)
+            stored = {name: tensor.shape for name, tensor in source.manifest.tensors.items()}
+            entries = self._wanted(where, world_size, stored, state, expected)
+            _check_types(source, where, entries)
+        load_into(source, entries)
+        return entries.get(f"rng.{self._control.rank}")
+
+    def _wanted(
+        self,
+        where: str,
+        world_size: int,
+        stored: dict[str, tuple[int, ...]],
+        state: dict[str, Tensor],
+        expected: dict[str, tuple[int, ...]],
+    ) -> dict[str, Tensor]:
+        """The state, if it is what is stored, and memory for this rank's random state, if there is some."""
+        _check_entries(where, stored, expected)
+        entries, mine, random_state = dict(state), f"rng.{self._control.rank}", rng_state()
+        # Another kind of device keeps another kind of random state.
+        if world_size == self._control.size and stored.get(mine) == random_state.shape:
+            entries[mine] = random_state
+        return entries
 
 
 def load_weights(saved: Saved) -> dict[str, Tensor]:
@@ -241,7 +330,7 @@ class _Problem:
 
 
 def _check_entries(
-    saved: Saved, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
+    where: str, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]
 ) -> None:
     """Strict both ways: a tensor too many or too few means that the job is not the one that was saved."""
     there = {name: shape for name, shape in stored.items() if not name.startswith("rng.")}
@@ -250,20 +339,20 @@ def _check_entries(
         ("also holds", sorted(there.keys() - expected.keys())),
         ("has another shape of", sorted(n for n in expected if there.get(n, expected[n]) != expected[n])),
     ):
-        _refuse(saved, verb, names)
+        _refuse(where, verb, names)
 
 
-def _check_types(generation: Generation, entries: dict[str, Tensor]) -> None:
-    stored = generation.manifest.tensors
+def _check_types(source: ChunkSource, where: str, entries: dict[str, Tensor]) -> None:
+    stored = source.manifest.tensors
     names = [name for name, tensor in entries.items() if stored[name].dtype != dtype_name(tensor)]
-    _refuse(generation.saved, "has another type of", names)
+    _refuse(where, "has another type of", names)
 
 
-def _refuse(saved: Saved, verb: str, names: list[str]) -> None:
+def _refuse(where: str, verb: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(
-            f"{saved.path}: {verb} {names[0]}{more}; was the model changed?"
+            f"{where}: {verb} {names[0]}{more}; was the model changed?"
             " Resume with the model of the run, or start a new run with model.weights"
         )
 
@@ -280,7 +369,8 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _rng_state() -> Tensor:
+def rng_state() -> Tensor:
+    """The random state of this rank, of the CPU and of its GPU."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())

@@ -6,8 +6,10 @@ Messages are small JSON values. Nothing here moves tensors, and nothing here bur
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import operator
 import os
 import socket
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -73,6 +75,10 @@ class Control(ABC):
         """The union of every rank's flags, the same on every rank."""
         return self.start_agreeing(flags)()
 
+    def union(self, bits: int) -> int:
+        """As `agree`, of up to 62 bits; it takes longer where there is no MPI."""
+        return functools.reduce(operator.or_, self.allgather(bits), 0)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         self.agree(0)
@@ -110,13 +116,14 @@ class Control(ABC):
 class MPIControl(Control):
     """Control over MPI: non-blocking collectives, polled with sleeps (every blocking call busy-waits)."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, private: bool = False) -> None:
+        """`private`: beside a program that uses MPI itself."""
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise SiteError(f"MPI cannot be loaded: {error}; pip install 'hpcrun-slurm[train]'") from None
         self._mpi = MPI
-        self._comm: MPI.Comm = MPI.COMM_WORLD
+        self._comm: MPI.Comm = MPI.COMM_WORLD.Dup() if private else MPI.COMM_WORLD
         super().__init__(self._comm.rank, self._comm.size)
         if self.size != world.size:
             raise SiteError(
@@ -167,6 +174,10 @@ class MPIControl(Control):
 
         return finish
 
+    def union(self, bits: int) -> int:
+        """The union of every rank's bits, 62 at most."""
+        return self.start_agreeing(bits)()
+
     def shared_rank(self) -> int | None:
         """The rank in MPI's own split by shared memory."""
         neighbours = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
@@ -199,7 +210,15 @@ class MPIControl(Control):
 class StoreControl(Control):
     """Control over a TCPStore, for ranks that torchrun started: there is no MPI among them."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, *, store: Store | None = None, prefix: str = "hpcrun") -> None:
+        """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
+        super().__init__(world.rank, world.size)
+        self._store = store if store is not None else self._rendezvous(world)
+        self._control = PrefixStore(prefix, self._store)
+        self._round = 0
+        self._find_neighbours()
+
+    def _rendezvous(self, world: World) -> Store:
         for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
             os.environ.setdefault(name, str(value))
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -208,13 +227,9 @@ class StoreControl(Control):
                 f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
                 " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
             )
-        super().__init__(world.rank, world.size)
-        self._store, _, _ = next(
-            iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout))
-        )
-        self._control = PrefixStore("hpcrun", self._store)
-        self._round = 0
-        self._find_neighbours()
+        found: Store
+        found, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
+        return found
 
     def _meet(self, contribution: int) -> int:
         """Add to a sum that counts arrivals in its low bits, and wait for all."""
@@ -275,6 +290,36 @@ class StoreControl(Control):
 
     def abort(self, code: int) -> None:
         """Leave; whoever started the ranks notices and ends the others."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class LoneControl(Control):
+    """Control of one process that is alone: it agrees with itself."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._find_neighbours()
+
+    def allgather(self, value: Any) -> list[Any]:
+        """The value, as it would arrive elsewhere."""
+        return [json.loads(json.dumps(value))]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value, as it would arrive elsewhere."""
+        return json.loads(json.dumps(value))
+
+    def start_agreeing(self, flags: int) -> Callable[[], int]:
+        """The flags."""
+        return lambda: flags
+
+    def store(self) -> Store:
+        """A store in memory."""
+        return HashStore()
+
+    def abort(self, code: int) -> None:
+        """Leave."""
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,14 @@ from torch import Tensor
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress
+from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
+from hpcrun.runtime.drainhome import find_home
 from hpcrun.runtime.optim import rate_of_step
+from hpcrun.runtime.planned import restore
 from hpcrun.runtime.profile import StepProfiler
 from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
 from hpcrun.runtime.speed import SpeedProbe
@@ -51,10 +55,15 @@ class Trainer:
         self._job, self._plan, self._control, self._device = job, plan, control, device
         self._source, self._requests, self._observer = source, requests, observer
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
-        self._checkpoints = Checkpointer(
-            attempt.run.checkpoints, control, attempt=attempt.number, keep=job.checkpoint.keep
-        )
-        self._attempt = attempt.number
+        spec = job.checkpoint
+        keep: dict[str, int] = {"keep": spec.keep, "keep_every": spec.keep_every}
+        self._checkpoints = Checkpointer(attempt.run.checkpoints, control, attempt=attempt.number, **keep)
+        self._behind: SavesBehind | None = None
+        if spec.memory:
+            home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)
+            self._behind = SavesBehind(spec, self._checkpoints, control, home, self._tell)
+        self._held_back: list[dict[str, Any]] | None = None
+        self._attempt, self._files = attempt.number, attempt
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
         self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
@@ -80,6 +89,8 @@ class Trainer:
         if start == 0:
             result["eval_loss_before"] = self._evaluate(0)
         self._profiler.step(start)
+        if 0 < start == steps and self._saved_step != start and self._job.checkpoint.at_end:
+            self._save(start, position, ends=True, asked=False)
         with self._batches(position) as batches, self._profiler:
             for step in range(start + 1, steps + 1):
                 loss, asked = self._step(step, batches)
@@ -88,10 +99,13 @@ class Trainer:
                 if every and step % every == 0 and not last:
                     self._evaluate(step)
                 due = self._job.checkpoint.every and step % self._job.checkpoint.every == 0
+                ends = last or bool(asked & _STOP)
                 if asked or due or (last and self._job.checkpoint.at_end):
-                    self._save(step, batches.position)
+                    self._save(step, batches.position, ends=ends, asked=bool(asked))
                 if asked & _STOP and not last:
+                    self._leave_saves()
                     return result | {"status": "saved"}
+        self._leave_saves()
         result["eval_loss_after"] = self._evaluate(steps)
         progress(steps, "end")
         return result
@@ -117,26 +131,45 @@ class Trainer:
 
     def _restore(self) -> tuple[int, int]:
         optimizer, begin = self._model.optimizer, time.monotonic()
-        restored = self._checkpoints.restore(optimizer.state(), self._model.expected_entries())
+        state, expected = optimizer.state(), self._model.expected_entries()
+        restored = restore(self._checkpoints, self._files, self._control, state, expected)
         if restored is None:
             return 0, 0
-        saved = restored.saved
-        optimizer.loaded(saved.step)
-        self._saved_step = saved.step
+        optimizer.loaded(restored.step)
+        # What came out of memory alone is yet to be saved for good.
+        self._saved_step = restored.step if restored.saved is not None else 0
         told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
-        self._write({"kind": "restore", "step": saved.step, "seconds": time.monotonic() - begin, **told})
-        return saved.step, saved.position
+        self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
+        return restored.step, restored.position
 
-    def _save(self, step: int, position: int) -> None:
+    def _save(self, step: int, position: int, *, ends: bool, asked: bool) -> None:
         # Whoever asked for a save, on whichever rank, gets this one.
         self._requests.save = False
         if step == self._saved_step:
             return
         progress(step, "checkpoint")
-        begin = time.monotonic()
-        self._checkpoints.save(step, position, self._model.optimizer.state())
+        begin, state = time.monotonic(), self._model.optimizer.state()
+        if self._behind is None:
+            self._checkpoints.save(step, position, state)
+            self._write({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+        elif ends:
+            self._behind.save_lasting(step, position, state)
+        elif not self._behind.save(step, position, state, lasting=asked):
+            return
         self._saved_step = step
-        self._write({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+
+    def _leave_saves(self) -> None:
+        """Before the ranks end: what was begun is in the run directory, or was told to have failed."""
+        if self._behind is not None:
+            self._behind.settle("durable")
+            self._behind.close()
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """Write a line; one that comes up within a step after that step's own, which has its time in it."""
+        if self._held_back is None:
+            self._write(record)
+        else:
+            self._held_back.append(record)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -150,7 +183,7 @@ class Trainer:
         progress(step, "compile" if compiles else "step")
         self._speed.step(step)
         begin = time.perf_counter()
-        self._clock = {}
+        self._clock, self._held_back = {}, []
         # On its way while the step computes, so that agreeing costs no waiting.
         asked = self._control.start_agreeing(self._asked())
         with self._timed("data"):
@@ -163,6 +196,9 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._report_not_a_number(step, loss, norm, share, squares)
         lr = rate_of_step(self._job, self._plan, step)
+        if self._behind is not None:
+            with self._timed("fence"):
+                self._behind.fence()
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
@@ -170,6 +206,9 @@ class Trainer:
             agreed = asked()
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
+        held_back, self._held_back = self._held_back, None
+        for record in held_back:
+            self._write(record)
         return loss, agreed
 
     def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:

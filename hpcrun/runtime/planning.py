@@ -34,7 +34,7 @@ from hpcrun.checkpoint.format import (
     lay_out,
     padded,
 )
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.reader import ChunkReader, ChunkSource
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 
@@ -49,6 +49,9 @@ class WritePlan:
     """Of this rank's own piece of the tensor."""
     file: int
     start: int
+    part_bytes: int
+    whole_bytes: int
+    """Of the parts of all ranks together."""
     tensors: str | None = None
     """The manifest's list of tensors, known to rank 0 from the first save on."""
     structure: str = ""
@@ -56,7 +59,7 @@ class WritePlan:
     def contents(self, state: dict[str, Tensor]) -> Iterator[memoryview]:
         """The bytes of the pieces in turn; without a copy where they lie in order on the host."""
         for piece, slices in zip(self.pieces, self.slices, strict=True):
-            yield raw_bytes(_local(state[piece.tensor])[slices].contiguous().cpu())
+            yield raw_bytes(local_of(state[piece.tensor])[slices].contiguous().cpu())
 
 
 def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
@@ -64,7 +67,7 @@ def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
     return tuple(
         (name, tensor.dtype, tensor.shape)
         + (
-            (_local(tensor).shape, tensor.placements, tensor.device_mesh)
+            (local_of(tensor).shape, tensor.placements, tensor.device_mesh)
             if isinstance(tensor, DTensor)
             else ()
         )
@@ -72,8 +75,13 @@ def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
     )
 
 
-def plan_write(state: dict[str, Tensor], control: Control, key: tuple[Any, ...]) -> WritePlan:
-    """Share the pieces out: what several ranks hold is written once, by the one that has least to write."""
+def plan_write(
+    state: dict[str, Tensor], control: Control, key: tuple[Any, ...], node: str | None = None
+) -> WritePlan:
+    """Share the pieces out: what several ranks hold is written once, by the one that has least to write.
+
+    Ranks that name the same node write to the same file; by default they go by the host they stand on.
+    """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), None, control.rank == 0)
     held = dict[str, tuple[Piece, tuple[slice, ...]]]()
@@ -85,26 +93,32 @@ def plan_write(state: dict[str, Tensor], control: Control, key: tuple[Any, ...])
     shared, _ = planner.create_global_plan(plans)
     mine = [held[item.index.fqn] for item in shared[control.rank].items]
     pieces = [piece for piece, _ in mine]
-    size = lay_out(control.rank, pieces).size_bytes
-    everyone = control.allgather([control.node, size])
-    nodes = list(dict.fromkeys(node for node, _ in everyone))
-    before = sum(padded(s, PART_ALIGN) for node, s in everyone[: control.rank] if node == control.node)
-    return WritePlan(key, pieces, [slices for _, slices in mine], nodes.index(control.node), before)
+    size, node = lay_out(control.rank, pieces).size_bytes, node or control.node
+    everyone = control.allgather([node, size])
+    nodes = list(dict.fromkeys(other for other, _ in everyone))
+    before = sum(padded(s, PART_ALIGN) for other, s in everyone[: control.rank] if other == node)
+    whole = sum(s for _, s in everyone)
+    return WritePlan(key, pieces, [slices for _, slices in mine], nodes.index(node), before, size, whole)
 
 
-def load_into(generation: Generation, state: dict[str, Tensor]) -> None:
+def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
     """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), _metadata(generation.manifest, state), False)
+    planner.set_up_planner(dict(state), _metadata(source.manifest, state), False)
     items = planner.create_local_plan().items
     chunks: dict[tuple[Piece, Place], list[ReadItem]] = {}
     for item in items:
         index = item.storage_index.index
         assert index is not None
-        chunk = generation.manifest.tensors[item.storage_index.fqn].chunks[index]
+        chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
     reader = _Reader(planner, chunks)
-    generation.read_all(reader.wanted(), reader.arrived)
+    if isinstance(source, ChunkReader):
+        source.read_all(reader.wanted(), reader.arrived)
+        return
+    for piece, place, into in reader.wanted():
+        source.read(piece, place, into)
+        reader.arrived(piece, into)
 
 
 class _Reader:
@@ -160,7 +174,8 @@ def dtype_name(tensor: Tensor) -> str:
     return name
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

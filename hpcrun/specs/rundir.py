@@ -80,6 +80,21 @@ class Attempt:
         return self.path / "outcome.json"
 
     @property
+    def restore(self) -> Path:
+        """What the ranks of this attempt go on from; absent where they find it in the run directory."""
+        return self.path / "restore.json"
+
+    @property
+    def peers(self) -> Path:
+        """How ranks reach what other nodes hold in memory, and the secret for it."""
+        return self.path / "peers.json"
+
+    @property
+    def unrestored(self) -> Path:
+        """Written by rank 0 where that generation has proved not to be whole after all."""
+        return self.path / "unrestored.json"
+
+    @property
     def launcher_log(self) -> Path:
         """What mpiexec itself printed."""
         return self.path / "logs" / "launcher.log"
@@ -236,6 +251,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         """Saved states."""
         return self.path / "checkpoints"
+
+    @property
+    def poison(self) -> Path:
+        """How often attempts have failed that went on from each generation."""
+        return self.checkpoints / "poison.json"
 
     def attempt(self, number: int) -> Attempt:
         """One attempt by its number, counted from 1."""

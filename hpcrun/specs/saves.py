@@ -67,9 +67,12 @@ def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
 
 
 def read_save(path: Path) -> Saved | Unreadable | None:
-    """What the record in a directory says, whatever its name; None where there is no such directory."""
+    """What a directory of a committed step is; None where there is no directory.
+
+    UsageError for a step that a newer hpcrun has written.
+    """
     try:
-        text = (path / RECORD).read_text(encoding="utf-8")
+        return _parse(path, (path / RECORD).read_text(encoding="utf-8"))
     except FileNotFoundError:
         # A generation gets its name with its record in it, and loses its name before the record.
         return Unreadable(path, f"{RECORD} is missing") if path.is_dir() else None
@@ -77,7 +80,6 @@ def read_save(path: Path) -> Saved | Unreadable | None:
         return None
     except (OSError, ValueError) as error:
         return Unreadable(path, f"{RECORD} cannot be read: {error}")
-    return _parse(path, text)
 
 
 def step_of(path: Path) -> int:

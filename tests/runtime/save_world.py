@@ -226,7 +226,7 @@ def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceM
     is_right = same(full(state), wholes(1))
     again.save(2, 20, state)
     names = sorted(path.name.partition(".")[0] for path in root.iterdir())
-    return [restored.saved.step, restored.lost_steps, len(restored.passed_over), is_right, names]
+    return [restored.step, restored.lost_steps, len(restored.passed_over), is_right, names]
 
 
 def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) -> Any:
@@ -246,9 +246,9 @@ def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMes
     control.barrier()
     state = empty_like(whole, square, Replicate(), Shard(1))
     restored = Checkpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
-    weights = load_weights(restored.saved) if restored and control.rank == 0 else {}
+    weights = load_weights(restored.saved) if restored and restored.saved and control.rank == 0 else {}
     bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
-    return [restored is not None and restored.saved.position, same(full(state), whole), same(weights, bare)]
+    return [restored is not None and restored.position, same(full(state), whole), same(weights, bare)]
 
 
 SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, old_format)

@@ -29,6 +29,8 @@ from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.health.preflight import answer
 from hpcrun.launch.ownership import sweep_segments
+from hpcrun.launch.vault.host import DrainHost
+from hpcrun.launch.vault.sweep import sweep_arenas
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
 
@@ -57,6 +59,7 @@ class Agent:
         self._uplink = Uplink(run, self._node, position, self._heir.may_claim if self._heir else None)
         found = try_inventory()
         self._inside = found.as_json() if found else None
+        self._vault = DrainHost(run, self._node, lambda message: self._say(message), os.environ)
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
         self._reported, self._is_warm = 0.0, False
@@ -72,7 +75,10 @@ class Agent:
             signal.signal(number, self._take_signal)
         process.become_subreaper()
         self._own_log()
+        for text in sweep_arenas(self._run):
+            say(text)
         os.set_blocking(sys.stdin.fileno(), False)
+        self._selector.register(self._vault.fileno(), selectors.EVENT_READ)
         with contextlib.suppress(PermissionError):  # a file or /dev/null never ends
             self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         try:
@@ -80,6 +86,7 @@ class Agent:
                 self._watch()
         finally:
             self._clear([])
+            self._vault.close()
             self._uplink.close()
             if self._heir is not None:
                 self._heir.see_off()
@@ -187,6 +194,8 @@ class Agent:
                 self._say({"kind": "cleared", "attempt": order["attempt"], "stuck": stuck})
             case "warm":
                 self._warm()
+            case "drain":
+                self._vault.obey(order["told"])
             case "beat":
                 pass
             case _:
@@ -227,6 +236,7 @@ class Agent:
         )
 
     def _watch(self) -> None:
+        self._vault.look()
         if self._ranks is not None:
             for happening in (*self._ranks.ended(), *self._ranks.appeared()):
                 self._say(json.loads(encode(happening)) | {"attempt": self._attempt})
@@ -242,7 +252,7 @@ class Agent:
         for rank in self._ranks.ended():
             self._say(json.loads(encode(rank)) | {"attempt": self._attempt})
         heir = [] if self._heir is None or self._heir.pid is None else [self._heir.pid]
-        stuck = self._ranks.clear(_CLEAR_S, [*spared, *heir])
+        stuck = self._ranks.clear(_CLEAR_S, [*spared, *heir, *self._vault.pids])
         self._ranks = self._attempt = None
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 from hpcrun import process
 from hpcrun.fabric.inventory import Inventory, parse_inventory, try_inventory
-from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.crew import Crew, Member
 from hpcrun.launch.agents.lease import FencedError
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.health.preflight import LONGEST_S, Ask, answer
 from hpcrun.launch.outlets.heard import Heard
+from hpcrun.launch.vault.host import KIND
+from hpcrun.launch.vault.hosts import Hosts
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -97,6 +99,12 @@ class Nodes(Protocol):
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
 
+    def drain(self, node: str, told: dict[str, Any]) -> None:
+        """Tell the drain worker of a node something; the first word starts it."""
+
+    def drained(self) -> list[tuple[str, dict[str, Any]]]:
+        """What drain workers have said since the last call, each with its node."""
+
     def verify(self) -> None:
         """FencedError where another supervisor has taken the run over."""
 
@@ -110,6 +118,7 @@ class ThisNode:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._ranks: NodeRanks | None = None
+        self._hosts = Hosts(run)
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -185,7 +194,7 @@ class ThisNode:
 
     def rest(self, seconds: float) -> None:
         """Let time pass."""
-        time.sleep(seconds)
+        self._hosts.wait(seconds)
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks."""
@@ -197,7 +206,7 @@ class ThisNode:
 
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """End whatever is left of the attempt below the launcher."""
-        stuck = self._here.clear(timeout_s)
+        stuck = self._here.clear(timeout_s, self._hosts.pids)
         process.reap_orphans(keep=launcher)
         return [f"process {pid}" for pid in stuck]
 
@@ -207,11 +216,20 @@ class ThisNode:
     def call_back(self) -> None:
         """Who loses this host does not ask."""
 
+    def drain(self, node: str, told: dict[str, Any]) -> None:
+        """Tell the drain worker of a node something."""
+        self._hosts.tell(node, told)
+
+    def drained(self) -> list[tuple[str, dict[str, Any]]]:
+        """What it has said."""
+        return self._hosts.hear()
+
     def verify(self) -> None:
         """A run on one host dies with it: nobody takes it over."""
 
     def close(self) -> None:
-        """Nothing is held between attempts."""
+        """End the drain worker, and give its memory back."""
+        self._hosts.close()
 
 
 class AgentNodes:
@@ -223,6 +241,15 @@ class AgentNodes:
         self._up: set[int] = set()
         self._met: set[int] = set()
         self._ended: set[int] = set()
+        self._drained: list[tuple[str, dict[str, Any]]] = []
+
+    def _pump(self, timeout_s: float) -> Iterator[tuple[Member, dict[str, Any]]]:
+        """What agents have said; what comes from drain workers waits until somebody asks for it."""
+        for agent, message in self._crew.pump(timeout_s):
+            if message["kind"] == KIND:
+                self._drained.append((agent.node, message["told"]))
+            else:
+                yield agent, message
 
     @property
     def lost(self) -> list[NodeLost]:
@@ -236,7 +263,7 @@ class AgentNodes:
         deadline = time.monotonic() + timeout_s
         asked = self._crew.living
         while any(one.node not in answers and not one.is_lost for one in asked):
-            for agent, message in self._crew.pump(0.1):
+            for agent, message in self._pump(0.1):
                 if message["kind"] == kind and message.get("attempt") == about:
                     answers[agent.node] = message
             self._new_losses()
@@ -320,7 +347,7 @@ class AgentNodes:
 
     def news(self, *, look: bool) -> Iterator[Happening]:
         """What the agents have seen of this attempt."""
-        for _, message in self._crew.pump(0.0):
+        for _, message in self._pump(0.0):
             if message.pop("attempt", None) != self._attempt:
                 continue
             happening = decode(message)
@@ -351,7 +378,7 @@ class AgentNodes:
 
     def rest(self, seconds: float) -> None:
         """Let time pass; what an agent says meanwhile is heard."""
-        for _ in self._crew.pump(seconds):
+        for _ in self._pump(seconds):
             continue
         self._new_losses()
 
@@ -389,6 +416,15 @@ class AgentNodes:
     def call_back(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
         self._crew.call_back()
+
+    def drain(self, node: str, told: dict[str, Any]) -> None:
+        """Tell the drain worker of a node something."""
+        self._crew.members[node].tell(do=KIND, told=told)
+
+    def drained(self) -> list[tuple[str, dict[str, Any]]]:
+        """What drain workers have said since the last call."""
+        said, self._drained = self._drained, []
+        return said
 
     def close(self) -> None:
         """End the agents."""

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
-import json
 import os
-import secrets
 import selectors
 import socket
 import struct
@@ -21,17 +18,24 @@ import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
 from typing import Any
 
 from hpcrun.errors import SiteError
+from hpcrun.proof import (
+    HANDSHAKE_S,
+    MOST_BYTES_OF_A_STRANGER,
+    await_line,
+    fresh_nonce,
+    parse_line,
+    proof_of,
+    proves,
+    render_line,
+)
 
 MOST_BYTES = 1 << 20
 """A line is no longer; whoever sends more does not speak our language."""
 _MOST_WAITING = 16 << 20
 """So many bytes may wait to be sent; who takes none of them any more is gone."""
-_MOST_BYTES_OF_A_STRANGER = 4096
-HANDSHAKE_S = 5.0
 _SIOCGIFADDR = 0x8915
 
 
@@ -57,7 +61,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; one that is gone is noticed where its messages are read."""
         with self._lock:
-            self._outgoing += _line(message)
+            self._outgoing += render_line(message)
             if len(self._outgoing) > _MOST_WAITING:
                 self.is_closed = True
             if self.is_closed:
@@ -82,7 +86,7 @@ class Channel:
         if any(len(line) > MOST_BYTES for line in (*lines, self._incoming)):
             self.is_closed = True
             return []
-        found = [_message(line) for line in lines]
+        found = [parse_line(line) for line in lines]
         self.is_closed |= None in found
         return [message for message in found if message is not None]
 
@@ -156,18 +160,6 @@ class Session:
                 self._kept.popleft()
 
 
-def _line(message: dict[str, Any]) -> bytes:
-    return (json.dumps(message) + "\n").encode()
-
-
-def _message(line: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return message if isinstance(message, dict) else None
-
-
 @dataclass(frozen=True)
 class Badge:
     """Who an agent says it is, and which run and epoch it wants to work for."""
@@ -181,12 +173,8 @@ class Badge:
 
     def proof(self, secret: str, side: str, nonces: Sequence[str], seen: int = 0) -> str:
         """What only somebody who knows the secret can make of these nonces."""
-        text = json.dumps([side, self.run, self.epoch, self.node, self.session, self.seen, seen, *nonces])
-        return hmac.new(secret.encode(), text.encode(), sha256).hexdigest()
-
-
-def _matches(found: Any, wanted: str) -> bool:
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), wanted.encode())
+        mine = (self.run, self.epoch, self.node, self.session, self.seen)
+        return proof_of(secret, [side, *mine, seen, *nonces])
 
 
 def join(
@@ -199,14 +187,16 @@ def join(
     except OSError as error:
         raise WireError(f"{address[0]}:{address[1]}: {error}") from None
     try:
-        nonce = secrets.token_hex(16)
-        challenge = _await_line(connection, deadline).get("nonce")
+        nonce = fresh_nonce()
+        challenge = await_line(connection, deadline).get("nonce")
         nonces = (str(challenge), nonce)
         mine = {"node": badge.node, "session": badge.session, "epoch": badge.epoch, "seen": badge.seen}
-        connection.sendall(_line(mine | {"nonce": nonce, "proof": badge.proof(secret, "agent", nonces)}))
-        answer = _await_line(connection, deadline)
+        connection.sendall(
+            render_line(mine | {"nonce": nonce, "proof": badge.proof(secret, "agent", nonces)})
+        )
+        answer = await_line(connection, deadline)
         seen = answer.get("seen")
-        if not isinstance(seen, int) or not _matches(
+        if not isinstance(seen, int) or not proves(
             answer.get("proof"), badge.proof(secret, "leader", nonces, seen)
         ):
             raise WireError(f"{address[0]}:{address[1]}: does not know the run's secret")
@@ -214,18 +204,6 @@ def join(
         connection.close()
         raise WireError(f"{address[0]}:{address[1]}: {error}") from None
     return Channel(connection), seen
-
-
-def _await_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
-    """One line of a handshake; not a byte behind it is taken, which belongs to the first message."""
-    data = b""
-    while not data.endswith(b"\n"):
-        connection.settimeout(max(0.01, deadline - time.monotonic()))
-        byte = connection.recv(1)
-        if not byte or len(data) > _MOST_BYTES_OF_A_STRANGER:
-            raise WireError("it did not let us in")
-        data += byte
-    return _message(data) or {}
 
 
 @dataclass
@@ -297,32 +275,32 @@ class Gate:
             while True:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
-                one = _Stranger(connection, secrets.token_hex(16), time.monotonic())
+                one = _Stranger(connection, fresh_nonce(), time.monotonic())
                 if len(self._strangers) >= self._most:
                     # Dicts keep their order: the first has had the most time.
                     self._drop(next(iter(self._strangers.values())))
                 self._strangers[connection.fileno()] = one
                 self._selector.register(connection, selectors.EVENT_READ)
                 with contextlib.suppress(OSError):
-                    connection.send(_line({"nonce": one.nonce}))
+                    connection.send(render_line({"nonce": one.nonce}))
 
     def _hear(self, one: _Stranger) -> Guest | None:
         try:
-            data = one.connection.recv(_MOST_BYTES_OF_A_STRANGER)
+            data = one.connection.recv(MOST_BYTES_OF_A_STRANGER)
         except BlockingIOError:
             return None
         except OSError:
             data = b""
         one.said += data
-        if data and not one.said.endswith(b"\n") and len(one.said) < _MOST_BYTES_OF_A_STRANGER:
+        if data and not one.said.endswith(b"\n") and len(one.said) < MOST_BYTES_OF_A_STRANGER:
             return None
-        said = _message(one.said) if data else None
+        said = parse_line(one.said) if data else None
         badge = self._badge(said or {})
         if badge is None or said is None:
             self._drop(one)
             return None
         nonces = (one.nonce, str(said.get("nonce")))
-        if not _matches(said.get("proof"), badge.proof(self._secret, "agent", nonces)):
+        if not proves(said.get("proof"), badge.proof(self._secret, "agent", nonces)):
             self._drop(one)
             return None
         self._forget(one)

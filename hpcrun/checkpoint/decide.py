@@ -1,0 +1,262 @@
+"""Which generation a run goes on from: the newest that is whole, from any mix of levels and nodes.
+
+What a node holds is found by its content, whatever the node is called and wherever it came from. Parts go
+together when their whole stamps are equal; those of two generations never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as with_values
+
+from hpcrun.checkpoint.levels import LEVELS, HeldParity, Holding, Level, Member, Stamp
+from hpcrun.checkpoint.plan import SHARED, Rebuild, RestorePlan, Source, Survivor
+from hpcrun.specs.saves import Saved, Unreadable, step_of
+
+POISONED = 2
+"""So many failures, and a generation is passed over."""
+_COST = {level: cost for cost, level in enumerate(LEVELS)}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A generation that lies whole in an object store."""
+
+    stamp: Stamp
+    url: str
+
+
+def decide(
+    holdings: Iterable[Holding],
+    saves: Sequence[Saved],
+    unreadable: Sequence[Unreadable],
+    objects: Sequence[Copy],
+    poison: Mapping[str, int],
+    nodes: Sequence[str],
+    check: Callable[[Saved], str | None] = lambda _saved: None,
+) -> RestorePlan:
+    """The plan for the newest generation that is whole; of several of that step the one nearest by.
+
+    `nodes`: those that live; what is rebuilt goes to the first of them that has nothing of the generation.
+    `check` makes the cheap checks of a save in the run directory: what is wrong with it, or None. It is asked
+    only about saves that nothing newer makes needless.
+    """
+    near = _by_stamp(holdings, {*nodes, SHARED})
+    poisoned = {generation for generation, count in poison.items() if count >= POISONED}
+    found = _Candidates(near, nodes, check)
+    steps = {stamp.step for stamp in near} | {one.step for one in saves}
+    steps |= {one.stamp.step for one in objects} | {step_of(one.path) for one in unreadable}
+    for stamp in near:
+        found.add(stamp.step, stamp.generation in poisoned and stamp.generation, stamp)
+    for saved in saves:
+        found.add(saved.step, key_of(saved) in poisoned and key_of(saved), saved)
+    for copy in objects:
+        found.add(copy.stamp.step, copy.stamp.generation in poisoned and copy.stamp.generation, copy)
+    for one in unreadable:
+        found.add(step_of(one.path), False, one)
+    newest, used = max(steps, default=0), tuple(sorted(poisoned))
+    passed_over: list[str] = []
+    for step in sorted(steps, reverse=True):
+        plan = found.best(step, passed_over)
+        if plan is not None:
+            return with_values(plan, lost_steps=newest - step, passed_over=tuple(passed_over), poisoned=used)
+    return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
+
+
+def key_of(saved: Saved) -> str:
+    """What a save is known by where its failures are counted."""
+    return saved.generation or saved.path.name
+
+
+_Candidate = Stamp | Saved | Copy | Unreadable
+
+
+class _Candidates:
+    """All that is known of each step, and the best of it."""
+
+    def __init__(
+        self,
+        near: Mapping[Stamp, list[Holding]],
+        nodes: Sequence[str],
+        check: Callable[[Saved], str | None],
+    ) -> None:
+        self._near, self._nodes, self._check = near, nodes, check
+        self._of: dict[int, list[tuple[str | bool, _Candidate]]] = {}
+
+    def add(self, step: int, poisoned: str | bool, candidate: _Candidate) -> None:
+        self._of.setdefault(step, []).append((poisoned, candidate))
+
+    def best(self, step: int, passed_over: list[str]) -> RestorePlan | None:
+        """The cheapest plan for a step; what is wrong with all others of it is told."""
+        usable: list[_Candidate] = []
+        for poisoned, one in self._of[step]:
+            if poisoned:
+                passed_over.append(
+                    f"step {step}, generation {poisoned}: what went on from it has failed {POISONED} times"
+                )
+            else:
+                usable.append(one)
+        plans = []
+        for stamp in (one for one in usable if isinstance(one, Stamp)):
+            outcome = _near_plan(stamp, self._near[stamp], self._nodes)
+            if isinstance(outcome, str):
+                passed_over.append(f"step {step}, generation {stamp.generation}: {outcome}")
+            else:
+                plans.append(outcome)
+        if plans:
+            return min(plans, key=_cost)
+        for saved in sorted((one for one in usable if isinstance(one, Saved)), key=lambda one: -one.attempt):
+            problem = self._check(saved)
+            if problem is None:
+                return RestorePlan(_stamp_of(saved), ("durable",), save=str(saved.path))
+            passed_over.append(f"{saved.path}: is damaged: {problem}")
+        for broken in (one for one in usable if isinstance(one, Unreadable)):
+            passed_over.append(f"{broken.path}: is damaged: {broken.problem}")
+        for copy in (one for one in usable if isinstance(one, Copy)):
+            return RestorePlan(copy.stamp, ("object",), copy=copy.url)
+        return None
+
+
+def _stamp_of(saved: Saved) -> Stamp:
+    return Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+
+
+def _cost(plan: RestorePlan) -> tuple[int, int, int]:
+    assert plan.stamp is not None
+    worst = max((_COST[level] for level in plan.levels), default=0)
+    return worst, len(plan.rebuilds), -plan.stamp.attempt
+
+
+def _by_stamp(holdings: Iterable[Holding], living: Collection[str]) -> dict[Stamp, list[Holding]]:
+    found: dict[Stamp, list[Holding]] = {}
+    for one in holdings:
+        if one.node in living:
+            found.setdefault(one.stamp, []).append(one)
+    return found
+
+
+def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) -> RestorePlan | str:
+    """How to get a generation from what nodes hold of it, or why that cannot be done."""
+    sources: dict[int, Source] = {}
+    for source in _sources(holdings):
+        if not 0 <= source.number < stamp.world_size:
+            return f"{source.node} holds part {source.number} of {stamp.world_size}"
+        known = sources.setdefault(source.number, source)
+        if known.part != source.part:
+            return f"part {source.number} on {known.node} is not the one on {source.node}"
+        if _COST[source.level] < _COST[known.level]:
+            sources[source.number] = source
+    missing = set(range(stamp.world_size)) - sources.keys()
+    rebuilds: list[Rebuild] = []
+    sets = _sets(holdings) if missing else {}
+    for members, blocks in sets.items():
+        for number, part in (one for member in members for one in member.parts):
+            if number in sources and sources[number].part != part:
+                return f"part {number} on {sources[number].node} is not the one that parity was made of"
+        if missing & {number for one in members for number, _ in one.parts}:
+            order = _rebuild(stamp, members, blocks, sources, _builder(nodes, holdings, len(rebuilds)))
+            if order is not None:
+                rebuilds.append(order)
+                missing -= {number for index in order.lost for number, _ in members[index].parts}
+    if missing:
+        return _what_is_missing(stamp, missing, sources, sets)
+    levels = {source.level for source in sources.values()} | ({"parity"} if rebuilds else set())
+    return RestorePlan(
+        stamp,
+        tuple(level for level in LEVELS if level in levels),
+        tuple(sources[number] for number in sorted(sources)),
+        tuple(rebuilds),
+    )
+
+
+def _sources(holdings: Iterable[Holding]) -> Iterator[Source]:
+    for one in holdings:
+        for held in one.parts:
+            yield Source(held.number, one.node, held.path, held.at, held.part, one.level)
+
+
+_Blocks = dict[int, tuple[str, HeldParity]]
+
+
+def _sets(holdings: Iterable[Holding]) -> dict[tuple[Member, ...], _Blocks]:
+    """The erasure sets, with the blocks that are there, by the place of the member that had them."""
+    found: dict[tuple[Member, ...], _Blocks] = {}
+    for one in holdings:
+        if one.parity is not None and 0 <= one.parity.index < len(one.parity.members):
+            found.setdefault(one.parity.members, {}).setdefault(one.parity.index, (one.node, one.parity))
+    return found
+
+
+def _lost(members: Sequence[Member], blocks: _Blocks, sources: Mapping[int, Source]) -> tuple[int, ...]:
+    """The members that are not whole: a part of them is missing, or their parity blocks are."""
+    return tuple(
+        index
+        for index, one in enumerate(members)
+        if index not in blocks or any(number not in sources for number, _ in one.parts)
+    )
+
+
+def _rebuild(
+    stamp: Stamp, members: tuple[Member, ...], blocks: _Blocks, sources: Mapping[int, Source], node: str
+) -> Rebuild | None:
+    lost = _lost(members, blocks, sources)
+    if len(lost) == len(members):
+        return None
+    parity = min(held.parity for _, held in blocks.values())
+    if len(lost) > parity:
+        return None
+    survivors = tuple(
+        Survivor(
+            index,
+            tuple(sources[number] for number, _ in members[index].parts),
+            blocks[index][0],
+            blocks[index][1].path,
+            blocks[index][1].hashes,
+        )
+        for index in range(len(members))
+        if index not in lost
+    )
+    return Rebuild(stamp, node, members, parity, lost, survivors)
+
+
+def _builder(nodes: Sequence[str], holdings: Iterable[Holding], turn: int) -> str:
+    """Who rebuilds: a node that has nothing of the generation yet, else one after the other."""
+    busy = {one.node for one in holdings}
+    free = [node for node in nodes if node not in busy] or list(nodes)
+    return free[turn % len(free)]
+
+
+def _what_is_missing(
+    stamp: Stamp,
+    missing: set[int],
+    sources: Mapping[int, Source],
+    sets: Mapping[tuple[Member, ...], _Blocks],
+) -> str:
+    few = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
+    parts = (
+        f"part {few} of {stamp.world_size} is"
+        if len(missing) == 1
+        else f"parts {few} of {stamp.world_size} are"
+    )
+    text = f"{parts} on no node that answers"
+    for members, blocks in sets.items():
+        if missing & {number for one in members for number, _ in one.parts}:
+            lost = _lost(members, blocks, sources)
+            parity = min(held.parity for _, held in blocks.values())
+            names = ",".join(members[index].node for index in lost)
+            text += f"; of the set that it was in {names} are not whole, and parity makes up for {parity}"
+            return text
+    return f"{text}, and there is no parity for it"
+
+
+def levels_in_words(plan: RestorePlan) -> str:
+    """Where a plan gets its state from, for people."""
+    words: dict[Level, str] = {
+        "memory": "the memory of nodes",
+        "local": "the nodes' own disks",
+        "parity": "parity on other nodes",
+        "durable": "the run directory",
+        "object": "the object store",
+    }
+    return " and ".join(words[level] for level in plan.levels)

@@ -1,0 +1,293 @@
+"""The way of a save through the levels: sealed in memory, then from station to station, beside training.
+
+One thread seals, another goes with the loads: one load after the other, oldest first, because nodes that
+chose differently would wait for each other. All else happens in the worker's own thread, by `settle`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hpcrun.checkpoint.arena import Arena, Slot
+from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
+from hpcrun.checkpoint.partrecord import PartRecord
+from hpcrun.checkpoint.seal import SlotPlan, seal
+from hpcrun.checkpoint.stations import Withdraws
+from hpcrun.errors import SiteError
+from hpcrun.specs.saves import Saved, read_save, saved_steps
+
+_KEEPS_WHOLE: frozenset[Level] = frozenset({"local", "durable", "object"})
+"""Levels that have a node's parts themselves, and not only what others need to make them again."""
+_OWN: tuple[Level, ...] = ("local", "parity")
+"""Levels that each node cleans up for itself."""
+_BEHIND = "left behind: a newer save was due"
+
+
+class Listener:
+    """Who hears of what became of a save; the methods are called in the worker's own thread."""
+
+    def sealed(self, rank: int, stamp: Stamp) -> None:
+        """A rank's part is sealed."""
+
+    def all_sealed(self, stamp: Stamp, size_bytes: int) -> None:
+        """The parts of all ranks of the node are."""
+
+    def stored(self, stored: Stored, ranks: Sequence[int]) -> None:
+        """What came of a load at a level."""
+
+    def failed(self, stamp: Stamp, ranks: Sequence[int], why: str) -> None:
+        """A generation goes nowhere from here."""
+
+
+@dataclass
+class _Gathering:
+    """A generation of which some ranks' parts are not sealed yet."""
+
+    stamp: Stamp
+    levels: list[Level]
+    slots: dict[int, Slot] = field(default_factory=dict)
+
+
+@dataclass
+class _Journey:
+    """A load on its way."""
+
+    load: Load
+    levels: list[Level]
+    slots: list[Slot]
+    why_not: str = ""
+    """Set when it goes no further than it has come."""
+
+
+class Drain:
+    """Seals what ranks have filled, and takes it from station to station."""
+
+    def __init__(self, arena: Arena, listener: Listener, wake: Callable[[], None]) -> None:
+        """`wake` is called in other threads, whenever `settle` has something to do."""
+        self.arena, self._listener, self._wake = arena, listener, wake
+        self.ranks: tuple[int, ...] = ()
+        """Of this node, in this attempt."""
+        self.published: str | None = None
+        self._degraded_for = ""
+        self._stations: Mapping[Level, Station] = {}
+        self._missing: Mapping[Level, str] = {}
+        self._checkpoints: Path | None = None
+        self._hurry = threading.Event()
+        self._outcomes = SimpleQueue[Callable[[], None]]()
+        self._sealer = ThreadPoolExecutor(1, "seal")
+        self._carrier = ThreadPoolExecutor(1, "drain")
+        self._gathering: dict[str, _Gathering] = {}
+        self._journeys: list[_Journey] = []
+        self._kept: set[str] = set()
+        """Generations that some level but memory has whole."""
+        self._failed: set[str] = set()
+        """Those that will never be whole on this node."""
+
+    def configure(
+        self,
+        stations: Mapping[Level, Station],
+        missing: Mapping[Level, str],
+        checkpoints: Path,
+        hurry: threading.Event,
+    ) -> None:
+        """The stations of an attempt, and why others are missing; what is on its way is hurried on."""
+        if hurry is not self._hurry:
+            self._hurry.set()
+            self._give_up_journeys(self._journeys, "the attempt is over")
+            for gathering in list(self._gathering.values()):
+                self.fail(gathering.stamp, "the attempt is over")
+            self.published = None
+        self._stations, self._missing = stations, missing
+        self._checkpoints, self._hurry = checkpoints, hurry
+
+    def settle(self) -> None:
+        """Take note of what the other threads have done."""
+        while True:
+            try:
+                outcome = self._outcomes.get_nowait()
+            except Empty:
+                return
+            outcome()
+
+    def fill(self, slot: Slot, plan: SlotPlan, stamp: Stamp, levels: list[Level]) -> None:
+        """A rank has copied its bytes into a slot that it had claimed."""
+        if stamp.generation in self._failed:
+            slot.empty()
+            self._listener.failed(stamp, (slot.rank,), "another rank of this node has no part of it")
+            return
+        slot.state, slot.in_flight = "filled", True
+        self._gathering.setdefault(stamp.generation, _Gathering(stamp, levels))
+        image = slot.image(plan.layout.size_bytes)
+        sealing = self._sealer.submit(seal, image, bytes.fromhex(stamp.generation), plan)
+        self._when_done(sealing, lambda: self._sealed(slot, plan, stamp, sealing))
+
+    def _sealed(self, slot: Slot, plan: SlotPlan, stamp: Stamp, sealing: Future[Any]) -> None:
+        gathering = self._gathering.get(stamp.generation)
+        if (error := sealing.exception()) is not None:
+            slot.empty()
+            slot.in_flight = False
+            self.fail(stamp, f"rank {plan.number} cannot be sealed: {error}")
+            return
+        slot.hold(PartRecord(stamp, plan.number, sealing.result()))
+        self._listener.sealed(slot.rank, stamp)
+        if gathering is None:  # another rank of the node has none
+            slot.in_flight = False
+            return
+        gathering.slots[slot.rank] = slot
+        if gathering.slots.keys() >= set(self.ranks):
+            del self._gathering[stamp.generation]
+            self._set_out(gathering)
+
+    def _set_out(self, gathering: _Gathering) -> None:
+        slots = [gathering.slots[rank] for rank in sorted(gathering.slots)]
+        parts = []
+        for slot in slots:
+            assert slot.record is not None
+            record = slot.record
+            image = slot.image(record.part.size_bytes).toreadonly()
+            parts.append(SealedPart(record.number, record.part, image, str(slot.path)))
+        load = Load(gathering.stamp, tuple(parts))
+        self._listener.all_sealed(load.stamp, _size(load))
+        levels = [level for level in LEVELS[1:] if level in gathering.levels]
+        journey = _Journey(load, levels, slots)
+        self._journeys.append(journey)
+        going = self._carrier.submit(self._go, journey, self._stations, self._missing)
+        self._when_done(going, lambda: self._arrived(journey, going))
+
+    def fail(self, stamp: Stamp, why: str) -> None:
+        """A generation that cannot become whole on this node; also other nodes are told."""
+        gathering = self._gathering.pop(stamp.generation, None)
+        for slot in gathering.slots.values() if gathering is not None else ():
+            slot.in_flight = False
+        self._failed.add(stamp.generation)
+        self._listener.failed(stamp, self.ranks, why)
+        self.withdraw(stamp, self.ranks, why, gathering.levels if gathering is not None else LEVELS)
+
+    def withdraw(
+        self, stamp: Stamp, numbers: Sequence[int], why: str, levels: Sequence[Level] = LEVELS
+    ) -> None:
+        """Tell other nodes, wherever they wait for them, that these parts will not come."""
+        for level in levels:
+            station = self._stations.get(level)
+            if numbers and station is not None and isinstance(station, Withdraws):
+                self._carrier.submit(station.abandon, stamp, sorted(numbers), why)
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone: what it has begun to fill is garbage, and what others wait for will not come."""
+        for slot in self.arena.slots.get(rank, []):
+            if slot.state == "claimed":
+                slot.empty()
+        for gathering in list(self._gathering.values()):
+            if not any(slot.generation == gathering.stamp.generation for slot in self._filled(rank)):
+                self.fail(gathering.stamp, f"rank {rank} is gone")
+
+    def _filled(self, rank: int) -> list[Slot]:
+        return [slot for slot in self.arena.slots.get(rank, []) if slot.state in ("filled", "sealed")]
+
+    def degrade(self, generation: str) -> None:
+        """Once for each save that is due and finds no slot: the oldest load goes no further."""
+        if generation != self._degraded_for:
+            self._degraded_for = generation
+            self._give_up_journeys(self._journeys[:1], _BEHIND)
+
+    def _give_up_journeys(self, journeys: Sequence[_Journey], why: str) -> None:
+        for journey in journeys:
+            journey.why_not = journey.why_not or why
+
+    def release(self, generations: set[str]) -> None:
+        """Let go of everything that this node holds, but for these generations and what is on its way."""
+        kept = generations | {one.load.stamp.generation for one in self._journeys} | set(self._gathering)
+        self.arena.release(kept)
+        for level in _OWN:
+            if (station := self._stations.get(level)) is not None:
+                self._carrier.submit(station.retain, kept)
+
+    def holdings(self, node: str) -> list[Holding]:
+        """All that this node has, at its levels."""
+        found = self.arena.holdings(node)
+        for station in self._stations.values():
+            found += station.holdings()
+        return found
+
+    def is_elsewhere(self, stamp: Stamp) -> bool:
+        """Whether a state would still be there without this node's memory, or a newer one is."""
+        if stamp.generation in self._kept:
+            return True
+        local = self._stations.get("local")
+        held = local.holdings() if local is not None else ()
+        if any(one.stamp.generation == stamp.generation for one in held):
+            return True
+        if self._checkpoints is None:
+            return False
+        saved = read_save(self._checkpoints / f"step-{stamp.step:08d}")
+        if isinstance(saved, Saved) and saved.generation == stamp.generation:
+            return True
+        return any(
+            one.step >= stamp.step and one.attempt >= stamp.attempt for one in saved_steps(self._checkpoints)
+        )
+
+    def close(self) -> None:
+        """End after what cannot be left half done."""
+        self._hurry.set()
+        self._give_up_journeys(self._journeys, "the worker ends")
+        self._sealer.shutdown(cancel_futures=True)
+        self._carrier.shutdown(cancel_futures=True)
+        self.settle()
+
+    def _go(self, journey: _Journey, stations: Mapping[Level, Station], missing: Mapping[Level, str]) -> None:
+        """In a thread of its own: from station to station; one that fails does not hold up the others."""
+        load = journey.load
+        for level in journey.levels:
+            began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
+            station = stations.get(level)
+            if station is None:
+                problem = missing.get(level, f"this worker has no level {level}")
+            elif problem is None:
+                try:
+                    facts = station.store(load)
+                except (OSError, SiteError) as error:
+                    problem = str(error)
+            elif isinstance(station, Withdraws):
+                station.abandon(load.stamp, [one.number for one in load.parts], problem)
+            stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
+            self._post(partial(self._note, stored))
+            if level in _OWN and station is not None and problem is None:
+                station.retain(self._worth_keeping(station.holdings(), load.stamp))
+
+    def _worth_keeping(self, held: Sequence[Holding], stamp: Stamp) -> set[str]:
+        """The newest published generation and what is newer; where none is published, the newest two."""
+        stamps = sorted((one.stamp for one in held), key=lambda one: (one.attempt, one.step))
+        names = [one.generation for one in stamps]
+        first = names.index(self.published) if self.published in names else max(0, len(names) - 2)
+        return {stamp.generation, *names[first:]}
+
+    def _note(self, stored: Stored) -> None:
+        if stored.problem is None and stored.level in _KEEPS_WHOLE:
+            self._kept.add(stored.stamp.generation)
+        self._listener.stored(stored, self.ranks)
+
+    def _arrived(self, journey: _Journey, going: Future[None]) -> None:
+        self._journeys.remove(journey)
+        for slot in journey.slots:
+            slot.in_flight = False
+        if (error := going.exception()) is not None:
+            self._listener.failed(journey.load.stamp, self.ranks, f"{type(error).__name__}: {error}")
+
+    def _when_done(self, future: Future[Any], then: Callable[[], None]) -> None:
+        future.add_done_callback(lambda done: None if done.cancelled() else self._post(then))
+
+    def _post(self, outcome: Callable[[], None]) -> None:
+        self._outcomes.put(outcome)
+        self._wake()
+
+
+def _size(load: Load) -> int:
+    return sum(one.part.size_bytes for one in load.parts)

@@ -1,0 +1,339 @@
+"""The durable level: the run directory, committed by workers that agree through its files alone.
+
+    .step-00000016.ATTEMPT/
+        data-00002.bin      a node's parts, at the places that the plan gave them
+        parts-00008.json    which parts these are, synced after the data; named after the first of them
+        failed-00008.json   or why there are none, so that nobody waits for them
+    step-00000016/          all of it, once the worker that holds part 0 has seen the records of all parts
+
+A worker returns when the generation has its final name, or cannot get it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from hpcrun.checkpoint.commit import Draft, commit, draft_of, retire
+from hpcrun.checkpoint.format import (
+    HEADER_BYTES,
+    Part,
+    collect,
+    file_name,
+    render_tensors,
+    structure_digest,
+)
+from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart, Stamp
+from hpcrun.checkpoint.partrecord import parse_checked, render_checked
+from hpcrun.checkpoint.read import read_tail
+from hpcrun.checkpoint.write import open_shared, write_image
+from hpcrun.errors import SiteError
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.saves import Saved, read_save
+
+_LEADER = "failed-00000.json"
+"""Once it is there the worker that holds part 0 will not commit any more."""
+_HASHES = re.compile(rb',"[0-9a-f]{16}"\]')
+_ASIDE = re.compile(r"\.step-[0-9]+\.([0-9]+)")
+
+PrepareFile = Callable[[Path, int, int], dict[str, Any]]
+"""(path, size_bytes, nodes that write at once), before a file's first byte.
+
+What it says goes into the manifest. It may make the file, and must not fail for want of something that only
+makes it quicker.
+"""
+
+
+def no_preparation(path: Path, size_bytes: int, writers: int) -> dict[str, Any]:
+    """For file systems that need to be told nothing."""
+    return {}
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a worker waits for others, and how often it looks."""
+
+    others_s: float = 900.0
+    """For the parts of all nodes, or for the commit."""
+    vanished_s: float = 60.0
+    """For the final name once the files are gone from the other: a network file system shows it late."""
+    first_s: float = 0.02
+    most_s: float = 1.0
+
+
+@dataclass
+class _Told:
+    """What workers say of their shares."""
+
+    parts: dict[int, Part]
+    shapes: dict[int, str]
+    """Of each part, a digest of what its tail lists but for the hashes."""
+    layout: dict[str, Any]
+
+    def add(self, told: dict[str, Any] | None, stamp: Stamp) -> bool:
+        """Take in a record; False where it is none of this generation."""
+        if told is None or told.get("stamp") != asdict(stamp):
+            return False
+        for number, shape, *fields in told["parts"]:
+            self.parts[number], self.shapes[number] = Part(*fields), shape
+        self.layout.update(told["layout"])
+        return True
+
+
+class DurableStation:
+    """Writes a node's share of a generation to the run directory, and has a part in committing it."""
+
+    level: Level = "durable"
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        *,
+        keep: int,
+        keep_every: int = 0,
+        direct: bool = False,
+        prepare_file: PrepareFile = no_preparation,
+        patience: Patience = Patience(),
+        hurry: threading.Event | None = None,
+    ) -> None:
+        """`hurry`: once it is set, nobody is waited for any more."""
+        self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
+        self._direct, self._prepare, self._patience = direct, prepare_file, patience
+        self._hurry = hurry or threading.Event()
+        self._known: tuple[dict[int, str], str, str] | None = None
+        """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
+
+    def store(self, load: Load) -> dict[str, Any]:
+        """Write, and wait until the generation is committed; SiteError or OSError where it will not be."""
+        draft, stamp = self._draft(load.stamp), load.stamp
+        numbers = [one.number for one in load.parts]
+        if self._is_committed(draft):
+            return {"path": str(draft.final)}
+        leads = numbers[0] == 0
+        is_told = False
+        try:
+            if leads:
+                self._remove_leftovers(stamp)
+            for folder in (self._checkpoints, draft.aside):
+                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            facts = self._write(draft, load)
+            is_told = True
+            if leads:
+                self._commit(draft, stamp)
+            else:
+                self._await_commit(draft, stamp)
+        except (OSError, SiteError) as error:
+            self._give_up(draft, stamp, numbers, str(error))
+            if leads:
+                _empty(draft.aside)
+            elif not is_told or (draft.aside / _LEADER).exists():
+                # Else the leader may be committing these very files now.
+                for file in {one.part.file for one in load.parts}:
+                    _unlink(draft.file(file))
+            raise
+        return {"path": str(draft.final)} | facts
+
+    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+        """Tell the others that these parts will not come."""
+        draft = self._draft(stamp)
+        if not self._is_committed(draft):
+            with contextlib.suppress(OSError):
+                draft.aside.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._give_up(draft, stamp, numbers, why)
+
+    def holdings(self) -> Sequence[Holding]:
+        """Nothing: all nodes see the run directory alike."""
+        return ()
+
+    def retain(self, generations: Collection[str]) -> None:
+        """Nothing: what is kept here is decided by the commit of the next."""
+
+    def _draft(self, stamp: Stamp) -> Draft:
+        return draft_of(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
+
+    def _write(self, draft: Draft, load: Load) -> dict[str, Any]:
+        """This node's parts at their places, synced, and then the record of them."""
+        layout: dict[str, Any] = {}
+        writers = -(-load.stamp.world_size // len(load.parts))
+        seconds = 0.0
+        for file in sorted({one.part.file for one in load.parts}):
+            parts = [one for one in load.parts if one.part.file == file]
+            path = draft.file(file)
+            size = max(one.part.start + one.part.size_bytes for one in parts)
+            if not path.exists() and (facts := self._prepare(path, size, writers)):
+                layout[file_name(file)] = facts
+            began = time.monotonic()
+            descriptor = open_shared(path)
+            direct = _open_direct(path) if self._direct else None
+            try:
+                for one in parts:
+                    write_image(descriptor, one.image, one.part.start, direct)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+                if direct is not None:
+                    os.close(direct)
+            seconds += time.monotonic() - began
+        told = {
+            "stamp": asdict(load.stamp),
+            "parts": [[one.number, _shape(one), *astuple(one.part)] for one in load.parts],
+            "layout": layout,
+        }
+        write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checked(told))
+        return {"written_s": round(seconds, 6)} | ({"layout": layout} if layout else {})
+
+    def _commit(self, draft: Draft, stamp: Stamp) -> None:
+        """When the records of all parts are there; the records themselves do not stay."""
+        told = self._await_parts(draft, stamp)
+        parts = [told.parts[number] for number in range(stamp.world_size)]
+        if self._known is None or self._known[0] != told.shapes:
+            tensors = collect(
+                read_tail(draft.file(part.file), part, number, draft.generation)
+                for number, part in enumerate(parts)
+            )
+            self._known = (told.shapes, render_tensors(tensors), structure_digest(tensors))
+        newer = read_save(draft.final)
+        if isinstance(newer, Saved) and newer.attempt > stamp.attempt:
+            raise SiteError(f"{draft.final}: was saved by attempt {newer.attempt}; this is {stamp.attempt}")
+        for path in [*draft.aside.glob("parts-*.json"), *draft.aside.glob("failed-*.json")]:
+            path.unlink(missing_ok=True)
+        facts: dict[str, int] = {key: getattr(stamp, key) for key in ("step", "position", "world_size")}
+        commit(
+            replace(draft, layout=told.layout),
+            parts,
+            *self._known[1:],
+            step=facts["step"],
+            position=facts["position"],
+            world_size=facts["world_size"],
+            attempt=stamp.attempt,
+        )
+        retire(self._checkpoints, self._keep, keep_every=self._keep_every)
+
+    def _await_parts(self, draft: Draft, stamp: Stamp) -> _Told:
+        """Of all nodes together."""
+        read, whole = set[str](), _Told({}, {}, {})
+        for _ in self._looks(f"the parts of all {stamp.world_size} ranks of step {stamp.step}"):
+            names = _names(draft.aside)
+            for name in names - read:
+                if name.startswith("parts-") and whole.add(_read(draft.aside / name), stamp):
+                    read.add(name)
+            if whole.parts.keys() == set(range(stamp.world_size)):
+                break
+            for name in names:
+                if name.startswith("failed-"):
+                    _check_failed(draft.aside / name, stamp)
+        return whole
+
+    def _await_commit(self, draft: Draft, stamp: Stamp) -> None:
+        vanished: float | None = None
+        for _ in self._looks(f"step {stamp.step} to be committed by the node of rank 0"):
+            if self._is_committed(draft):
+                break
+            _check_failed(draft.aside / _LEADER, stamp)
+            if draft.aside.exists():
+                vanished = None
+                continue
+            vanished = time.monotonic() if vanished is None else vanished
+            if time.monotonic() - vanished > self._patience.vanished_s:
+                raise SiteError(f"{draft.aside}: was removed before it was committed")
+
+    def _looks(self, what: str) -> Iterator[None]:
+        """A turn for each look at what others have done; SiteError when it has been too long."""
+        deadline = time.monotonic() + self._patience.others_s
+        pause = self._patience.first_s
+        while True:
+            yield
+            if time.monotonic() > deadline:
+                raise SiteError(f"waited {self._patience.others_s:g} s in vain for {what}")
+            if self._hurry.wait(pause):
+                yield
+                raise SiteError(f"no longer waiting for {what}: the attempt is over")
+            pause = min(2 * pause, self._patience.most_s)
+
+    def _is_committed(self, draft: Draft) -> bool:
+        saved = read_save(draft.final)
+        return isinstance(saved, Saved) and saved.generation == draft.generation.hex()
+
+    def _give_up(self, draft: Draft, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+        """Say so, for all who wait; where even that cannot be written, they wait in vain."""
+        if self._is_committed(draft):
+            return
+        node = os.uname().nodename
+        told = {
+            "generation": stamp.generation,
+            "why": why if why.startswith("node ") else f"node {node}: {why}",
+        }
+        with contextlib.suppress(OSError):
+            write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checked(told))
+
+    def _remove_leftovers(self, stamp: Stamp) -> None:
+        """What broken saves of this attempt or earlier ones have left; its leader is here, and goes on."""
+        own = self._draft(stamp).aside
+        for path in self._checkpoints.glob(".step-*"):
+            match = _ASIDE.fullmatch(path.name)
+            if path != own and (match is None or int(match[1]) <= stamp.attempt):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _shape(one: SealedPart) -> str:
+    """A digest of what a part's tail lists but for the hashes: equal as long as the structure is."""
+    begin = one.part.tail_at + HEADER_BYTES
+    return xxh3_128_hexdigest(_HASHES.sub(b"]", one.image[begin : begin + one.part.tail_bytes]))
+
+
+def _open_direct(path: Path) -> int | None:
+    """The file past the page cache; None where its file system cannot."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _names(folder: Path) -> set[str]:
+    """What is in a folder; nothing where a network file system cannot say now."""
+    try:
+        return {path.name for path in folder.iterdir()}
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return set()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A record that proves itself; None where there is none (yet)."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_checked(json.loads(path.read_text(encoding="utf-8")))
+    return None
+
+
+def _check_failed(path: Path, stamp: Stamp) -> None:
+    """SiteError where a worker says that a generation is lost."""
+    told = _read(path)
+    if told is not None and told.get("generation") == stamp.generation:
+        raise SiteError(str(told.get("why")))
+
+
+def _empty(aside: Path) -> None:
+    """Remove all but the words about what failed."""
+    for name in _names(aside):
+        if not name.startswith("failed-"):
+            _unlink(aside / name)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()

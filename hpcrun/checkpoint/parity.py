@@ -1,0 +1,408 @@
+"""The parity level: the nodes of an erasure set make parity of one another's parts, all of them or none.
+
+Every member offers its block and its place in the round; each fetches what it is to encode from the others,
+so that no node needs more memory than a few windows. A member goes through
+
+    open       its block can be read
+    encoded    the parities of its stripe are made, and those for others can be fetched
+    done       all parity that it is to keep lies whole in its arena
+
+and the level has the generation when all are done. A member that has failed says so, and says it for good:
+it was never done, so that nobody has taken the generation for safe, and the others let go of theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from xxhash import xxh3_64
+
+from hpcrun.checkpoint.blocks import (
+    parity_holdings,
+    parity_path,
+    remove_files,
+    remove_leftovers,
+    spans,
+    write_holding,
+)
+from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, encode
+from hpcrun.checkpoint.files import AsideFile, read_at
+from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
+from hpcrun.checkpoint.peers import PeerError, Peers, PeerServer, Reply, check_range
+from hpcrun.errors import HpcrunError, SiteError
+
+Standing = Literal["unknown", "open", "encoded", "done", "failed"]
+_ORDER: tuple[Standing, ...] = ("unknown", "open", "encoded", "done")
+PATIENCE_S = 60.0
+"""So much later than this node another may come to a generation."""
+_POLL_S = 1.0
+_REMEMBERED = 8
+"""Rounds that others may still ask about."""
+
+T = TypeVar("T")
+
+
+class _FailedError(SiteError):
+    """A member has said that it will not have this generation."""
+
+
+@dataclass
+class _Round:
+    """One generation, as this node stands to it."""
+
+    stamp: Stamp
+    member: Member
+    standing: Standing = "open"
+    why: str = ""
+    images: dict[int, memoryview] = field(default_factory=dict)
+    """Of the parts, for as long as others may read them."""
+    outgoing: Path | None = None
+    """Parities that others keep, one after the other."""
+
+    def read(self, at: int, into: memoryview) -> None:
+        """Bytes of our block."""
+        images = self.images
+        if self.standing == "failed" or not images:
+            raise SiteError(self.why or "its parts are no longer kept for the others")
+        into[:] = bytes(len(into))
+        for span in spans(self.member, at, len(into)):
+            into[span.begin : span.begin + span.size] = images[span.number][span.at : span.at + span.size]
+
+
+class ParityStation:
+    """Keeps parity for the other nodes of this node's erasure set, and has them keep ours."""
+
+    level: Level = "parity"
+
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        members: Sequence[str],
+        parity: int,
+        peers: Peers,
+        server: PeerServer,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        """`members`: the nodes of the set in order, this one among them; `folder`: this node's arena."""
+        self._folder, self._node, self._members, self._parity = folder, node, tuple(members), parity
+        self._index = self._members.index(node)
+        self._peers, self._patience_s = peers, patience_s
+        self._rounds: dict[str, _Round] = {}
+        self._changed = threading.Condition()
+        self._closed = threading.Event()
+        remove_leftovers(folder)
+        server.on("standing", self._tell_standing)
+        server.on("block", self._give_block)
+        server.on("outgoing", self._give_outgoing)
+
+    def store(self, load: Load) -> dict[str, Any]:
+        """Make parity with the other members; SiteError or OSError: the level does not have it."""
+        begin = time.monotonic()
+        one = self._open(load)
+        try:
+            with ThreadPoolExecutor(len(self._members), thread_name_prefix="parity") as pool:
+                return self._go_through(
+                    one, _Together(pool, lambda: one.standing == "failed" or self._closed.is_set()), begin
+                )
+        except (HpcrunError, OSError) as error:
+            self._fail(one, str(error), isinstance(error, _FailedError))
+            raise
+        finally:
+            one.images = {}
+            if one.outgoing is not None:
+                one.outgoing.unlink(missing_ok=True)
+
+    def holdings(self) -> list[Holding]:
+        """Parity that lies whole here, and parts of lost nodes that were made again here."""
+        return parity_holdings(self._folder)
+
+    def retain(self, generations: Collection[str]) -> None:
+        """Let go of all but these generations, and of the one that is being made."""
+        with self._changed:
+            now = {one.stamp.generation for one in self._rounds.values() if one.images}
+        remove_files(self._folder, set(generations) | now)
+
+    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+        """This node will not store these parts of a generation: the others need not wait for it."""
+        with self._changed:
+            if stamp.generation not in self._rounds:
+                parts = ", ".join(map(str, numbers))
+                said = f"{self._node}: leaves out part {parts} of step {stamp.step}: {why}"
+                self._remember(_Round(stamp, Member(self._node, ()), "failed", said))
+
+    def close(self) -> None:
+        """What is being made is given up, and the others are told."""
+        self._closed.set()
+
+    def _go_through(self, one: _Round, together: _Together, begin: float) -> dict[str, Any]:
+        told = self._await_all(one, "open", together, self._patience_s)
+        members = tuple(told[node] for node in self._members)
+        geometry = Geometry(tuple(member.size_bytes for member in members), self._parity)
+        path = parity_path(self._folder, one.stamp.generation)
+        with AsideFile(path, self._parity * geometry.chunk_bytes) as kept:
+            hashes = [xxh3_64() for _ in range(self._parity)]
+
+            def keep(number: int, at: int, data: memoryview) -> None:
+                kept.write(number * geometry.chunk_bytes + at, data)
+                hashes[number].update(data)
+
+            self._encode(one, geometry, together, keep)
+            if self._parity > 1:
+                self._advance(one, "encoded")
+                self._await_all(one, "encoded", together, self._patience_s + 2 * (time.monotonic() - begin))
+                self._collect(one, geometry, together, keep)
+            kept.put_in_place()
+        held = HeldParity(
+            str(path), members, self._parity, self._index, tuple(one.hexdigest() for one in hashes)
+        )
+        try:
+            write_holding(path, Holding(one.stamp, "parity", self._node, parity=held))
+            self._advance(one, "done")
+            self._await_all(one, "done", together, self._patience_s + 2 * (time.monotonic() - begin))
+        except _FailedError:
+            path.with_suffix(".json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            raise
+        except OSError:
+            if one.standing != "done":
+                path.unlink(missing_ok=True)
+            raise
+        return {
+            "set": list(self._members),
+            "parity": self._parity,
+            "stored_bytes": self._parity * geometry.chunk_bytes,
+        }
+
+    def _encode(
+        self,
+        one: _Round,
+        geometry: Geometry,
+        together: _Together,
+        keep: Callable[[int, int, memoryview], None],
+    ) -> None:
+        """Make all parities of our own stripe: the first is ours, the others are fetched by their keepers."""
+
+        def fetch(wanted: Sequence[Wanted]) -> Callable[[], None]:
+            return together.begin([partial(self._fetch_block, one, each) for each in wanted])
+
+        if self._parity == 1:
+            encode(geometry, self._index, fetch, keep)
+            return
+        path = self._folder / f"parity-{one.stamp.generation}.outgoing.aside"
+        with AsideFile(path, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
+
+            def put(number: int, at: int, data: memoryview) -> None:
+                if number == 0:
+                    keep(0, at, data)
+                else:
+                    outgoing.write((number - 1) * geometry.chunk_bytes + at, data)
+
+            encode(geometry, self._index, fetch, put)
+            outgoing.put_in_place()
+            one.outgoing = path
+
+    def _fetch_block(self, one: _Round, wanted: Wanted) -> None:
+        request = {"do": "block", "generation": one.stamp.generation, "at": wanted.at}
+        self._peers.read(self._members[wanted.member], request, wanted.into)
+
+    def _collect(
+        self,
+        one: _Round,
+        geometry: Geometry,
+        together: _Together,
+        keep: Callable[[int, int, memoryview], None],
+    ) -> None:
+        """Fetch the parities of others' stripes that are ours to keep, from several at once."""
+
+        def collect(number: int) -> None:
+            node = self._members[geometry.kept(self._index, number)]
+            buffer = memoryview(bytearray(min(WINDOW_BYTES, geometry.chunk_bytes)))
+            for at in range(0, geometry.chunk_bytes, WINDOW_BYTES):
+                into = buffer[: geometry.chunk_bytes - at]
+                request = {"do": "outgoing", "generation": one.stamp.generation, "number": number, "at": at}
+                self._peers.read(node, request, into)
+                keep(number, at, into)
+
+        together.begin([partial(collect, number) for number in range(1, self._parity)])()
+
+    def _open(self, load: Load) -> _Round:
+        stamp = load.stamp
+        member = Member(self._node, tuple((part.number, part.part) for part in load.parts))
+        one = _Round(stamp, member, images={part.number: part.image for part in load.parts})
+        with self._changed:
+            before = self._rounds.get(stamp.generation)
+            if before is not None and before.standing == "failed":
+                raise SiteError(before.why)
+            self._remember(one)
+            # Older states will not come here any more; who still waits for one need not.
+            self._changed.notify_all()
+        return one
+
+    def _remember(self, one: _Round) -> None:
+        self._rounds[one.stamp.generation] = one
+        for generation in list(self._rounds)[:-_REMEMBERED]:
+            del self._rounds[generation]
+        self._changed.notify_all()
+
+    def _advance(self, one: _Round, standing: Standing) -> None:
+        with self._changed:
+            one.standing = standing
+            self._changed.notify_all()
+
+    def _fail(self, one: _Round, why: str, is_sure: bool) -> None:
+        """Say so to the others; who was done is no more only where another never was."""
+        with self._changed:
+            if one.standing != "done" or is_sure:
+                one.standing, one.why = "failed", why if self._node in why else f"{self._node}: {why}"
+            self._changed.notify_all()
+
+    def _await_all(
+        self, one: _Round, wanted: Standing, together: _Together, patience_s: float
+    ) -> dict[str, Member]:
+        """What each member has put in, when all stand there; SiteError: one has failed, or is late."""
+        deadline = time.monotonic() + patience_s
+        others = [node for node in self._members if node != self._node]
+        waits = {
+            node: together.submit(partial(self._await_one, one, node, wanted, deadline, together))
+            for node in others
+        }
+        together.all(list(waits.values()))
+        return {self._node: one.member} | {node: wait.result() for node, wait in waits.items()}
+
+    def _await_one(
+        self, one: _Round, node: str, wanted: Standing, deadline: float, together: _Together
+    ) -> Member:
+        request = {"do": "standing", "stamp": asdict(one.stamp), "wanted": wanted}
+        said = f"{node}: has not come to step {one.stamp.step}"
+        while not together.is_over():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SiteError(said)
+            wait_s = min(_POLL_S, left)
+            try:
+                told = self._peers.ask(node, request | {"wait_s": wait_s}, wait_s)
+            except PeerError as error:
+                # It may come back: its worker is started anew when it dies.
+                said = str(error)
+                together.pause(min(_POLL_S, max(0.0, left)))
+                continue
+            standing = told["standing"]
+            if standing == "failed":
+                raise _FailedError(str(told["why"]))
+            if standing == "unknown" and wanted != "open":
+                raise _FailedError(
+                    f"{node}: its worker was started anew, and does not have step {one.stamp.step}"
+                )
+            if standing in _ORDER and _ORDER.index(standing) >= _ORDER.index(wanted):
+                return Member(node, tuple((number, Part(**part)) for number, part in told["parts"]))
+        raise SiteError(
+            f"{self._node}: its worker ends" if self._closed.is_set() else "another member has failed"
+        )
+
+    def _tell_standing(self, request: dict[str, Any]) -> Reply:
+        stamp, wanted = Stamp(**request["stamp"]), request["wanted"]
+        place = _ORDER.index(wanted)
+
+        def stands() -> _Round | None:
+            one = self._rounds.get(stamp.generation)
+            if one is not None and one.stamp != stamp:
+                raise ValueError(f"generation {stamp.generation} is another state here")
+            return one if one and (one.standing == "failed" or _ORDER.index(one.standing) >= place) else None
+
+        with self._changed:
+            self._changed.wait_for(
+                lambda: stands() or self._is_past(stamp), min(float(request["wait_s"]), 10.0)
+            )
+            one, is_past = self._rounds.get(stamp.generation), self._is_past(stamp)
+            if one is not None:
+                return _standing(one.standing, one.why, one.member)
+        if (member := self._done_before(stamp)) is not None:
+            return _standing("done", "", member)
+        if is_past:
+            why = f"{self._node}: has gone on to a newer state than that of step {stamp.step}"
+            return _standing("failed", why)
+        return _standing("unknown", "")
+
+    def _is_past(self, stamp: Stamp) -> bool:
+        """Whether a newer state has come here already; stations take them in order."""
+        return stamp.generation not in self._rounds and any(
+            (one.stamp.attempt, one.stamp.step) > (stamp.attempt, stamp.step) for one in self._rounds.values()
+        )
+
+    def _done_before(self, stamp: Stamp) -> Member | None:
+        """What this node has put into a generation that an earlier worker of it has come to the end of."""
+        for holding in self.holdings():
+            if holding.stamp == stamp and holding.parity is not None:
+                return holding.parity.members[holding.parity.index]
+        return None
+
+    def _give_block(self, request: dict[str, Any]) -> Reply:
+        one = self._round(request)
+        at, size = int(request["at"]), int(request["size"])
+        check_range(at, size, one.member.size_bytes)
+        return Reply({}, size, lambda more, into: one.read(at + more, into))
+
+    def _give_outgoing(self, request: dict[str, Any]) -> Reply:
+        one = self._round(request)
+        path, number = one.outgoing, int(request["number"])
+        if path is None or not 1 <= number < self._parity:
+            raise SiteError(f"has no parity {number} for others yet")
+        each = path.stat().st_size // (self._parity - 1)
+        at, size = int(request["at"]), int(request["size"])
+        check_range(at, size, each)
+        return Reply({}, size, lambda more, into: read_at(path, (number - 1) * each + at + more, into))
+
+    def _round(self, request: dict[str, Any]) -> _Round:
+        with self._changed:
+            one = self._rounds.get(str(request["generation"]))
+        if one is not None and one.standing == "failed":
+            raise SiteError(one.why)
+        if one is None or not one.images:
+            raise SiteError(f"is not storing generation {request['generation']}")
+        return one
+
+
+def _standing(standing: Standing, why: str, member: Member | None = None) -> Reply:
+    parts = [[number, asdict(part)] for number, part in member.parts] if member is not None else []
+    return Reply({"standing": standing, "why": why, "parts": parts})
+
+
+class _Together:
+    """Things that several threads do for one round; when one of them fails, the others soon end too."""
+
+    def __init__(self, pool: ThreadPoolExecutor, is_failed: Callable[[], bool]) -> None:
+        self._pool, self._is_failed = pool, is_failed
+        self._over = threading.Event()
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        return self._pool.submit(work)
+
+    def begin(self, works: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        """Start them; what is given back waits for all."""
+        futures = [self._pool.submit(work) for work in works]
+        return lambda: self.all(futures)
+
+    def all(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for all; the first that failed is raised."""
+        try:
+            for future in as_completed(futures):
+                future.result()
+        except (HpcrunError, OSError):
+            self._over.set()
+            raise
+
+    def is_over(self) -> bool:
+        return self._over.is_set() or self._is_failed()
+
+    def pause(self, seconds: float) -> None:
+        self._over.wait(seconds)

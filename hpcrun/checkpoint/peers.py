@@ -1,0 +1,356 @@
+"""Peers: the drain workers of a run read from one another what each has of a generation, over TCP.
+
+Both ends first prove that they know the run's secret. Then the one that came asks, one thing after the
+other, and the other answers with a message and, where bytes were asked for, with these in frames. Nobody
+waits for ever, and a node that is gone is an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrun.checkpoint.blocks import geometry_of
+from hpcrun.checkpoint.files import read_at
+from hpcrun.checkpoint.frames import FRAME_BYTES, FrameError, Frames, Throttle, hang_up
+from hpcrun.checkpoint.levels import LEVELS, Holding
+from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, proof_of, proves, render_line
+
+TIMEOUT_S = 20.0
+"""For one frame."""
+_IDLE_S = 300.0
+_MOST_STRANGERS = 32
+_FRESH_S = 2.0
+
+
+class PeerError(SiteError):
+    """Another node cannot be reached, is not who it should be, or does not have what it is asked for."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """Who we are, and what shows it."""
+
+    run: str
+    node: str
+    secret: str = field(repr=False)
+
+    def proof(self, side: str, asking: str, asked: str, nonces: Iterable[str]) -> str:
+        """Of one end, in a connection between these two nodes."""
+        return proof_of(self.secret, ["checkpoint", side, self.run, asking, asked, *nonces])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request is answered with."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+    size: int = 0
+    """Bytes that follow."""
+    read: Callable[[int, memoryview], None] | None = None
+    """Puts those from a position on into a buffer."""
+
+
+Handler = Callable[[dict[str, Any]], Reply]
+
+
+class PeerServer:
+    """Answers other nodes; each connection has a thread, strangers are shown out."""
+
+    def __init__(
+        self,
+        address: str,
+        who: Credentials,
+        *,
+        bytes_per_s: float | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`bytes_per_s`: no more is sent, all connections together. SiteError: cannot listen there."""
+        self._who, self._timeout_s, self._throttle = who, timeout_s, Throttle(bytes_per_s)
+        self._handlers: dict[str, Handler] = {}
+        self._lock = threading.Lock()
+        self._strangers: dict[int, socket.socket] = {}
+        self._guests: dict[int, Frames] = {}
+        self._numbers = itertools.count()
+        self._closed = threading.Event()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._listener.bind((address, 0))
+            self._listener.listen(128)
+        except OSError as error:
+            self._listener.close()
+            raise SiteError(f"{address}: cannot listen here for other nodes: {error.strerror}") from None
+        self.address, self.port = address, int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
+        self._thread.start()
+
+    def on(self, what: str, handler: Handler) -> None:
+        """From now on answer requests for this so; what the handler raises is told to the other node."""
+        self._handlers[what] = handler
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        with self._lock:
+            self._closed.set()
+            open_ones = [*self._guests.values()]
+            strangers = [*self._strangers.values()]
+        for connection in (self._listener, *strangers):
+            hang_up(connection)
+        for guest in open_ones:
+            guest.close()
+        self._thread.join(timeout=HANDSHAKE_S)
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                # For instance no more descriptors: some will come free.
+                self._closed.wait(0.1)
+                continue
+            number = next(self._numbers)
+            with self._lock:
+                # Dicts keep their order: the first has had the most time.
+                crowd = len(self._strangers) >= _MOST_STRANGERS
+                late = next(iter(self._strangers.values())) if crowd else None
+                self._strangers[number] = connection
+            if late is not None:
+                hang_up(late)
+            serve = threading.Thread(target=self._meet, args=(number, connection), daemon=True)
+            serve.start()
+
+    def _meet(self, number: int, connection: socket.socket) -> None:
+        try:
+            welcome = self._proves(connection)
+        except OSError:
+            welcome = False
+        frames = Frames(connection, self._timeout_s, self._throttle) if welcome else None
+        with self._lock:
+            self._strangers.pop(number, None)
+            if frames is not None and not self._closed.is_set():
+                self._guests[number] = frames
+        if frames is None:
+            connection.close()
+            return
+        try:
+            while not self._closed.is_set() and (request := frames.hear(_IDLE_S)) is not None:
+                self._answer(frames, request)
+        except OSError:
+            pass  # the other end is gone, or speaks no sense: there is nobody to tell
+        finally:
+            frames.close()
+            with self._lock:
+                self._guests.pop(number, None)
+
+    def _proves(self, connection: socket.socket) -> bool:
+        deadline = time.monotonic() + HANDSHAKE_S
+        nonce = fresh_nonce()
+        connection.settimeout(HANDSHAKE_S)
+        connection.sendall(render_line({"nonce": nonce}))
+        said = await_line(connection, deadline)
+        asking, nonces = str(said.get("node")), (nonce, str(said.get("nonce")))
+        if not proves(said.get("proof"), self._who.proof("asking", asking, self._who.node, nonces)):
+            return False
+        mine = self._who.proof("asked", asking, self._who.node, nonces)
+        connection.sendall(render_line({"proof": mine}))
+        return True
+
+    def _answer(self, frames: Frames, request: dict[str, Any]) -> None:
+        handler = self._handlers.get(str(request.get("do")))
+        try:
+            if handler is None:
+                raise ValueError(f"{request.get('do')} is nothing that this node answers")
+            reply = handler(request)
+        except (HpcrunError, OSError) as error:
+            frames.say({"problem": str(error)})
+            return
+        except (KeyError, TypeError, ValueError) as error:
+            frames.say({"problem": f"no such request: {error}"})
+            return
+        frames.say(reply.told | {"size": reply.size})
+        if reply.read is None:
+            return
+        buffer = memoryview(bytearray(min(FRAME_BYTES, reply.size)))
+        for at in range(0, reply.size, FRAME_BYTES):
+            part = buffer[: reply.size - at]
+            try:
+                reply.read(at, part)
+            except (HpcrunError, OSError) as error:
+                frames.say({"problem": str(error)})
+                return
+            frames.send(part)
+
+
+class Peers:
+    """Asks other nodes, from as many threads at once as need be; connections are kept for the next time."""
+
+    def __init__(
+        self,
+        who: Credentials,
+        addresses: Mapping[str, tuple[str, int]],
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._who, self._addresses, self._timeout_s = who, dict(addresses), timeout_s
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[Frames]] = {}
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """What a node answers; `wait_s`: it may take so much longer. PeerError: it does not, or says no."""
+        with self._asked(node, request, wait_s) as (_, told):
+            return told
+
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        """Fill a buffer with what a node was asked for; PeerError unless it gets all of it, undamaged."""
+        with self._asked(node, request | {"size": len(into)}) as (frames, told):
+            if told.get("size") != len(into):
+                raise FrameError(f"it has {told.get('size')} of {len(into)} bytes")
+            for at in range(0, len(into), FRAME_BYTES):
+                frames.receive(into[at : at + FRAME_BYTES])
+
+    def close(self) -> None:
+        """Let go of all connections."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for frames in itertools.chain(*idle.values()):
+            frames.close()
+
+    @contextlib.contextmanager
+    def _asked(
+        self, node: str, request: dict[str, Any], wait_s: float = 0.0
+    ) -> Iterator[tuple[Frames, dict[str, Any]]]:
+        """The connection and the message of the answer; at the end of the block all of it must be read."""
+        address = self._addresses.get(node)
+        if address is None:
+            raise PeerError(f"{node}: its address is not known here")
+        frames: Frames | None = None
+        try:
+            frames, told = self._answered(node, address, request, wait_s)
+            if "problem" not in told:
+                yield frames, told
+            with self._lock:
+                self._idle.setdefault(node, []).append(frames)
+            frames = None
+        except OSError as error:
+            why = f"did not answer within {self._timeout_s + wait_s:g} s" if _is_late(error) else _said(error)
+            raise PeerError(f"{node} ({address[0]}:{address[1]}): {why}") from None
+        finally:
+            if frames is not None:
+                frames.close()
+        if "problem" in told:
+            raise PeerError(f"{node}: {told['problem']}")
+
+    def _answered(
+        self, node: str, address: tuple[str, int], request: dict[str, Any], wait_s: float
+    ) -> tuple[Frames, dict[str, Any]]:
+        """Over a kept connection, where it still stands; else over a new one."""
+        while True:
+            with self._lock:
+                kept = self._idle.get(node)
+                frames = kept.pop() if kept else None
+            is_new = frames is None
+            if frames is None:
+                frames = self._connect(node, address)
+            try:
+                frames.say(request)
+                told = frames.hear(wait_s)
+                if told is not None:
+                    return frames, told
+                error: OSError = ConnectionError("ended the connection")
+            except OSError as found:
+                error = found
+            frames.close()
+            if is_new or _is_late(error):
+                raise error
+
+    def _connect(self, node: str, address: tuple[str, int]) -> Frames:
+        deadline = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
+        connection = socket.create_connection(address, timeout=min(HANDSHAKE_S, self._timeout_s))
+        try:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            nonces = (str(await_line(connection, deadline).get("nonce")), fresh_nonce())
+            mine = self._who.proof("asking", self._who.node, node, nonces)
+            said = {"node": self._who.node, "nonce": nonces[1], "proof": mine}
+            connection.sendall(render_line(said))
+            theirs = await_line(connection, deadline).get("proof")
+            if not proves(theirs, self._who.proof("asked", self._who.node, node, nonces)):
+                raise ConnectionError(f"is not node {node} of this run, or does not know its secret")
+        except OSError:
+            connection.close()
+            raise
+        return Frames(connection, self._timeout_s)
+
+
+def _is_late(error: OSError) -> bool:
+    return isinstance(error, TimeoutError)
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+class Shelf:
+    """Answers reads of parts and of parity, whatever level has them.
+
+    {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
+    and the number of a parity block.
+    """
+
+    def __init__(self, server: PeerServer, holdings: Callable[[], Iterable[Holding]]) -> None:
+        """`holdings`: all that this node has, looked up anew every few seconds."""
+        self._holdings = holdings
+        self._lock = threading.Lock()
+        self._known: list[Holding] = []
+        self._known_until = 0.0
+        server.on("part", self._part)
+        server.on("parity", self._parity)
+
+    def _part(self, request: dict[str, Any]) -> Reply:
+        generation, number = str(request["generation"]), int(request["number"])
+        for holding in self._of(generation):
+            for held in holding.parts:
+                if held.number == number:
+                    return _range(request, held.path, held.at, held.part.size_bytes)
+        raise SiteError(f"has no part {number} of generation {generation}")
+
+    def _parity(self, request: dict[str, Any]) -> Reply:
+        generation, number = str(request["generation"]), int(request["number"])
+        for holding in self._of(generation):
+            if holding.parity is not None and 0 <= number < holding.parity.parity:
+                size = geometry_of(holding.parity).chunk_bytes
+                return _range(request, holding.parity.path, number * size, size)
+        raise SiteError(f"has no parity {number} of generation {generation}")
+
+    def _of(self, generation: str) -> list[Holding]:
+        """What there is of a generation, the quickest level first."""
+        with self._lock:
+            if time.monotonic() > self._known_until:
+                self._known = sorted(self._holdings(), key=lambda one: LEVELS.index(one.level))
+                self._known_until = time.monotonic() + _FRESH_S
+            return [one for one in self._known if one.stamp.generation == generation]
+
+
+def _range(request: dict[str, Any], path: str, begin: int, most: int) -> Reply:
+    at, size = int(request["at"]), int(request["size"])
+    check_range(at, size, most)
+    return Reply({}, size, lambda more, into: read_at(path, begin + at + more, into))
+
+
+def check_range(at: int, size: int, most: int) -> None:
+    """ValueError where there are no such bytes."""
+    if at < 0 or size < 0 or at + size > most:
+        raise ValueError(f"bytes {at} to {at + size} of {most}")

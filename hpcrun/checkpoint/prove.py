@@ -1,0 +1,77 @@
+"""Proof of a part in whatever file it lies: nothing but its own headers, tail and hashes is needed."""
+
+from __future__ import annotations
+
+from xxhash import xxh3_64_intdigest
+
+from hpcrun.checkpoint.files import read_at
+from hpcrun.checkpoint.format import (
+    CHUNK,
+    CHUNK_BYTES,
+    END,
+    HEADER_BYTES,
+    PART,
+    TAIL,
+    DamagedError,
+    Piece,
+    Place,
+    parse_tail,
+    unpack_header,
+)
+from hpcrun.checkpoint.levels import HeldPart
+
+
+def prove_part(held: HeldPart, generation: bytes) -> None:
+    """Read all of a part; DamagedError unless every chunk is what its rank has written."""
+    proof = _Proof(held, generation)
+    try:
+        proof.check_ends()
+        for piece, place, digest in proof.tail():
+            proof.check_chunk(piece, place, digest)
+    except (DamagedError, OSError) as error:
+        raise DamagedError(f"{held.path}: part {held.number}: {error}") from None
+
+
+class _Proof:
+    def __init__(self, held: HeldPart, generation: bytes) -> None:
+        self._held, self._generation = held, generation
+        self._buffer = memoryview(bytearray(min(CHUNK_BYTES, held.part.size_bytes)))
+
+    def check_ends(self) -> None:
+        part = self._held.part
+        size, _ = self._header(PART, 0)
+        tail_at, _ = self._header(END, part.size_bytes - HEADER_BYTES)
+        if (size, tail_at) != (part.size_bytes, part.tail_at):
+            raise DamagedError(f"it is of {size} bytes, not {part.size_bytes}, or its tail is elsewhere")
+
+    def tail(self) -> list[tuple[Piece, Place, int]]:
+        part = self._held.part
+        length, digest = self._header(TAIL, part.tail_at)
+        if length != part.tail_bytes:
+            raise DamagedError(f"its tail is of {length} bytes, not {part.tail_bytes}")
+        data = bytearray(length)
+        self._read(part.tail_at + HEADER_BYTES, memoryview(data))
+        if xxh3_64_intdigest(data) != digest or f"{digest:016x}" != part.tail_hash:
+            raise DamagedError("its tail does not match its hash")
+        return parse_tail(bytes(data), self._held.number)
+
+    def check_chunk(self, piece: Piece, place: Place, digest: int) -> None:
+        length, told = self._header(CHUNK, place.at)
+        if length != piece.size_bytes or told != digest:
+            raise DamagedError(f"{piece}: is not the chunk that the tail lists")
+        if length > len(self._buffer):
+            self._buffer = memoryview(bytearray(length))
+        into = self._buffer[:length]
+        self._read(place.at + HEADER_BYTES, into)
+        if xxh3_64_intdigest(into) != digest:
+            raise DamagedError(f"{piece}: its bytes do not match their hash")
+
+    def _header(self, kind: int, at: int) -> tuple[int, int]:
+        header = bytearray(HEADER_BYTES)
+        self._read(at, memoryview(header))
+        return unpack_header(header, kind, Place(self._held.number, at), self._generation)
+
+    def _read(self, at: int, into: memoryview) -> None:
+        if at + len(into) > self._held.part.size_bytes:
+            raise DamagedError(f"it ends at {self._held.part.size_bytes}, and not after {at + len(into)}")
+        read_at(self._held.path, self._held.at + at, into)

@@ -1,0 +1,152 @@
+"""Making the parts of lost nodes again, on whichever node is to have them, from what the others still hold.
+
+What comes of it is proved like any part before it counts: a source that is damaged without knowing it is
+found out by that, and left out, as long as enough others are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcrun.checkpoint.blocks import places, rebuilt_path, spans, write_holding
+from hpcrun.checkpoint.erasure import Geometry, Lack, Wanted, rebuild
+from hpcrun.checkpoint.files import AsideFile, read_at
+from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.levels import HeldPart, Holding, Member
+from hpcrun.checkpoint.peers import PeerError, Peers
+from hpcrun.checkpoint.plan import SHARED, Rebuild
+from hpcrun.checkpoint.prove import prove_part
+
+
+class _Source(NamedTuple):
+    """A piece that can be read: a member's block, or one of its parity blocks."""
+
+    member: int
+    parity: int | None
+
+
+class _GoneError(Exception):
+    """A source cannot be read after all."""
+
+    def __init__(self, source: _Source, why: str) -> None:
+        super().__init__(why)
+        self.source = source
+
+
+def rebuild_members(order: Rebuild, peers: Peers, here: str, folder: Path) -> Holding:
+    """Make the parts of the lost members again, in files of this node's arena: what this node holds now.
+
+    SiteError: too little is left, or a node has failed meanwhile; DamagedError: what is left does not make up
+    what was there.
+    """
+    parts: list[HeldPart] = []
+    for index in order.lost:
+        if order.members[index].parts:
+            parts += _Again(order, index, peers, here, folder).best()
+    return Holding(order.stamp, "parity", here, tuple(sorted(parts, key=lambda one: one.number)))
+
+
+class _Again:
+    """The making of one member's block."""
+
+    def __init__(self, order: Rebuild, index: int, peers: Peers, here: str, folder: Path) -> None:
+        self._order, self._index, self._member = order, index, order.members[index]
+        self._peers, self._here = peers, here
+        self._path = rebuilt_path(folder, order.stamp.generation, index)
+        self._geometry = Geometry(tuple(one.size_bytes for one in order.members), order.parity)
+        self._survivors = {one.index: one for one in order.survivors}
+        self._parts = {one.number: one for survivor in order.survivors for one in survivor.parts}
+        self._used: dict[_Source, None] = {}
+
+    def best(self) -> tuple[HeldPart, ...]:
+        """The member's parts, made from whichever sources prove good."""
+        try:
+            return self.make(frozenset())
+        except DamagedError as error:
+            first = error
+        # One of the sources is not what it should be, and does not know: try without each of them.
+        for source in list(self._used):
+            try:
+                return self.make(frozenset({source}))
+            except (Lack, DamagedError):
+                continue
+        node = self._member.node
+        raise DamagedError(f"{node}: cannot be made again, as what is left of its set is damaged: {first}")
+
+    def make(self, without: frozenset[_Source]) -> tuple[HeldPart, ...]:
+        """Make and prove it; sources that turn out to be gone are done without as well."""
+        whys: list[str] = []
+        while True:
+            try:
+                return self._make(without)
+            except _GoneError as gone:
+                without |= {gone.source}
+                whys.append(str(gone))
+            except Lack as lack:
+                raise Lack("; ".join([f"{self._member.node}: cannot be made again: {lack}", *whys])) from None
+
+    def _make(self, without: frozenset[_Source]) -> tuple[HeldPart, ...]:
+        geometry, member = self._geometry, self._member
+        whole = [index for index in self._survivors if _Source(index, None) not in without]
+        kept = {
+            index: [number for number in range(geometry.parity) if _Source(index, number) not in without]
+            for index in self._survivors
+        }
+        with (
+            ThreadPoolExecutor(geometry.data, thread_name_prefix="rebuild") as pool,
+            AsideFile(self._path, member.size_bytes) as file,
+        ):
+
+            def fetch(wanted: Sequence[Wanted]) -> Callable[[], None]:
+                return partial(_wait, [pool.submit(self._fetch, one) for one in wanted])
+
+            def put(chunk: int, at: int, data: memoryview) -> None:
+                file.write(chunk * geometry.chunk_bytes + at, data)
+
+            rebuild(geometry, self._index, whole, kept, fetch, put)
+            for one in _parts_in(member, str(file.aside)):
+                prove_part(one, bytes.fromhex(self._order.stamp.generation))
+            file.put_in_place()
+        made = _parts_in(member, str(self._path))
+        write_holding(self._path, Holding(self._order.stamp, "parity", self._here, made))
+        return made
+
+    def _fetch(self, wanted: Wanted) -> None:
+        source = _Source(wanted.member, wanted.parity)
+        self._used[source] = None
+        try:
+            if wanted.parity is not None:
+                keeper = self._survivors[wanted.member]
+                begin = wanted.parity * self._geometry.chunk_bytes + wanted.at
+                request = {"do": "parity", "number": wanted.parity, "at": wanted.at}
+                self._read(keeper.node, keeper.path, begin, request, wanted.into)
+                return
+            wanted.into[:] = bytes(len(wanted.into))
+            for span in spans(self._order.members[wanted.member], wanted.at, len(wanted.into)):
+                part = self._parts[span.number]
+                request = {"do": "part", "number": span.number, "at": span.at}
+                into = wanted.into[span.begin : span.begin + span.size]
+                self._read(part.node, part.path, part.at + span.at, request, into)
+        except (PeerError, OSError) as error:
+            raise _GoneError(source, str(error)) from None
+
+    def _read(self, node: str, path: str, begin: int, request: dict[str, object], into: memoryview) -> None:
+        """From a file that is seen here, or from another node."""
+        if node in (self._here, SHARED):
+            read_at(path, begin, into)
+        else:
+            self._peers.read(node, request | {"generation": self._order.stamp.generation}, into)
+
+
+def _wait(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _parts_in(member: Member, path: str) -> tuple[HeldPart, ...]:
+    at = places(member)
+    return tuple(HeldPart(number, path, at[number], part) for number, part in member.parts)

@@ -1,0 +1,53 @@
+"""Sealing: what a rank has copied into a slot of the arena becomes a part, where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hpcrun.checkpoint.format import HEADER_BYTES, TAIL, Layout, Part, Piece, frames, lay_out, padded
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """What a rank puts into its slots, and where its part belongs in the run directory."""
+
+    number: int
+    """Of the part; the rank."""
+    layout: Layout
+    sizes: tuple[int, ...]
+    """Raw bytes of each chunk."""
+    file: int
+    start: int
+
+
+def plan_slot(number: int, pieces: Sequence[Piece], file: int, start: int) -> SlotPlan:
+    """Once for each structure; it holds for every save of it."""
+    return SlotPlan(number, lay_out(number, pieces), tuple(piece.size_bytes for piece in pieces), file, start)
+
+
+def seal(image: memoryview, generation: bytes, plan: SlotPlan) -> Part:
+    """Turn raw bytes at their places into a part: headers, hashes, tail and end; nothing else is copied.
+
+    What comes of it is what `write_part` writes, byte for byte.
+    """
+    assert len(image) == plan.layout.size_bytes
+    tail_hash = 0
+    for frame in frames(generation, plan.number, plan.layout, _contents(image, plan)):
+        begin = frame.at + HEADER_BYTES
+        image[frame.at : begin] = frame.header
+        end = begin + len(frame.content)
+        if frame.kind == TAIL:
+            image[begin:end] = frame.content
+            tail_hash = frame.digest
+        if rest := padded(end) - end:
+            image[end : end + rest] = bytes(rest)
+    layout = plan.layout
+    return Part(
+        plan.file, plan.start, layout.size_bytes, layout.tail_at, layout.tail_bytes, f"{tail_hash:016x}"
+    )
+
+
+def _contents(image: memoryview, plan: SlotPlan) -> Iterator[memoryview]:
+    for at, size in zip(plan.layout.at, plan.sizes, strict=True):
+        yield image[at + HEADER_BYTES : at + HEADER_BYTES + size]

@@ -1,0 +1,113 @@
+"""Which stations a drain worker has: made anew from what the host says, at the beginning of each attempt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import ValidationError
+
+from hpcrun.checkpoint.durable import DurableStation
+from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
+from hpcrun.checkpoint.local import LocalStation
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Everything that a station may need to know."""
+
+    run: RunDir
+    node: str
+    """By the agent's name."""
+    spec: CheckpointSpec
+    attempt: int
+    arena: Path
+    """The folder of this node's arena; a station's own files in it begin with the name of its level."""
+    set: tuple[str, ...] | None = None
+    """The nodes of this node's erasure set, in order."""
+    parity: int = 0
+    """How many of them may be lost."""
+    peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Where the workers of other nodes listen."""
+    secret: bytes = b""
+    """Of the run: what those who talk to each other prove to know."""
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """Set when the attempt is over: nobody is waited for any more."""
+    neighbour: Neighbour | None = None
+    """This worker's own side of the talk between nodes."""
+
+
+def parse_surroundings(told: Mapping[str, Any], arena: Path) -> Surroundings:
+    """From the host's order `configure`; ValueError where it makes no sense."""
+    try:
+        return Surroundings(
+            RunDir(Path(told["run"])),
+            str(told["node"]),
+            CheckpointSpec.model_validate(told["spec"]),
+            int(told["attempt"]),
+            arena,
+            None if told.get("set") is None else tuple(told["set"]),
+            int(told.get("parity", 0)),
+            {node: (str(one[0]), int(one[1])) for node, one in told.get("peers", {}).items()},
+            bytes.fromhex(told.get("secret", "")),
+        )
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+
+
+@runtime_checkable
+class Withdraws(Protocol):
+    """A station where other nodes wait for this one's parts."""
+
+    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+        """Tell them that these parts will not come."""
+
+
+class Neighbour(Protocol):
+    """Answers other nodes' workers, and fetches from them; it has threads of its own."""
+
+    address: str
+    port: int
+
+    def reconfigure(self, around: Surroundings) -> None:
+        """The set, the peers or the attempt are others now."""
+
+    def rebuild(self, order: Mapping[str, Any]) -> Holding:
+        """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
+
+    def close(self) -> None:
+        """Listen no more."""
+
+
+Factory = Callable[[Surroundings], Station | None]
+"""None where the job does not ask for this level. OSError or SiteError where the node cannot have it."""
+
+OpenNeighbour = Callable[[Surroundings, Callable[[], Sequence[Holding]]], Neighbour]
+"""Given a way to ask for all that this node holds; called once, with the first `configure`."""
+
+
+def _local(around: Surroundings) -> Station | None:
+    directory = around.spec.local
+    return None if directory is None else LocalStation(str(directory), around.run.id, around.node)
+
+
+def _durable(around: Surroundings) -> Station | None:
+    return DurableStation(
+        around.run.checkpoints,
+        keep=around.spec.keep,
+        keep_every=around.spec.keep_every,
+        direct=around.spec.durable.direct,
+        hurry=around.hurry,
+    )
+
+
+FACTORIES: dict[Level, Factory] = {"local": _local, "durable": _durable}
+"""A level that is missing here is not offered."""
+
+OPEN_NEIGHBOUR: OpenNeighbour | None = None
+"""Where nodes keep nothing for each other there is none."""

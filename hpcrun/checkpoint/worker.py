@@ -1,0 +1,317 @@
+"""The drain worker: one a node, a process of its own beside training; `hpcrun _drain` is its command.
+
+Orders of its host come on stdin and its answers go to stdout, lines of JSON; ranks speak to it over the
+socket in the arena. It outlives ranks and attempts, and ends with its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import platform
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hpcrun.checkpoint import stations
+from hpcrun.checkpoint.arena import SHM, SOCKET, Arena, make_folder
+from hpcrun.checkpoint.desk import Desk
+from hpcrun.checkpoint.drain import Drain
+from hpcrun.checkpoint.levels import Holding, Level, Station
+from hpcrun.checkpoint.lines import Lines
+from hpcrun.checkpoint.stations import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
+from hpcrun.errors import SiteError
+from hpcrun.specs.rundir import RunDir
+
+_NICE = 10
+_PREDECESSOR_S = 60.0
+"""For the worker before this one to finish what it must not leave half done."""
+_LAST_WORDS_S = 1.0
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+_IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
+
+
+class Worker:
+    """Serves one host, and the ranks of its node."""
+
+    def __init__(
+        self,
+        root: Path,
+        host: Lines,
+        factories: Mapping[Level, Factory] | None = None,
+        open_neighbour: OpenNeighbour | None = None,
+    ) -> None:
+        """`root`: where arenas lie; the others: what is in `stations`."""
+        self._root, self._host = root, host
+        self._factories = stations.FACTORIES if factories is None else factories
+        self._open_neighbour = open_neighbour or stations.OPEN_NEIGHBOUR
+        self._desk = Desk(host.send)
+        self._around: Surroundings | None = None
+        self._drain: Drain | None = None
+        self._neighbour: Neighbour | None = None
+        self._orders = ThreadPoolExecutor(1, "orders")
+        self._answers = SimpleQueue[dict[str, Any]]()
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._listening: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._goes_on = True
+
+    def serve(self) -> None:
+        """Work until the host says so, or is gone."""
+        with contextlib.suppress(PermissionError):  # a file never keeps anybody waiting
+            self._selector.register(self._host.reading, selectors.EVENT_READ, self._host)
+        try:
+            while self._goes_on:
+                self._turn()
+        finally:
+            self._close()
+
+    def _turn(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Caller):
+                waits = selectors.EVENT_WRITE if key.data.lines.waits else 0
+                self._selector.modify(key.fileobj, selectors.EVENT_READ | waits, key.data)
+        timeout = 0.1 if self._host.waits else None
+        for key, events in self._selector.select(timeout):
+            if key.fileobj == self._woken:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._woken)
+            elif key.data is self._host:
+                self._hear_host()
+            elif isinstance(key.data, _Caller):
+                self._hear_rank(key.data, events)
+            else:
+                self._welcome()
+        self._host.flush()
+        if self._drain is not None:
+            self._drain.settle()
+        with contextlib.suppress(Empty):
+            while True:
+                self._host.send(self._answers.get_nowait())
+
+    def _hear_host(self) -> None:
+        for order in self._host.receive():
+            if self._goes_on:
+                try:
+                    self._obey(order)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    self._host.send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
+                except (OSError, SiteError) as error:
+                    self._host.send({"kind": "error", "why": str(error)})
+        self._goes_on &= not self._host.is_closed
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        match order["do"]:
+            case "configure":
+                self._configure(order)
+            case "inventory":
+                held = [one.as_json() for one in self._holdings()]
+                self._host.send({"kind": "inventory", "id": order["id"], "holdings": held})
+            case "rebuild":
+                self._rebuild(order)
+            case "release":
+                self._opened().release({str(one) for one in order["keep"]})
+            case "end":
+                self._goes_on = False
+            case verb:
+                raise ValueError(f"unknown verb {verb}")
+
+    def _configure(self, order: dict[str, Any]) -> None:
+        """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
+        run = RunDir(Path(order["run"]))
+        if self._drain is None:
+            folder = make_folder(self._root, run.path, run.id, str(order["node"]))
+            self._take_over(folder)
+            self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
+            self._listen(folder / SOCKET)
+        around = parse_surroundings(order, self._drain.arena.folder)
+        before = self._around
+        if before is not None and (before.run, before.node) != (around.run, around.node):
+            raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")
+        if before is not None and before.attempt == around.attempt:
+            around = replace(around, hurry=before.hurry)
+        if self._open_neighbour is not None:
+            if self._neighbour is None:
+                self._neighbour = self._open_neighbour(around, self._holdings)
+            around = replace(around, neighbour=self._neighbour)
+            self._neighbour.reconfigure(around)
+        found, missing = _make_stations(self._factories, around)
+        self._drain.configure(found, missing, around.run.checkpoints, around.hurry)
+        self._desk.open(self._drain, around.attempt)
+        self._around = around
+        if before is None:
+            self._withdraw(around)
+        for level, why in missing.items():
+            if why:
+                self._host.send({"kind": "log", "text": f"level {level}: {why}"})
+        neighbour = self._neighbour
+        self._host.send(
+            {
+                "kind": "ready",
+                "port": neighbour.port if neighbour is not None else None,
+                "address": neighbour.address if neighbour is not None else None,
+                "socket": str(around.arena / SOCKET),
+                "levels": ["memory", *found],
+                "missing": dict(missing),
+            }
+        )
+
+    def _take_over(self, folder: Path) -> None:
+        """One worker an arena; the one before may still be busy with the end of its work."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        deadline = time.monotonic() + _PREDECESSOR_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise SiteError(f"{folder}: another worker serves it; end it first") from None
+            time.sleep(0.05)
+
+    def _withdraw(self, around: Surroundings) -> None:
+        """What a worker before this one had begun in this attempt nobody goes on with."""
+        assert self._drain is not None
+        for held in self._drain.arena.holdings(around.node):
+            if held.stamp.attempt == around.attempt:
+                numbers = [part.number for part in held.parts]
+                self._drain.withdraw(
+                    held.stamp, numbers, "the drain worker was lost; a new one took its place"
+                )
+
+    def _opened(self) -> Drain:
+        if self._drain is None:
+            raise ValueError("configure comes first")
+        return self._drain
+
+    def _holdings(self) -> list[Holding]:
+        drain = self._opened()
+        return drain.holdings(self._around.node if self._around is not None else "")
+
+    def _rebuild(self, order: dict[str, Any]) -> None:
+        """Beside everything else: it takes as long as the network does."""
+        if self._neighbour is None:
+            problem = "this worker talks to no other nodes"
+            self._host.send({"kind": "rebuilt", "id": order["id"], "problem": problem})
+            return
+        rebuilding = self._orders.submit(self._neighbour.rebuild, order)
+        rebuilding.add_done_callback(partial(self._rebuilt, order["id"]))
+
+    def _rebuilt(self, number: Any, rebuilding: Future[Holding]) -> None:
+        """In the other thread."""
+        if rebuilding.cancelled():
+            return
+        error = rebuilding.exception()
+        told = {"problem": str(error)} if error is not None else {"holding": rebuilding.result().as_json()}
+        self._answers.put({"kind": "rebuilt", "id": number} | told)
+        os.eventfd_write(self._woken, 1)
+
+    def _listen(self, path: Path) -> None:
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        path.unlink(missing_ok=True)
+        # A Unix socket's path may be no longer than 107 bytes; that of an open directory is short.
+        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._listening.bind(f"/proc/self/fd/{descriptor}/{path.name}")
+        finally:
+            os.close(descriptor)
+        path.chmod(0o600)
+        self._listening.listen(128)
+        self._selector.register(self._listening, selectors.EVENT_READ)
+
+    def _welcome(self) -> None:
+        assert self._listening is not None
+        connection, _ = self._listening.accept()
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", told)[1] != os.getuid():
+            connection.close()
+            return
+        self._selector.register(connection, selectors.EVENT_READ, _Caller(connection))
+
+    def _hear_rank(self, caller: _Caller, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            caller.lines.flush()
+        for message in caller.lines.receive() if events & selectors.EVENT_READ else ():
+            rank = self._desk.hear(message, caller.send)
+            if rank is not None:
+                caller.ranks.add(rank)
+        if caller.lines.is_closed:
+            self._selector.unregister(caller.connection)
+            caller.connection.close()
+            for rank in caller.ranks:
+                self._desk.leave(rank, caller.send)
+
+    def _close(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            if self._around is not None:
+                (self._around.arena / SOCKET).unlink(missing_ok=True)
+        if self._drain is not None:
+            self._drain.close()
+        if self._neighbour is not None:
+            self._neighbour.close()
+        self._orders.shutdown(wait=False, cancel_futures=True)
+        self._host.flush_all(_LAST_WORDS_S)
+
+
+class _Caller:
+    """A connection of a rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.ranks = connection, set[int]()
+        self.lines = Lines(connection.fileno(), connection.fileno())
+        # One and the same object each time: it is how the desk tells connections apart.
+        self.send = self.lines.send
+
+
+def _make_stations(
+    factories: Mapping[Level, Factory], around: Surroundings
+) -> tuple[dict[Level, Station], dict[Level, str]]:
+    """Those that the node can have, and for the others why not; empty where the job does not ask for it."""
+    found, missing = dict[Level, Station](), dict[Level, str]()
+    for level, make in factories.items():
+        try:
+            station = make(around)
+        except (OSError, SiteError) as error:
+            missing[level] = str(error)
+            continue
+        if station is None:
+            missing[level] = ""
+        else:
+            found[level] = station
+    return found, missing
+
+
+def be_modest() -> None:
+    """Training comes first, on cores and on disks."""
+    os.nice(_NICE)
+    call = _IOPRIO_SET.get(platform.machine())
+    if call is not None:
+        # Where it is refused, the disk knows no classes, or a container allows none.
+        ctypes.CDLL(None).syscall(call, _IOPRIO_WHO_PROCESS, 0, _IOPRIO_IDLE)
+
+
+def main(root: str = "") -> None:
+    """Be the worker of the process on the other end of stdin."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # Slurm signals every process of a step; the end of our host is what ends us.
+        signal.signal(number, signal.SIG_IGN)
+    be_modest()
+    host = Lines(sys.stdin.fileno(), os.dup(sys.stdout.fileno()))
+    # Whatever else prints must not look like an answer.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    Worker(Path(root) if root else SHM, host).serve()

@@ -1,0 +1,207 @@
+"""The host of a node's drain worker: starts it, passes words on, and starts it again when it dies.
+
+The worker is a child of the agent, or of the supervisor where all ranks stand on its own host. It outlives
+attempts, as the memory that it looks after does; both end with their host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrun.checkpoint.arena import SHM, arena_folder, remove_folder
+from hpcrun.launch.agents.wire import address_here
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.world import without_world
+from hpcrun.specs.rundir import RunDir
+
+KIND = "drain"
+"""What messages about drain workers are called between agent and supervisor."""
+COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_drain")
+_MOST_BYTES = 256 << 10
+"""Longer inventories are told in pieces: a line between agent and supervisor has its limit."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
+_CALM_S = 60.0
+"""A worker that has lived for so long starts with a clean record."""
+_LEAVE_S = 3.0
+
+
+class DrainHost:
+    """One node's worker."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        node: str,
+        say: Callable[[dict[str, Any]], None],
+        environ: Mapping[str, str],
+        command: Sequence[str] = (),
+        address: str | None = None,
+    ) -> None:
+        """`say` gets what the supervisor is to hear, a message at a time; `environ` finds this package.
+
+        `address`: where the worker is to listen for those of other nodes; else as the order says.
+        """
+        self._address = address
+        self._run, self._node, self._say, self._command = run, node, say, tuple(command or COMMAND)
+        self._environ = without_world(environ)
+        for name in (RUN_ID_VARIABLE, ATTEMPT_VARIABLE):  # by which the processes of an attempt are known
+            self._environ.pop(name, None)
+        self._child: subprocess.Popen[bytes] | None = None
+        self._selector = selectors.EpollSelector()
+        self._read, self._unsent = b"", b""
+        self._configured: dict[str, Any] | None = None
+        self._began, self._deaths, self._again_at = 0.0, 0, 0.0
+
+    def fileno(self) -> int:
+        """Becomes readable when the worker has said something, or has ended."""
+        return self._selector.fileno()
+
+    @property
+    def pids(self) -> list[int]:
+        """The worker's process, where there is one: whoever clears up after ranks spares it."""
+        return [] if self._child is None else [self._child.pid]
+
+    def obey(self, told: dict[str, Any]) -> None:
+        """Pass an order on; the first one starts the worker."""
+        if self._child is None and not self._again_at:
+            self._start()
+        if told.get("do") == "configure":
+            told = told | {"address": self._address or _address(told)}
+            self._configured = told
+            if self._child is None:
+                return  # it is told when it is there again
+        self._send(told)
+
+    def look(self) -> None:
+        """Hear what the worker has said; one that has died is started again, after a while."""
+        self._flush()
+        for message in self._messages():
+            self._tell(message)
+        if self._child is not None and self._child.poll() is not None:
+            self._bury(self._child)
+        if self._child is None and self._again_at and time.monotonic() >= self._again_at:
+            self._start()
+            if self._configured is not None:
+                self._send(self._configured)
+
+    def close(self) -> None:
+        """End the worker, and give its memory back."""
+        child, self._child, self._again_at = self._child, None, 0.0
+        if child is not None:
+            # At the end of its input it begins nothing new.
+            assert child.stdin is not None
+            assert child.stdout is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_LEAVE_S)
+            child.kill()
+            child.wait()
+            child.stdout.close()
+        if self._began:
+            remove_folder(arena_folder(SHM, self._run.id, self._node))
+        self._selector.close()
+
+    def _start(self) -> None:
+        folder = self._run.agent_logs
+        folder.mkdir(exist_ok=True, mode=0o700)
+        with (folder / f"drain-{self._node}.log").open("ab") as log:
+            child = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._environ,
+                cwd="/",
+                start_new_session=True,
+            )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        for stream in (child.stdin, child.stdout):
+            os.set_blocking(stream.fileno(), False)
+        self._selector.register(child.stdout, selectors.EVENT_READ)
+        self._child, self._began, self._again_at = child, time.monotonic(), 0.0
+        self._read = self._unsent = b""
+
+    def _bury(self, child: subprocess.Popen[bytes]) -> None:
+        """Whatever it was storing is lost to the levels below; what is in memory is not."""
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self._selector.unregister(child.stdout)
+        child.stdout.close()
+        with contextlib.suppress(OSError):
+            child.stdin.close()
+        self._child = None
+        now = time.monotonic()
+        self._deaths = 1 if now - self._began > _CALM_S else self._deaths + 1
+        pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4.0 ** (self._deaths - 1))
+        self._again_at = now + pause
+        self._tell({"kind": "died", "status": child.returncode, "again_s": pause, "why": self._last_words()})
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            path: Path = self._run.agent_logs / f"drain-{self._node}.log"
+            lines = path.read_text(errors="replace").strip().splitlines()
+            return lines[-1][:300] if lines else ""
+        return ""
+
+    def _send(self, told: dict[str, Any]) -> None:
+        self._unsent += (json.dumps(told, separators=(",", ":")) + "\n").encode()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._child is None or not self._unsent:
+            return
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError):  # full, or gone: the next look tells which
+            self._unsent = self._unsent[os.write(self._child.stdin.fileno(), self._unsent) :]
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self._child is None:
+            return
+        assert self._child.stdout is not None
+        with contextlib.suppress(OSError):
+            while data := os.read(self._child.stdout.fileno(), 1 << 16):
+                self._read += data
+        *lines, self._read = self._read.split(b"\n")
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    yield message
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for piece in split(message):
+            self._say({"kind": KIND, "node": self._node, "told": piece})
+
+
+def _address(told: dict[str, Any]) -> str:
+    """Where other nodes reach this one; where there are none, nobody has to."""
+    others = told.get("nodes") or []
+    return address_here(told.get("interface"), others) if len(others) > 1 else "127.0.0.1"
+
+
+def split(message: dict[str, Any], most_bytes: int = _MOST_BYTES) -> Iterator[dict[str, Any]]:
+    """A message in pieces that are not too long: all but the last say that there is more."""
+    holdings = message.get("holdings")
+    if not isinstance(holdings, list):
+        yield message
+        return
+    piece, size = list[Any](), 0
+    for one in holdings:
+        length = len(json.dumps(one))
+        if piece and size + length > most_bytes:
+            yield message | {"holdings": piece, "more": True}
+            piece, size = [], 0
+        piece.append(one)
+        size += length
+    yield message | {"holdings": piece, "more": False}

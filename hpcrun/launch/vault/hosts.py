@@ -1,0 +1,70 @@
+"""The drain workers whose host is this process: of this node, or of several that are all this host."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import Any
+
+from hpcrun.launch.vault.host import DrainHost
+from hpcrun.launch.vault.sweep import sweep_arenas
+from hpcrun.specs.rundir import RunDir
+
+
+class Hosts:
+    """A worker for each node that was told something."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._hosts: dict[str, DrainHost] = {}
+        self._said: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' processes."""
+        return [pid for host in self._hosts.values() for pid in host.pids]
+
+    def tell(self, node: str, told: dict[str, Any]) -> None:
+        """Tell a node's worker something."""
+        if node not in self._hosts:
+            self._hosts[node] = self._open(node)
+        self._hosts[node].obey(told)
+
+    def _open(self, node: str) -> DrainHost:
+        from hpcrun.launch.site import with_our_package
+
+        if not self._hosts:
+            sweep_arenas(self._run)
+
+        def say(message: dict[str, Any]) -> None:
+            self._said.append((node, message["told"]))
+
+        return DrainHost(self._run, node, say, with_our_package(os.environ), address="127.0.0.1")
+
+    def hear(self) -> list[tuple[str, dict[str, Any]]]:
+        """What they have said since the last call."""
+        for host in self._hosts.values():
+            host.look()
+        said, self._said = self._said, []
+        return said
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, but not after a worker has said something."""
+        if not self._hosts:
+            time.sleep(seconds)
+            return
+        select.select(list(self._hosts.values()), [], [], seconds)
+        for host in self._hosts.values():
+            host.look()
+
+    def lose(self, node: str) -> None:
+        """A node is gone, and what its memory held."""
+        host = self._hosts.pop(node, None)
+        if host is not None:
+            host.close()
+
+    def close(self) -> None:
+        """End them, and give their memory back."""
+        for node in list(self._hosts):
+            self.lose(node)

@@ -1,0 +1,269 @@
+"""The supervisor's side of saves in memory: what an attempt goes on from, and how far its own saves come."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder
+from hpcrun.checkpoint.commit import problem_of
+from hpcrun.checkpoint.decide import decide, levels_in_words
+from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.levels import Holding, Stamp
+from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.sets import Domains, ErasureSets, choose_sets
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
+from hpcrun.launch.vault.poison import note_failure, read_poison, tells_against
+from hpcrun.launch.vault.story import Story
+from hpcrun.launch.vault.undurable import Undurable
+from hpcrun.launch.vault.workers import Workers
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.specs.saves import Saved, read_saves, saved_steps
+
+_TRIES = 3
+_MOST_NAMED = 8
+
+Tell = Callable[..., None]
+"""Write an event: of which attempt, which event, and what more."""
+
+
+class Keeper:
+    """One a run, for all its attempts."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        spec: JobSpec,
+        nodes: Nodes,
+        tell: Tell,
+        note: Callable[[str], None],
+        interface: str | None = None,
+    ) -> None:
+        """`interface`: the network interface over which nodes reach each other."""
+        self._interface = interface
+        self._run, self._spec, self._nodes = run, spec, nodes
+        self._tell, self._note = tell, note
+        self._workers = Workers(nodes)
+        self._secret = secrets.token_hex(32)
+        self._story = Story(())
+        self._attempt: Attempt | None = None
+        self._restored: Stamp | None = None
+        self._statement = ""
+        self._undurable = Undurable(run, spec.checkpoint)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether saves go through the memory of nodes."""
+        return self._spec.checkpoint.memory > 0
+
+    def step(self, *, is_node_lost: bool = False) -> int:
+        """The newest step that can be gone on from, as far as is known without asking."""
+        steps = saved_steps(self._run.checkpoints)
+        restored = self._restored.step if self._restored else 0
+        near = self._story.complete.get("parity" if is_node_lost else "memory", 0)
+        return max(steps[-1].step if steps else 0, restored, near)
+
+    def prepare(self, attempt: Attempt, placement: Placement, domains: Domains) -> dict[str, str]:
+        """Before ranks start: workers are there, and it is written down what ranks go on from.
+
+        Gives what the ranks' environment has to say of it. SiteError where everything that was saved is
+        damaged; UsageError where the job wants a loss survived that these nodes cannot.
+        """
+        self._attempt, self._restored = attempt, None
+        self._story = Story(placement.nodes)
+        self._undurable.begin()
+        silent = self._open(attempt, placement, domains) if self.has_levels else []
+        begin = time.monotonic()
+        plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
+        self._restored = plan.stamp
+        if (plan.stamp is not None or plan.passed_over) and (self.has_levels or plan.poisoned):
+            self._tell_of(attempt, plan, silent, time.monotonic() - begin)
+        self._write(attempt, plan)
+        return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
+
+    def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
+        """Have a worker on every node that lives; those that have none."""
+        there = [*placement.nodes, *(node for node in self._nodes.alive if node not in placement.nodes)]
+        sets = self._sets(attempt, placement, domains)
+        if sets.statement != self._statement:
+            self._statement = sets.statement
+            for line in self._statement.splitlines():
+                self._note(line)
+            self._tell(attempt, "erasure sets", sets=[list(one) for one in sets.sets], message=sets.statement)
+        common = {
+            "run": str(self._run.path),
+            "interface": self._interface,
+            "nodes": there,
+            "spec": self._spec.checkpoint.model_dump(mode="json"),
+            "attempt": attempt.number,
+            "secret": self._secret,
+        }
+        orders = {}
+        for node in there:
+            own = sets.of(node)
+            members, parity = (list(own[0]), own[1]) if own else (None, 0)
+            orders[node] = common | {"set": members, "parity": parity}
+        silent = self._workers.open(orders)
+        if silent:
+            self._note(f"no drain worker has come up on {', '.join(silent)}: what they hold is not used")
+        return silent
+
+    def _sets(self, attempt: Attempt, placement: Placement, domains: Domains) -> ErasureSets:
+        asked = self._spec.checkpoint.parity
+        has_rs = find_spec("pyeclib") is not None
+        survive = asked.survive
+        try:
+            return choose_sets(
+                placement.nodes,
+                domains,
+                scheme=asked.scheme,
+                set_size=asked.set_size,
+                survive=survive,
+                with_rs=has_rs,
+            )
+        except UsageError as error:
+            if attempt.number == 1:
+                raise
+            # The nodes that are left are what there is: better than to end a run that was promised more.
+            self._note(f"{error}; this attempt goes on without that")
+            return choose_sets(
+                placement.nodes, domains, scheme=asked.scheme, set_size=asked.set_size, with_rs=has_rs
+            )
+
+    def _settle(self, placement: Placement) -> RestorePlan:
+        """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
+        holdings, mute = self._workers.inventory(self._workers.ready)
+        if mute:
+            self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
+        for _ in range(_TRIES):
+            plan = self._look_around(holdings, placement)
+            if not plan.rebuilds:
+                return plan
+            for order, outcome in self._workers.rebuild(plan.rebuilds):
+                if isinstance(outcome, Holding):
+                    holdings.append(replace(outcome, level="parity"))
+                    continue
+                self._note(f"step {order.stamp.step} cannot be rebuilt on {order.node}: {outcome}")
+                holdings = [one for one in holdings if not _is_of(one, order.stamp, order.members)]
+        return self._look_around([one for one in holdings if one.parity is None], placement)
+
+    def _look_around(self, holdings: Sequence[Holding], placement: Placement) -> RestorePlan:
+        saves, unreadable = read_saves(self._run.checkpoints)
+        there = [node for node in self._nodes.alive if node not in placement.nodes]
+        nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
+        check = _check if self.has_levels else _cheapest_check
+        return decide(holdings, saves, unreadable, [], read_poison(self._run), nodes, check)
+
+    def _tell_of(self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float) -> None:
+        step = plan.stamp.step if plan.stamp else 0
+        rebuilt = sum(one.level == "parity" for one in plan.sources)
+        more = {"lost_steps": plan.lost_steps, "passed_over": list(plan.passed_over[:_MOST_NAMED])}
+        more |= {"levels": list(plan.levels), "rebuilt": rebuilt, "seconds": seconds, "silent": list(silent)}
+        generation = plan.stamp.generation if plan.stamp else None
+        self._tell(attempt, "restore", step=step, generation=generation, **more)
+        for text in plan.passed_over[:_MOST_NAMED]:
+            self._note(f"passed over: {text}")
+        if plan.stamp is None:
+            self._note("nothing that was saved is whole: starting from the beginning")
+        elif plan.save is None:
+            self._note(f"going on from step {step}, out of {levels_in_words(plan)}")
+
+    def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
+        # What is damaged ranks see for themselves, but not what has failed.
+        has_saves = any(read_saves(self._run.checkpoints)) and (self.has_levels or plan.poisoned)
+        if plan.stamp is None and has_saves:
+            raise SiteError(
+                f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"
+                f" remove {self._run.poison.name} to try those again that failed, or remove them all to start"
+                " from the beginning"
+            )
+        if plan.stamp is not None and (self.has_levels or plan.poisoned):
+            write_json(attempt.restore, plan.as_json())
+        if self._workers.peers:
+            write_json(attempt.peers, {"secret": self._secret, "nodes": self._workers.peers})
+
+    def look(self) -> str | None:
+        """Take in what workers say; why the run is to save and stop, where it is."""
+        self._workers.look()
+        news, self._workers.news = self._workers.news, []
+        for node, message in news:
+            self._hear(node, message)
+        told = self._undurable.look()
+        if told is None or self._attempt is None:
+            return None
+        self._tell(self._attempt, "undurable", message=told)
+        self._note(told)
+        return told if self._spec.checkpoint.undurable == "stop" else None
+
+    def _hear(self, node: str, message: dict[str, Any]) -> None:
+        attempt = self._attempt
+        if attempt is None:
+            return
+        match message.get("kind"):
+            case "died":
+                why = f": {message['why']}" if message.get("why") else ""
+                self._note(f"the drain worker of {node} died{why}; another one is started")
+                self._tell(attempt, "drain died", node=node, wait_status=message.get("status"))
+                events = self._story.died(node, why)
+            case "ready":
+                self._workers.refresh()
+                return
+            case "log":
+                self._note(f"{node}: {message.get('text')}")
+                return
+            case _:
+                events = self._story.hear(node, message)
+        for event in events:
+            self._tell(attempt, "checkpoint", **event)
+
+    def after(self, outcome: Outcome) -> None:
+        """When an attempt is over: whether its end tells against the state that it began with."""
+        self.look()
+        failed = read_json(outcome.files.unrestored)
+        if isinstance(failed, dict) and failed.get("generation"):
+            note_failure(self._run, str(failed["generation"]), is_proved=True)
+            return
+        began = self._restored
+        if began is None or not tells_against(outcome, began.step, self.step()):
+            return
+        count = note_failure(self._run, began.generation or f"step-{began.step:08d}")
+        self._tell(outcome.files, "poison", step=began.step, generation=began.generation, count=count)
+
+
+def socket_mark(run: RunDir) -> str:
+    """The socket of a node's drain worker, NODE_MARK for the node."""
+    return str(arena_folder(SHM, run.id, NODE_MARK) / SOCKET)
+
+
+def _is_of(holding: Holding, stamp: Stamp, members: object) -> bool:
+    return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
+
+
+def _cheapest_check(saved: Saved) -> str | None:
+    """Where ranks look for themselves: whether the files are there, and as long as they should be."""
+    return problem_of(saved)
+
+
+def _check(saved: Saved) -> str | None:
+    """All that can be seen without reading the data."""
+    if saved.format_version == 1:
+        return None
+    try:
+        Generation(saved).close()
+    except DamagedError as error:
+        return str(error).removeprefix(f"{saved.path}{os.sep}")
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    return None

@@ -1,0 +1,37 @@
+"""Generations from which attempts went on and failed: the state may be bad, though it is whole."""
+
+from __future__ import annotations
+
+from hpcrun.checkpoint.decide import POISONED
+from hpcrun.launch.course import Outcome
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import RunDir
+
+NEAR = 3
+"""A failure within so many steps may come from the state that it began with."""
+
+
+def read_poison(run: RunDir) -> dict[str, int]:
+    """The failures of each generation, by its id."""
+    found = read_json(run.poison)
+    return {str(name): count for name, count in found.items()} if isinstance(found, dict) else {}
+
+
+def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> int:
+    """Count a failure, or all that it takes where the generation has proved to be damaged; how many now."""
+    counts = read_poison(run)
+    counts[generation] = (
+        max(POISONED, counts.get(generation, 0)) if is_proved else counts.get(generation, 0) + 1
+    )
+    run.checkpoints.mkdir(exist_ok=True, mode=0o700)
+    write_json(run.poison, counts)
+    return counts[generation]
+
+
+def tells_against(outcome: Outcome, step: int, newest: int) -> bool:
+    """Whether a failed attempt tells against the state of a step that it went on from.
+
+    `newest`: the newest step that was saved by now. A node that is lost says nothing of the state.
+    """
+    reached = step if outcome.step is None else outcome.step
+    return outcome.status == "failed" and not outcome.lost and newest <= step and reached <= step + NEAR

@@ -1,0 +1,38 @@
+"""Memory of runs that are over: whoever was killed could not give it back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from hpcrun.checkpoint.arena import SHM, sweep
+from hpcrun.errors import UsageError
+from hpcrun.launch.ownership import is_running_here
+from hpcrun.specs.rundir import RunDir
+
+_STALE_S = 600.0
+"""A lease that has stood still for so long, by the clock of its file system, is nobody's."""
+
+
+def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
+    """Remove what runs of this user that are over have left on this node; a line for each of them."""
+
+    def is_alive(path: Path) -> bool:
+        return path == own.path or leads(RunDir(path))
+
+    return [
+        f"{folder}: removed {size_bytes >> 20} MiB that a run has left in memory; it is over"
+        for folder, size_bytes in sweep(root, is_alive).items()
+    ]
+
+
+def leads(run: RunDir) -> bool:
+    """Whether somebody may still be leading a run; in doubt it is so."""
+    try:
+        if run.exit.exists() or not run.path.is_dir():
+            return False
+        if run.lease.exists() and time.time() - run.lease.stat().st_mtime < _STALE_S:
+            return True
+        return is_running_here(run)
+    except (OSError, UsageError):
+        return True

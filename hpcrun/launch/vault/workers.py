@@ -1,0 +1,157 @@
+"""The drain workers of all nodes, as the supervisor talks to them: all at once, and never for ever."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hpcrun.checkpoint.levels import Holding, parse_holding
+from hpcrun.checkpoint.plan import Rebuild
+from hpcrun.launch.agents.nodes import Nodes
+
+READY_S = 30.0
+INVENTORY_S = 20.0
+REBUILD_S = 900.0
+"""Not to wait for ever: what a worker does it does as fast as it can."""
+_LOOK_S = 0.1
+
+Peers = dict[str, tuple[str, int]]
+
+
+class Workers:
+    """One a node; those of lost nodes are silent."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self.peers: Peers = {}
+        """Where those that have come up are reached by the others."""
+        self.news: list[tuple[str, dict[str, Any]]] = []
+        """What was not asked for, in order; whoever reads it takes it out."""
+        self._orders: dict[str, Mapping[str, Any]] = {}
+        self._ready: set[str] = set()
+        self._told_peers: Peers = {}
+        self._answers: list[tuple[str, dict[str, Any]]] = []
+        self._numbers = itertools.count(1)
+
+    def open(self, orders: Mapping[str, Mapping[str, Any]], timeout_s: float = READY_S) -> list[str]:
+        """Have a worker on each of these nodes, which knows its order; those where none came up in time.
+
+        A worker is ready when it has its order; all are told again when all are known that are to be.
+        """
+        self._orders = dict(orders)
+        self._ready = set()
+        self._configure()
+        deadline = time.monotonic() + timeout_s
+        while any(one not in self._ready and one in self._nodes.alive for one in orders):
+            if time.monotonic() > deadline:
+                break
+            self._hear(_LOOK_S)
+        self.refresh()
+        return [node for node in orders if node not in self._ready]
+
+    def refresh(self) -> None:
+        """Tell all workers where the others are, if that has changed since they were told."""
+        if self._told_peers != self.peers:
+            self._configure()
+
+    def _configure(self) -> None:
+        self._told_peers = dict(self.peers)
+        for node, order in self._orders.items():
+            self._nodes.drain(node, {"do": "configure", "node": node, "peers": self.peers, **order})
+
+    def inventory(
+        self, nodes: Sequence[str], timeout_s: float = INVENTORY_S
+    ) -> tuple[list[Holding], list[str]]:
+        """All that nodes hold, and which nodes did not answer: those have nothing."""
+        number = next(self._numbers)
+        for node in nodes:
+            self._nodes.drain(node, {"do": "inventory", "id": number})
+        found, open_ones = list[Holding](), dict.fromkeys(nodes)
+        for node, message in self._await("inventory", {number}, open_ones, timeout_s):
+            for one in message.get("holdings", ()):
+                holding = _holding(node, one)
+                if isinstance(holding, str):
+                    self.news.append((node, {"kind": "log", "text": holding}))
+                else:
+                    found.append(holding)
+            if not message.get("more"):
+                open_ones.pop(node, None)
+        return found, list(open_ones)
+
+    def rebuild(
+        self, orders: Iterable[Rebuild], timeout_s: float = REBUILD_S
+    ) -> list[tuple[Rebuild, Holding | str]]:
+        """What came of each order: what is there now, or why it is not."""
+        numbers = {next(self._numbers): order for order in orders}
+        for number, order in numbers.items():
+            told = json.loads(json.dumps(asdict(order)))
+            self._nodes.drain(order.node, {"do": "rebuild", "id": number, "order": told})
+        outcomes: list[tuple[Rebuild, Holding | str]] = []
+        open_ones = dict.fromkeys(order.node for order in numbers.values())
+        for node, message in self._await("rebuilt", numbers, open_ones, timeout_s):
+            order = numbers.pop(message["id"])
+            problem = message.get("problem")
+            outcomes.append((order, problem or _holding(node, message.get("holding"))))
+            if node not in {one.node for one in numbers.values()}:
+                open_ones.pop(node, None)
+        return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
+
+    def release(self, nodes: Collection[str], keep: Collection[str]) -> None:
+        """Let go of all but these generations."""
+        for node in nodes:
+            self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
+
+    @property
+    def ready(self) -> list[str]:
+        """The nodes whose worker does as it was told."""
+        return [node for node in self._orders if node in self._ready]
+
+    def look(self) -> None:
+        """Take in what has been said, without waiting."""
+        for node, message in self._nodes.drained():
+            self._take(node, message)
+
+    def _await(
+        self, kind: str, numbers: Collection[int], open_ones: Collection[str], timeout_s: float
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Answers to questions with these numbers, until no node that lives still has one to give."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(one in self._nodes.alive for one in open_ones):
+            for node, message in self._hear(_LOOK_S):
+                if message.get("kind") == kind and message.get("id") in numbers:
+                    yield node, message
+
+    def _hear(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+        """The answers that came in, after a moment at most."""
+        self.look()
+        if not self._answers:
+            self._nodes.rest(seconds)
+            self.look()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _take(self, node: str, message: dict[str, Any]) -> None:
+        kind = message.get("kind")
+        if kind == "ready":
+            self._ready.add(node)
+            if message.get("port"):
+                self.peers[node] = (str(message.get("address")), int(message["port"]))
+        if kind == "died":
+            self._ready.discard(node)
+            self.peers.pop(node, None)
+        if kind in ("inventory", "rebuilt"):
+            self._answers.append((node, message))
+        else:
+            self.news.append((node, message))
+
+
+def _holding(node: str, told: Any) -> Holding | str:
+    """What a node tells of; a text where that makes no sense."""
+    try:
+        return parse_holding({**told, "node": node})
+    except (TypeError, ValueError) as error:
+        return f"{node} tells of a holding that is none: {error}"

@@ -1,0 +1,426 @@
+"""Saves that training does not wait for: copied into the node's memory, and stored from there by its worker.
+
+All ranks decide alike on every save, by the union of a few bits of each. What fails is told and costs that
+save alone; only one that must not be lost raises an error, after the ranks have tried to write it themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from xxhash import xxh3_128_hexdigest
+
+from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
+from hpcrun.errors import SiteError
+from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
+from hpcrun.runtime.planning import WritePlan, plan_write, structure_key
+from hpcrun.runtime.snapshot import Copied, Snapshot
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.saves import saved_steps
+
+Tell = Callable[[dict[str, Any]], None]
+"""Takes a line for metrics.jsonl."""
+
+_PLANNED_ELSE, _GONE, _BUSY, _UNTOLD, _REFUSED = 1, 2, 4, 8, 16
+_WINDOW, _FLAGS = 24, 8
+"""A rank speaks of so many saves, and before them of so many flags, in the bits of one union."""
+_LOOK_S, _NOTE_EVERY_S = 0.05, 2.0
+
+
+class Home(Protocol):
+    """Where the drain worker of this node listens, whoever has started it."""
+
+    patience_s: float
+    """How long one may take to be there."""
+
+    def socket(self) -> Path:
+        """The path of its socket; a worker of our own that has ended is started again."""
+
+    def offers(self, level: Level) -> bool:
+        """Whether it can store at a level."""
+
+    def close(self) -> None:
+        """Nobody here needs it any more."""
+
+
+@dataclass
+class Flight:
+    """A save that was begun, as this rank sees it."""
+
+    serial: int
+    stamp: Stamp
+    slot: int
+    key: int
+    """Of the plan that its slot was filled by."""
+    levels: list[Level]
+    size_bytes: int
+    begun: float
+    stall_s: float
+    is_sealed: bool = False
+    content: str = ""
+    is_new: bool = True
+    """Its bytes are not those of the save before, or nobody knows yet."""
+    outcomes: dict[str, str | None] = field(default_factory=dict)
+    """What came of it at each level: None where it is stored, else why not."""
+
+    @property
+    def ahead(self) -> list[Level]:
+        """The levels that nothing is known of yet."""
+        return [level for level in self.levels if level not in self.outcomes]
+
+
+class SavesBehind:
+    """Saves through the memory of the nodes, of all ranks together."""
+
+    def __init__(
+        self, spec: CheckpointSpec, direct: Checkpointer, control: Control, home: Home, tell: Tell
+    ) -> None:
+        self._spec, self._direct, self._control, self._home, self._tell = spec, direct, control, home, tell
+        self._link: DrainLink | None = None
+        self._snapshot: Snapshot | None = None
+        self._plan: WritePlan | None = None
+        self._key, self._known = 0, False
+        self._seed, self._serial = "", 0
+        self._node, self._local_ranks = "", list[int]()
+        self._flights: dict[int, Flight] = {}
+        self._current: Flight | None = None
+        self._published: str | None = None
+        self._untold: list[dict[str, Any]] = []
+        self._said_at = 0.0
+
+    def save(self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool = False) -> bool:
+        """Begin to save the state of a step; it must stay as it is until the fence. False: left out.
+
+        With `lasting` it goes to the run directory, whatever step it is.
+        """
+        self.fence()
+        begin, at = time.monotonic(), time.time()
+        entries = self._direct.entries(state)
+        self._serial += 1
+        self._flights.pop(self._serial - _WINDOW, None)
+        if not self._get_ready(step, entries) or self._plan is None or self._snapshot is None:
+            return False
+        generation = xxh3_128_hexdigest(f"{self._seed} {step} {self._serial}".encode())
+        slot = self._claim(step, generation, wait=lasting)
+        if slot is None:
+            return False
+        stamp = Stamp(generation, step, position, self._control.size, self._direct.attempt)
+        levels, size = self._levels(step, lasting=lasting), self._plan.whole_bytes
+        flight = Flight(self._serial, stamp, slot, self._key, levels, size, at, 0.0)
+        self._flights[self._serial] = self._current = flight
+        self._snapshot.start(slot, self._key, self._plan, entries)
+        flight.stall_s = time.monotonic() - begin
+        return True
+
+    def fence(self) -> None:
+        """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
+        flight, self._current = self._current, None
+        if flight is None or self._snapshot is None:
+            return
+        try:
+            copied = self._snapshot.fence()
+            if self._link is None:
+                return  # it was told when the worker was lost
+            self._link.filled(flight.slot, flight.key, asdict(flight.stamp), list(flight.levels))
+        except DrainGoneError as error:
+            self._hang_up(str(error))
+        except SiteError as error:
+            self._fail(flight, "memory", str(error))
+        else:
+            self._tell_of_copy(flight, copied)
+
+    def _tell_of_copy(self, flight: Flight, copied: Copied) -> None:
+        if self._control.rank == 0:
+            self._tell(
+                {
+                    "kind": "save",
+                    "step": flight.stamp.step,
+                    "seconds": flight.stall_s + copied.wait_s,
+                    "level": "memory",
+                    "copy_s": copied.copy_s,
+                    "fence_wait_s": copied.wait_s,
+                    "bytes": flight.size_bytes,
+                }
+            )
+
+    def save_lasting(self, step: int, position: int, state: dict[str, Tensor]) -> None:
+        """Save the state of a step in the run directory and wait for it; SiteError on every rank if it fails.
+
+        Where it cannot go through memory, the ranks write it themselves.
+        """
+        self.save(step, position, state, lasting=True)
+        self.fence()
+        flight = self._flights.get(self._serial)
+        # What failed on one rank need not be waited for on the others.
+        lost = flight is None or "memory" in flight.outcomes
+        is_lost = bool(self._meet(_REFUSED if lost else 0) & _REFUSED)
+        if not self._control.everywhere(lambda: self._arrives(step, None if is_lost else flight)):
+            begin = time.monotonic()
+            self._direct.save(step, position, state, beside=True)
+            if self._control.rank == 0:
+                self._tell({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+
+    def settle(self, *levels: Level) -> None:
+        """Wait until all that was begun has arrived at these levels, or has failed to; else at all levels."""
+        self.fence()
+        for flight in list(self._flights.values()):
+            while set(flight.ahead) & set(levels or LEVELS) and self._link is not None:
+                self._say_how_far(flight)
+                self._listen(_LOOK_S)
+        self._meet(0)
+
+    def close(self) -> None:
+        """Let go of worker and memory; what was filled stays the worker's to store."""
+        self.fence()
+        if self._link is not None:
+            self._link.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._link = self._snapshot = None
+        # The worker of a node serves all of its ranks.
+        self._control.barrier()
+        self._home.close()
+
+    def _levels(self, step: int, *, lasting: bool) -> list[Level]:
+        spec, found = self._spec, list[Level]()
+        durable = lasting or not spec.durable.every or step % spec.durable.every == 0
+        if spec.local is not None:
+            found.append("local")
+        if spec.parity.scheme != "none":
+            found.append("parity")
+        if durable:
+            found.append("durable")
+        if spec.object is not None and (step % spec.object.every == 0 if spec.object.every else durable):
+            found.append("object")
+        return [level for level in found if self._home.offers(level)]
+
+    def _get_ready(self, step: int, entries: dict[str, Tensor]) -> bool:
+        """Whether every rank has a worker, slots, and a plan for this state that its worker knows."""
+        self._listen()
+        key = structure_key(entries)
+        bits, why = self._try(self._connect)
+        if self._plan is None or self._plan.key != key:
+            bits |= _PLANNED_ELSE
+        told = self._meet(bits)
+        if told & _GONE:
+            return self._give_up(step, why)
+        if not self._seed:
+            self._seed = self._control.everywhere(lambda: secrets.token_hex(16))
+            nodes = self._control.allgather(self._node)
+            self._local_ranks = [rank for rank, node in enumerate(nodes) if node == self._node]
+        if told & _PLANNED_ELSE:
+            self._plan, self._known = plan_write(entries, self._control, key, self._node), False
+        bits, why = self._try(self._reserve)
+        return not self._meet(bits) & (_GONE | _REFUSED) or self._give_up(step, why)
+
+    def _try(self, action: Callable[[], None]) -> tuple[int, str]:
+        """What this rank has to tell the others of an attempt to talk to its worker."""
+        try:
+            action()
+        except DrainGoneError as error:
+            self._hang_up(str(error))
+            return _GONE, str(error)
+        except SiteError as error:
+            return _REFUSED, str(error)
+        return 0, ""
+
+    def _give_up(self, step: int, why: str) -> bool:
+        """Tell why this rank cannot take part in a save, if it is this one; every rank comes here."""
+        if why:
+            self._report_failure(step, "memory", why)
+        self._meet(0)
+        return False
+
+    def _connect(self) -> None:
+        if self._link is not None:
+            return
+        deadline = time.monotonic() + self._home.patience_s
+        while self._link is None:
+            socket = self._home.socket()
+            try:
+                self._link, self._known = DrainLink(socket, self._control.rank), False
+            except DrainGoneError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_LOOK_S)
+        # Nodes that are only pretended share a host, but not a worker.
+        self._node = f"{self._control.node} {socket}"
+
+    def _reserve(self) -> None:
+        """See to it that there are slots for the plan, and that the worker knows it."""
+        if self._known or self._link is None or self._plan is None:
+            return
+        plan = self._plan
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+        asked = (plan.part_bytes, self._spec.memory, self._local_ranks, self._control.size)
+        paths = self._link.reserve(*asked)
+        self._snapshot = Snapshot(paths, plan.part_bytes, self._control.rank)
+        self._key += 1
+        self._link.plan(self._key, [list(piece) for piece in plan.pieces], plan.file, plan.start)
+        self._known = True
+
+    def _claim(self, step: int, generation: str, *, wait: bool) -> int | None:
+        """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
+        slot: int | None = None
+        busy = ""
+        behind = "wait" if wait and self._spec.behind == "skip" else self._spec.behind
+
+        def claim() -> None:
+            nonlocal slot, busy
+            if slot is None and self._link is not None:
+                answer = self._link.claim(generation, step, self._published)
+                slot, busy = (answer, "") if isinstance(answer, int) else (None, answer)
+
+        tries = 0
+        while True:
+            bits, why = self._try(claim)
+            told = self._meet(bits or (_BUSY if slot is None else 0))
+            if told & (_GONE | _REFUSED):
+                self._give_up(step, why)
+                return None
+            if not told & _BUSY:
+                return slot
+            if behind == "skip" and tries:
+                if self._control.rank == 0:
+                    self._tell(
+                        {"kind": "save_skipped", "step": step, "why": busy or "another rank is behind"}
+                    )
+                return None
+            if behind == "degrade" and tries == 1 and self._link is not None:
+                self._try(self._link.degrade)
+            # The first try did not know yet what all nodes have sealed by now; the next ones wait.
+            self._listen(_LOOK_S if tries else 0.0)
+            tries += 1
+
+    def _meet(self, bits: int) -> int:
+        """The union of all ranks' flags; learns what all nodes have sealed, and what failed elsewhere."""
+        if self._untold:
+            bits |= _UNTOLD
+        serials = range(max(1, self._serial - _WINDOW + 1), self._serial + 1)
+        for serial in serials:
+            flight, place = self._flights.get(serial), self._serial - serial
+            if flight is None or not flight.is_sealed:
+                bits |= 1 << (_FLAGS + place)
+            if flight is None or flight.is_new:
+                bits |= 1 << (_FLAGS + _WINDOW + place)
+        told = self._control.union(bits)
+        sealed = [one for one in serials if not told >> (_FLAGS + self._serial - one) & 1]
+        if sealed:
+            self._published = self._flights[sealed[-1]].stamp.generation
+        if told & _UNTOLD:
+            untold, self._untold = self._untold, []
+            for record in [one for rank in self._control.allgather(untold) for one in rank]:
+                if self._control.rank == 0:
+                    self._tell(record)
+        self._warn_of_same(
+            [one for one in serials if not told >> (_FLAGS + _WINDOW + self._serial - one) & 1]
+        )
+        return told
+
+    def _warn_of_same(self, serials: list[int]) -> None:
+        """Say it once when two saves hold the same bytes: what trains may not be what is saved."""
+        for serial in serials:
+            flight = self._flights[serial]
+            flight.is_new = True
+            if self._control.rank == 0:
+                why = "its bytes are those of the save before; is what trains what is saved?"
+                self._tell({"kind": "save_unchanged", "step": flight.stamp.step, "why": why})
+
+    def _listen(self, wait_s: float = 0.0) -> None:
+        """Take in what the worker has told."""
+        if self._link is None:
+            return
+        try:
+            for told in self._link.news(wait_s):
+                self._hear(told)
+        except DrainGoneError as error:
+            self._hang_up(str(error))
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        generation = told.get("generation") or told.get("stamp", {}).get("generation")
+        flight = next((f for f in self._flights.values() if f.stamp.generation == generation), None)
+        if flight is None:
+            return
+        kind, level = told.get("kind"), str(told.get("level", "memory"))
+        if kind == "sealed":
+            flight.is_sealed = True
+            self._compare(flight)
+        elif kind == "failed" or (kind == "stored" and told.get("problem")):
+            self._fail(flight, level, str(told.get("why") or told.get("problem")))
+        elif kind == "stored" and level not in flight.outcomes:
+            flight.outcomes[level] = None
+            if self._control.rank == 0:
+                step, seconds = flight.stamp.step, told.get("seconds")
+                record = {"kind": "stored", "step": step, "level": level, "seconds": seconds}
+                size, lag = told.get("size_bytes"), time.time() - flight.begun
+                self._tell({**record, "bytes": size, "lag_s": lag, "facts": told.get("facts") or {}})
+
+    def _compare(self, flight: Flight) -> None:
+        if self._plan is None or self._snapshot is None or flight.key != self._key:
+            return
+        flight.content = self._snapshot.content(flight.slot, flight.key, self._plan.pieces)
+        before = self._flights.get(flight.serial - 1)
+        flight.is_new = before is None or before.content != flight.content
+
+    def _fail(self, flight: Flight, level: str, why: str) -> None:
+        """This save does not reach a level; one that memory does not have reaches none."""
+        if level in flight.outcomes:
+            return
+        for one in [level, *(flight.ahead if level == "memory" else [])]:
+            flight.outcomes[one] = why
+        self._report_failure(flight.stamp.step, level, why)
+
+    def _hang_up(self, why: str) -> None:
+        """The worker is gone: what it had not stored yet is marked failed at once."""
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+        for flight in self._flights.values():
+            for level in flight.ahead if flight.is_sealed else ["memory"]:
+                self._fail(flight, level, why)
+
+    def _report_failure(self, step: int, level: str, why: str) -> None:
+        """Rank 0 writes it; what another rank knows reaches it at the next agreement."""
+        place = f"rank {self._control.rank} on {self._control.node}: "
+        record = {"kind": "save_failed", "step": step, "level": level, "why": place + why}
+        if self._control.rank == 0:
+            self._tell(record)
+        else:
+            self._untold.append(record)
+
+    def _arrives(self, step: int, flight: Flight | None) -> bool:
+        """On rank 0: wait until a save is in the run directory; whether it got there."""
+        if flight is None:
+            return False
+        while "durable" in flight.ahead and self._link is not None:
+            self._say_how_far(flight)
+            self._listen(_LOOK_S)
+        if flight.outcomes.get("durable", "not asked for") is None:
+            return True
+        # It may have been committed by a worker that did not live to tell.
+        saves = saved_steps(self._direct.root)
+        return any(one.step == step and one.generation == flight.stamp.generation for one in saves)
+
+    def _say_how_far(self, flight: Flight) -> None:
+        now = time.time()
+        if now - max(flight.begun, self._said_at) >= _NOTE_EVERY_S:
+            self._said_at = now
+            self._tell(
+                {
+                    "kind": "draining",
+                    "step": flight.stamp.step,
+                    "levels": list(flight.ahead),
+                    "bytes": flight.size_bytes,
+                    "seconds": now - flight.begun,
+                }
+            )

@@ -1,0 +1,156 @@
+"""Where the drain worker of this node is: with the node's agent, or one that the node's first rank starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder, remove_folder
+from hpcrun.checkpoint.levels import LEVELS, Level
+from hpcrun.errors import SiteError
+from hpcrun.launch.shim import DRAIN_VARIABLE
+from hpcrun.launch.world import without_world
+from hpcrun.runtime.control import Control
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.rundir import RunDir
+
+_READY_S, _END_S = 60.0, 30.0
+
+
+class AgentHome:
+    """The agent of this node hosts the worker, and starts it again when it dies."""
+
+    patience_s = 5.0
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._socket = Path(environ[DRAIN_VARIABLE])
+
+    def socket(self) -> Path:
+        """The path that the agent has set."""
+        return self._socket
+
+    def offers(self, level: Level) -> bool:
+        """Agents offer everything that the job asks for."""
+        return level in LEVELS
+
+    def close(self) -> None:
+        """Nothing: it outlives us."""
+
+
+class OwnHome:
+    """No agent is here: the first rank of each node runs the worker, for as long as it runs itself.
+
+    There is nobody then who would bring the workers of other nodes together: this offers no parity.
+    """
+
+    patience_s = _READY_S
+
+    def __init__(self, run: Path, spec: CheckpointSpec, control: Control, attempt: int) -> None:
+        self._run, self._spec, self._attempt = run, spec, attempt
+        self._leads = control.local_rank == 0
+        # Directories of the same name must not share an arena.
+        self._node = f"{control.node}-{xxh3_64_hexdigest(str(run).encode())[:8]}"
+        self._folder = arena_folder(SHM, RunDir(run).id, self._node)
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def socket(self) -> Path:
+        """The path of the socket; on the first rank of the node a worker listens there on return."""
+        if self._leads and (self._child is None or self._child.poll() is not None):
+            self._reap()
+            self._start()
+        return self._folder / SOCKET
+
+    def offers(self, level: Level) -> bool:
+        """All but parity."""
+        return level != "parity"
+
+    def close(self) -> None:
+        """End the worker and give the memory back; whoever wants all of it stored has waited for that."""
+        if self._child is None:
+            return
+        self._tell({"do": "end"})
+        self._reap()
+        remove_folder(self._folder)
+
+    def _start(self) -> None:
+        try:
+            # Exec alone: a copy of a process with MPI and CUDA in it would be of no use to anybody.
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "hpcrun", "_drain"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=_environment(),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SiteError(f"{sys.executable}: the drain worker cannot be started: {error}") from None
+        told: dict[str, Any] = {"spec": self._spec.model_dump(mode="json"), "attempt": self._attempt}
+        alone: dict[str, Any] = {"set": None, "parity": 0, "peers": {}, "secret": os.urandom(16).hex()}
+        self._tell({"do": "configure", "run": str(self._run), "node": self._node, **told, **alone})
+        self._await_ready()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        with suppress(OSError):
+            self._child.stdin.write(json.dumps(message).encode() + b"\n")
+            self._child.stdin.flush()
+
+    def _await_ready(self) -> None:
+        """Wait for its first word; what it says later its ranks hear too, so that it is only taken in."""
+        assert self._child is not None
+        assert self._child.stdout is not None
+        out, is_ready = self._child.stdout, threading.Event()
+
+        def listen() -> None:
+            for line in out:
+                with suppress(ValueError):
+                    if json.loads(line).get("kind") == "ready":
+                        is_ready.set()
+
+        threading.Thread(target=listen, name="hpcrun-drain", daemon=True).start()
+        for _ in range(int(_READY_S / 0.1)):
+            if is_ready.wait(0.1):
+                return
+            if self._child.poll() is not None:
+                raise SiteError(
+                    f"the drain worker ended with exit code {self._child.returncode} at its start"
+                )
+        raise SiteError(f"the drain worker was not ready after {_READY_S:g} s")
+
+    def _reap(self) -> None:
+        if self._child is None:
+            return
+        if self._child.stdin is not None:
+            with suppress(OSError):
+                self._child.stdin.close()
+        try:
+            self._child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        self._child = None
+
+
+def find_home(
+    environ: Mapping[str, str], run: Path, spec: CheckpointSpec, control: Control, attempt: int
+) -> AgentHome | OwnHome:
+    """The agent's worker where this rank was told of one; else one of its own."""
+    if DRAIN_VARIABLE in environ:
+        return AgentHome(environ)
+    return OwnHome(run, spec, control, attempt)
+
+
+def _environment() -> dict[str, str]:
+    """The worker is no rank of anything, and must find the same hpcrun."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return without_world(os.environ) | {"PYTHONPATH": path}

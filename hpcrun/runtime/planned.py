@@ -1,0 +1,112 @@
+"""Going on from what the supervisor has decided: parts in this node's memory, and in that of others."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hpcrun.checkpoint.peers import Credentials, Peers
+from hpcrun.checkpoint.plan import RestorePlan, parse_plan
+from hpcrun.checkpoint.scattered import Scattered
+from hpcrun.errors import RanksDiedError, SiteError, UsageError
+from hpcrun.launch.shim import DRAIN_VARIABLE
+from hpcrun.runtime.checkpoint import Checkpointer, Fit, Restored
+from hpcrun.runtime.control import Control
+from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.rundir import Attempt
+
+_TRIES, _PAUSE_S = 25, 0.2
+"""A network file system may show a new file a little later on one node than on another."""
+
+
+def restore(
+    checkpoints: Checkpointer,
+    attempt: Attempt,
+    control: Control,
+    state: dict[str, Tensor],
+    expected: dict[str, tuple[int, ...]],
+    fit: Fit | None = None,
+) -> Restored | None:
+    """Fill the state by the plan of this attempt; as the run directory has it where there is no plan.
+
+    RanksDiedError where the planned generation is not whole after all: the next attempt passes it over.
+    """
+    plan = _agreed(attempt, control)
+    if plan is None:
+        return checkpoints.restore(state, expected, fit)
+    checkpoints.avoided = frozenset(plan.poisoned)
+    if not plan.sources:
+        return checkpoints.restore(state, expected, fit)
+    assert plan.stamp is not None
+    try:
+        source: Scattered = _all_or_none(control, lambda: _open(plan, attempt))
+        with source:
+            if len(set(control.allgather(source.structure))) > 1:
+                raise SiteError(f"{source.name}: ranks see different tensors in it")
+            told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
+            return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
+    except SiteError as error:
+        why = str(error)
+        generation = plan.stamp.generation
+        control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
+        raise RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}") from None
+
+
+def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
+    """The plan, the same on every rank by its digest; None where the supervisor has made none."""
+    if not control.everywhere(attempt.restore.exists):
+        return None
+    plan: RestorePlan = _all_or_none(control, lambda: _read(attempt.restore))
+    digests = control.allgather(plan.digest)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise SiteError(
+                f"{attempt.restore}: rank {rank} reads another plan than rank 0 does; is it one file?"
+            )
+    return plan
+
+
+def _read(path: Path) -> RestorePlan:
+    for _ in range(_TRIES):
+        if (told := read_json(path)) is not None:
+            break
+        time.sleep(_PAUSE_S)
+    else:
+        raise SiteError(f"{path}: cannot be seen on this node, but on others")
+    try:
+        return parse_plan(told)
+    except ValueError as error:
+        raise SiteError(f"{path}: {error}") from None
+
+
+def _open(plan: RestorePlan, attempt: Attempt) -> Scattered:
+    """The planned generation as this rank reads it."""
+    told = os.environ.get(DRAIN_VARIABLE, "")
+    here = Path(told).parent.name if told else os.uname().nodename
+    record = read_json(attempt.peers)
+    peers = None
+    if isinstance(record, dict):
+        addresses = {node: (str(one[0]), int(one[1])) for node, one in record["nodes"].items()}
+        peers = Peers(Credentials(attempt.run.id, here, record["secret"]), addresses)
+    return Scattered(plan, here, peers)
+
+
+def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:
+    """Do something on every rank; what fails on one fails on all."""
+    value: Any = None
+    problem = None
+    try:
+        value = action()
+    except (UsageError, SiteError, OSError) as error:
+        problem = str(error)
+    for rank, text in enumerate(control.allgather(problem)):
+        if text is not None:
+            if hasattr(value, "close"):
+                value.close()
+            raise SiteError(f"rank {rank}: {text}")
+    return value

@@ -1,0 +1,227 @@
+"""This rank's part of a save as an image in the memory of its node, copied beside training.
+
+The trainer plans, starts the copying and goes on; before it changes anything it has saved, it comes to the
+fence. What was changed before is noticed there, and such an image is never sealed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from hpcrun.checkpoint.format import HEADER_BYTES, Layout, Piece, lay_out
+from hpcrun.errors import SiteError
+from hpcrun.runtime.planning import WritePlan, local_of
+
+_DIGEST_AT = 48
+"""Where in a chunk's header the hash of its bytes stands."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """How a copy went."""
+
+    size_bytes: int
+    copy_s: float
+    """That the copying itself took, beside training."""
+    wait_s: float
+    """That the trainer waited for it at the fence."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    sources: list[Tensor]
+    """Held on to until the fence: their memory must not go to others."""
+    versions: list[tuple[str, Tensor, int]]
+    size_bytes: int
+    copying: Future[float]
+
+
+class Snapshot:
+    """The slots of this rank, and the thread that copies into them."""
+
+    def __init__(self, paths: Sequence[Path], size_bytes: int, rank: int) -> None:
+        """SiteError where the memory that was reserved cannot be mapped."""
+        self.size_bytes, self._rank = size_bytes, rank
+        self._slots = [_map(path, size_bytes) for path in paths]
+        self._views: dict[tuple[int, int], list[Tensor]] = {}
+        self._layouts: dict[int, Layout] = {}
+        self._job: _Job | None = None
+        self._side: Any = None
+        self._thread = _one_thread()
+        for slot in self._slots:
+            _pin(slot)
+
+    def start(self, slot: int, key: int, plan: WritePlan, entries: dict[str, Tensor]) -> None:
+        """Begin to copy a plan's pieces of these entries into a slot; nothing may change until the fence."""
+        assert self._job is None, "a copy is started before the fence of the one before"
+        views = self._views_for(slot, key, plan)
+        locals_ = {name: local_of(entries[name]).detach() for name in {p.tensor for p in plan.pieces}}
+        sources = [
+            local if slices is None else local[slices]
+            for local, slices in (
+                (locals_[piece.tensor], _cut_of(locals_[piece.tensor], slices))
+                for piece, slices in zip(plan.pieces, plan.slices, strict=True)
+            )
+        ]
+        versions = [(n, t, t._version) for n, t in locals_.items() if not t.is_inference()]
+        ready = self._ready(sources)
+        copying = self._thread.submit(_copy, views, sources, ready, self._side)
+        size = sum(piece.size_bytes for piece in plan.pieces)
+        self._job = _Job(sources, versions, size, copying)
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy was started that has not come to its fence."""
+        return self._job is not None
+
+    def fence(self) -> Copied:
+        """Wait for the copy; SiteError where the image is not that of the moment it was begun."""
+        job, self._job = self._job, None
+        assert job is not None, "a fence without a copy"
+        begin = time.monotonic()
+        try:
+            seconds = job.copying.result()
+        except (RuntimeError, OSError, MemoryError, ValueError) as error:
+            raise SiteError(f"the copy into memory failed: {error}") from error
+        changed = [name for name, tensor, version in job.versions if tensor._version != version]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise SiteError(f"{changed[0]}{more} was changed while it was copied; call fence() before that")
+        return Copied(job.size_bytes, seconds, time.monotonic() - begin)
+
+    def content(self, slot: int, key: int, pieces: Sequence[Piece]) -> str:
+        """A digest of what a sealed slot holds, random state left out, from the hashes of its chunks."""
+        digests = bytearray()
+        image = self._slots[slot].image
+        for piece, at in zip(pieces, self._layouts[key].at, strict=True):
+            if not piece.tensor.startswith("rng."):
+                digests += image[at + _DIGEST_AT : at + _DIGEST_AT + 8]
+        return xxh3_64_hexdigest(bytes(digests))
+
+    def close(self) -> None:
+        """Wait for what is being copied, and let go of the memory."""
+        self._thread.shutdown(wait=True)
+        self._job = None
+        self._views.clear()
+        for slot in self._slots:
+            _unpin(slot)
+        self._slots.clear()
+
+    def _views_for(self, slot: int, key: int, plan: WritePlan) -> list[Tensor]:
+        """Where each piece goes, as a tensor of its type and sizes; made once for a structure and a slot."""
+        known = self._views.get((slot, key))
+        if known is not None:
+            return known
+        if key not in self._layouts:
+            self._layouts = {key: lay_out(self._rank, plan.pieces)}
+            self._views = {}
+        layout = self._layouts[key]
+        assert layout.size_bytes <= self.size_bytes, "a part that is longer than its slot"
+        whole = self._slots[slot].whole
+        views = [
+            whole[at + HEADER_BYTES : at + HEADER_BYTES + piece.size_bytes]
+            .view(getattr(torch, piece.dtype))
+            .view(piece.sizes)
+            for piece, at in zip(plan.pieces, layout.at, strict=True)
+        ]
+        self._views[slot, key] = views
+        return views
+
+    def _ready(self, sources: list[Tensor]) -> Any:
+        """An event behind everything that was queued on the GPU so far; None without tensors there."""
+        device = next((source.device for source in sources if source.is_cuda), None)
+        if device is None:
+            return None
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+
+def _cut_of(local: Tensor, slices: tuple[slice, ...]) -> tuple[slice, ...] | None:
+    """The slices, unless they take the tensor whole."""
+    if all(one.start == 0 and one.stop == size for one, size in zip(slices, local.shape, strict=True)):
+        return None
+    return slices
+
+
+def _copy(views: list[Tensor], sources: list[Tensor], ready: Any, side: Any) -> float:
+    """In the thread beside: all copies in few calls, during which Python is free for the trainer."""
+    begin = time.monotonic()
+    pairs = list(zip(views, sources, strict=True))
+    with torch.no_grad():
+        if ready is not None:
+            there = [(view, source) for view, source in pairs if source.is_cuda]
+            with torch.cuda.stream(side):
+                side.wait_event(ready)
+                torch._foreach_copy_([v for v, _ in there], [s for _, s in there], non_blocking=True)
+        here = [(view, source) for view, source in pairs if not source.is_cuda]
+        if here:
+            torch._foreach_copy_([v for v, _ in here], [s for _, s in here])
+        if ready is not None:
+            side.synchronize()
+    return time.monotonic() - begin
+
+
+def _one_thread() -> ThreadPoolExecutor:
+    """A thread whose copies take one core: with torch's usual number they would take the trainer's."""
+    usual = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-snapshot", initializer=_keep_to_one_core)
+    thread.submit(torch.get_num_threads).result()
+    # The initializer has also set what threads yet to come begin with.
+    torch.set_num_threads(usual)
+    return thread
+
+
+def _keep_to_one_core() -> None:
+    torch.set_num_threads(1)
+
+
+@dataclass
+class _Slot:
+    image: mmap.mmap
+    whole: Tensor
+    is_pinned: bool = False
+
+
+def _map(path: Path, size_bytes: int) -> _Slot:
+    """Map a slot, its pages with it, so that no copy has to stop for one."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            found = os.fstat(descriptor)
+            if found.st_uid != os.getuid() or found.st_size < size_bytes:
+                raise SiteError(f"{path}: is not the memory of {size_bytes} bytes that was asked for")
+            image = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        raise SiteError(f"{path}: cannot be mapped: {error}") from None
+    return _Slot(image, torch.frombuffer(image, dtype=torch.uint8))
+
+
+def _pin(slot: _Slot) -> None:
+    """Register a slot with CUDA, once: copies from the GPU then need no detour; without it they work too."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = runtime.cudaHostRegister(slot.whole.data_ptr(), slot.whole.numel(), 0)
+        slot.is_pinned = int(code) == 0
+
+
+def _unpin(slot: _Slot) -> None:
+    if slot.is_pinned:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(slot.whole.data_ptr())
+        slot.is_pinned = False

@@ -1,0 +1,117 @@
+"""Several nodes for tests, each with an arena, a server and a parity station, as threads on loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpcrun.checkpoint.levels import HeldPart, Holding, Load
+from hpcrun.checkpoint.parity import ParityStation
+from hpcrun.checkpoint.peers import Credentials, Peers, PeerServer, Shelf
+from tests.checkpoint.loads import load_of
+
+HERE = "127.0.0.1"
+
+
+class Node:
+    """One node: what its ranks have sealed lies in files, as in a real arena."""
+
+    def __init__(self, folder: Path, name: str, secret: str = "s3cret") -> None:
+        self.name, self.folder = name, folder / name
+        self.folder.mkdir(parents=True)
+        self.who = Credentials("run-1", name, secret)
+        self.server = PeerServer(HERE, self.who, timeout_s=5.0)
+        self.memory: list[Holding] = []
+        self.station: ParityStation | None = None
+        self.peers: Peers | None = None
+        Shelf(self.server, self.held)
+
+    def join(self, members: Sequence[Node], parity: int, patience_s: float = 20.0) -> None:
+        """Become a member of a set."""
+        if self.peers is not None:
+            self.peers.close()
+        addresses = {one.name: (one.server.address, one.server.port) for one in members}
+        self.peers = Peers(self.who, addresses, timeout_s=5.0)
+        names = [one.name for one in members]
+        self.station = ParityStation(
+            self.folder, self.name, names, parity, self.peers, self.server, patience_s=patience_s
+        )
+
+    def seal(self, load: Load) -> Load:
+        """Put what the ranks have sealed into files, as slots are."""
+        parts = []
+        for one in load.parts:
+            path = self.folder / f"slot-{one.number}-{load.stamp.step}.bin"
+            path.write_bytes(one.image)
+            parts.append(HeldPart(one.number, str(path), 0, one.part))
+        self.memory.append(Holding(load.stamp, "memory", self.name, tuple(parts)))
+        return load
+
+    def held(self) -> list[Holding]:
+        """All that is on this node."""
+        return [*self.memory, *(self.station.holdings() if self.station else [])]
+
+    def die(self) -> None:
+        """Nothing of it answers any more."""
+        if self.station is not None:
+            self.station.close()
+        self.server.close()
+        if self.peers is not None:
+            self.peers.close()
+
+
+class Nodes:
+    """A set of them."""
+
+    def __init__(self, folder: Path, count: int, parity: int, patience_s: float = 20.0) -> None:
+        self.folder, self.parity = folder, parity
+        self.every = [Node(folder, f"n{number}") for number in range(count)]
+        for node in self.every:
+            node.join(self.every, parity, patience_s)
+        self.pool = ThreadPoolExecutor(count + 1)
+
+    def loads(self, step: int, ranks: Sequence[int]) -> list[Load]:
+        """What each has sealed of a step: so many ranks a node."""
+        found, first = [], 0
+        for number, count in enumerate(ranks):
+            found.append(load_of(step, range(first, first + count), sum(ranks), number))
+            first += count
+        return found
+
+    def store(self, loads: Sequence[Load | None]) -> list[Future[dict[str, Any]]]:
+        """Each stores its own at once; None: this one does not come."""
+        return [
+            self.pool.submit(node.station.store, node.seal(load))
+            for node, load in zip(self.every, loads, strict=True)
+            if load is not None and node.station is not None
+        ]
+
+    def holdings(self, generation: str, without: Sequence[int] = ()) -> list[Holding]:
+        """What is left of a generation."""
+        left = [node for number, node in enumerate(self.every) if number not in without]
+        return [one for node in left for one in node.held() if one.stamp.generation == generation]
+
+    def close(self) -> None:
+        """All of it."""
+        for node in self.every:
+            node.die()
+        self.pool.shutdown()
+
+
+def flip(path: str | Path, at: int, count: int = 1) -> None:
+    """Damage bytes; twice is not at all."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        found = os.pread(descriptor, count, at)
+        os.pwrite(descriptor, bytes(byte ^ 0x40 for byte in found), at)
+    finally:
+        os.close(descriptor)
+
+
+def with_stamp(load: Load, **changes: Any) -> Load:
+    """The same parts of another state."""
+    return replace(load, stamp=replace(load.stamp, **changes))

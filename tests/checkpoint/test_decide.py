@@ -1,0 +1,281 @@
+"""The decision what a run goes on from, against brute force and case by case."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from hpcrun.checkpoint.decide import Copy, decide, levels_in_words
+from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Level, Member, Stamp, parse_holding
+from hpcrun.checkpoint.plan import parse_plan, parse_rebuild
+from hpcrun.specs.saves import Saved, Unreadable
+
+NODES = ("a", "b", "c", "d")
+RUN = Path("checkpoints")
+
+
+def stamp(step: int, world_size: int = 4, attempt: int = 1) -> Stamp:
+    return Stamp(f"{step:030x}{attempt:02x}", step, 8 * step, world_size, attempt)
+
+
+def part_of(owner: Stamp, number: int, salt: str = "") -> Part:
+    return Part(number, 0, 4096, 3000, 900, f"{owner.generation[:14]}{number:02x}{salt}")
+
+
+def holding(owner: Stamp, node: str, numbers: Sequence[int], level: Level = "memory") -> Holding:
+    parts = tuple(HeldPart(n, f"/arena/{node}/{n}", 0, part_of(owner, n)) for n in numbers)
+    return Holding(owner, level, node, parts)
+
+
+def one_each(owner: Stamp, nodes: Sequence[str] = NODES) -> list[Holding]:
+    return [holding(owner, node, [number]) for number, node in enumerate(nodes)]
+
+
+def with_parity(owner: Stamp, nodes: Sequence[str] = NODES, parity: int = 1) -> list[Holding]:
+    """What nodes hold that are one erasure set, a part each."""
+    members = tuple(Member(node, ((n, part_of(owner, n)),)) for n, node in enumerate(nodes))
+    blocks = [
+        Holding(owner, "parity", node, (), HeldParity(f"/arena/{node}/p", members, parity, n, ("0" * 16,)))
+        for n, node in enumerate(nodes)
+    ]
+    return [*one_each(owner, nodes), *blocks]
+
+
+def saved(step: int, attempt: int = 1) -> Saved:
+    one = stamp(step, attempt=attempt)
+    path = RUN / f"step-{step:08d}"
+    return Saved(path, step, 8 * step, 4, attempt, format_version=2, generation=one.generation)
+
+
+def test_the_newest_in_memory_comes_before_an_older_save() -> None:
+    plan = decide(one_each(stamp(20)), [saved(10)], [], [], {}, NODES)
+    assert plan.stamp == stamp(20)
+    assert plan.levels == ("memory",)
+    assert [(one.number, one.node, one.path) for one in plan.sources] == [
+        (n, node, f"/arena/{node}/{n}") for n, node in enumerate(NODES)
+    ]
+    assert (plan.save, plan.lost_steps, plan.passed_over) == (None, 0, ())
+
+
+def test_of_one_step_the_nearest_is_taken() -> None:
+    memory, disks = one_each(stamp(20)), [replace(one, level="local") for one in one_each(stamp(20))]
+    assert decide([*disks, *memory], [saved(20)], [], [], {}, NODES).levels == ("memory",)
+    assert decide([*disks, *memory[1:]], [saved(20)], [], [], {}, NODES).levels == ("memory", "local")
+    copy = Copy(stamp(20), "s3://b/20")
+    assert decide(memory[1:], [saved(20)], [], [copy], {}, NODES).save == str(saved(20).path)
+    plan = decide(memory[1:], [saved(10)], [], [copy], {}, NODES)
+    assert (plan.levels, plan.copy) == (("object",), "s3://b/20")
+    assert levels_in_words(plan) == "the object store"
+
+
+def test_a_missing_part_leads_to_the_generation_before_and_that_is_said() -> None:
+    plan = decide([*one_each(stamp(20))[1:], *one_each(stamp(15))], [saved(10)], [], [], {}, NODES)
+    assert plan.stamp == stamp(15)
+    assert plan.lost_steps == 5
+    (why,) = plan.passed_over
+    assert why == (
+        f"step 20, generation {stamp(20).generation}: part 0 of 4 is on no node that answers, and there is"
+        " no parity for it"
+    )
+
+
+def test_parts_of_two_generations_never_make_one() -> None:
+    first, second = stamp(20, attempt=1), stamp(20, attempt=2)
+    mixed = [*one_each(first)[:2], *one_each(second)[2:]]
+    plan = decide(mixed, [saved(10)], [], [], {}, NODES)
+    assert plan.save == str(saved(10).path)
+    assert len(plan.passed_over) == 2
+    # The same generation, but a part of it twice with other bytes.
+    other = replace(holding(first, "a", [3]).parts[0], part=part_of(first, 3, "x"))
+    plan = decide([*one_each(first), Holding(first, "memory", "a", (other,))], [saved(10)], [], [], {}, NODES)
+    assert plan.save == str(saved(10).path)
+    assert "part 3 on d is not the one on a" in plan.passed_over[0]
+    # A stamp that differs in anything is another one.
+    odd = [replace(one, stamp=replace(first, position=1)) for one in one_each(first)[:1]]
+    assert decide([*odd, *one_each(first)[1:]], [saved(10)], [], [], {}, NODES).save is not None
+
+
+def test_nodes_that_changed_their_names_are_found_by_what_they_hold() -> None:
+    moved = [replace(one, node=name) for one, name in zip(with_parity(stamp(20)), "dcbadcba", strict=True)]
+    plan = decide(moved, [saved(10)], [], [], {}, NODES)
+    assert {one.number: one.node for one in plan.sources} == {0: "d", 1: "c", 2: "b", 3: "a"}
+    assert plan.rebuilds == ()
+
+
+def test_a_replaced_node_gets_its_part_from_parity() -> None:
+    left = [one for one in with_parity(stamp(20)) if one.node != "b"]
+    plan = decide(left, [saved(10)], [], [], {}, ("a", "c", "d", "new"))
+    assert plan.stamp == stamp(20)
+    assert plan.levels == ("memory", "parity")
+    (order,) = plan.rebuilds
+    assert (order.node, order.lost) == ("new", (1,))
+    assert [(one.index, one.node, one.path) for one in order.survivors] == [
+        (0, "a", "/arena/a/p"),
+        (2, "c", "/arena/c/p"),
+        (3, "d", "/arena/d/p"),
+    ]
+    assert [one.number for one in plan.sources] == [0, 2, 3]
+    # When it has been done, what was rebuilt is a part like any other.
+    rebuilt = holding(stamp(20), "new", [1], "parity")
+    again = decide([*left, rebuilt], [saved(10)], [], [], {}, ("a", "c", "d", "new"))
+    assert (again.rebuilds, again.levels) == ((), ("memory", "parity"))
+    assert [one.node for one in again.sources] == ["a", "new", "c", "d"]
+
+
+def test_more_losses_than_parity_are_too_many() -> None:
+    left = [one for one in with_parity(stamp(20)) if one.node not in ("b", "c")]
+    plan = decide(left, [saved(10)], [], [], {}, ("a", "d"))
+    assert plan.save == str(saved(10).path)
+    assert plan.passed_over[0].endswith(
+        "parts 1, 2 of 4 are on no node that answers; of the set that it was in b,c are not whole, and"
+        " parity makes up for 1"
+    )
+    double = [one for one in with_parity(stamp(20), parity=2) if one.node not in ("b", "c")]
+    plan = decide(double, [saved(10)], [], [], {}, ("a", "d"))
+    assert [order.lost for order in plan.rebuilds] == [(1, 2)]
+
+
+def test_a_node_that_does_not_answer_has_nothing() -> None:
+    assert decide(one_each(stamp(20)), [saved(10)], [], [], {}, NODES[1:]).save is not None
+
+
+def test_what_failed_twice_is_passed_over() -> None:
+    near, older = one_each(stamp(20)), saved(10)
+    once = {stamp(20).generation: 1}
+    assert decide(near, [older], [], [], once, NODES).stamp == stamp(20)
+    plan = decide(near, [saved(20), older], [], [], {stamp(20).generation: 2}, NODES)
+    assert plan.save == str(older.path)
+    assert plan.poisoned == (stamp(20).generation,)
+    assert "has failed 2 times" in plan.passed_over[0]
+    none = decide(near, [], [], [], {stamp(20).generation: 2}, NODES)
+    assert none.stamp is None
+
+
+def test_damaged_saves_are_passed_over_and_only_the_newest_are_looked_at() -> None:
+    asked = []
+
+    def check(one: Saved) -> str | None:
+        asked.append(one.step)
+        return "it is short" if one.step == 30 else None
+
+    broken = [Unreadable(RUN / "step-00000040", "its record is torn")]
+    plan = decide([], [saved(10), saved(20), saved(30)], broken, [], {}, NODES, check)
+    assert (plan.save, plan.lost_steps) == (str(saved(20).path), 20)
+    assert asked == [30, 20]
+    assert plan.passed_over == (
+        "checkpoints/step-00000040: is damaged: its record is torn",
+        "checkpoints/step-00000030: is damaged: it is short",
+    )
+
+
+def test_nothing_at_all() -> None:
+    plan = decide([], [], [], [], {}, NODES)
+    assert (plan.stamp, plan.lost_steps, plan.passed_over) == (None, 0, ())
+
+
+def test_a_plan_travels_as_json_and_shows_when_it_was_changed() -> None:
+    left = [one for one in with_parity(stamp(20)) if one.node != "b"]
+    for plan in (
+        decide(left, [saved(30)], [], [], {saved(30).generation: 2}, ("a", "c", "d", "new")),
+        decide([], [saved(30)], [], [], {}, NODES),
+        decide([], [], [], [], {}, NODES),
+    ):
+        told = json.loads(json.dumps(plan.as_json()))
+        assert parse_plan(told) == plan
+        assert parse_plan(told).digest == plan.digest
+        with pytest.raises(ValueError, match="does not match its digest"):
+            parse_plan(told | {"lost_steps": 77})
+    order = decide(left, [], [], [], {}, ("a", "c", "d")).rebuilds[0]
+    assert parse_rebuild(json.loads(json.dumps(order, default=vars))) == order
+    with pytest.raises(ValueError, match="no plan"):
+        parse_plan({})
+
+
+def is_whole(owner: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) -> bool:
+    """By trying everything: parts that are there, then sets again and again until nothing more comes."""
+    live = [one for one in holdings if one.node in nodes and one.stamp == owner]
+    have = {held.number for one in live for held in one.parts}
+    blocks: dict[tuple[Member, ...], set[int]] = {}
+    parity: dict[tuple[Member, ...], int] = {}
+    for one in live:
+        if one.parity is not None:
+            blocks.setdefault(one.parity.members, set()).add(one.parity.index)
+            parity[one.parity.members] = one.parity.parity
+    recovered = set(have)
+    for members, there in blocks.items():
+        gone = 0
+        for index, member in enumerate(members):
+            if index not in there or any(number not in have for number, _ in member.parts):
+                gone += 1
+        if gone <= parity[members] and gone < len(members):
+            recovered |= {number for member in members for number, _ in member.parts}
+    return recovered >= set(range(owner.world_size))
+
+
+def some_inventory(rng: random.Random) -> tuple[list[Holding], list[Saved], Mapping[str, int], list[str]]:
+    nodes = list("abcdef"[: rng.randint(1, 6)])
+    holdings: list[Holding] = []
+    for step in rng.sample(range(1, 6), rng.randint(1, 4)):
+        for attempt in range(1, rng.randint(1, 2) + 1):
+            ranks = len(nodes) * rng.randint(1, 2)
+            owner = stamp(step, ranks, attempt)
+            on = [list(range(ranks))[i :: len(nodes)] for i in range(len(nodes))]
+            homes = rng.sample(nodes, len(nodes))
+            parts = [holding(owner, home, numbers) for home, numbers in zip(homes, on, strict=True)]
+            kept = [one for one in parts if rng.random() < 0.8]
+            disks = [replace(one, level="local") for one in parts if rng.random() < 0.1]
+            size, parity = rng.randint(1, len(nodes)), rng.randint(1, 2)
+            members = [
+                Member(home, tuple((n, part_of(owner, n)) for n in numbers))
+                for home, numbers in zip(homes, on, strict=True)
+            ]
+            blocks = [
+                Holding(
+                    owner,
+                    "parity",
+                    homes[first + i],
+                    (),
+                    HeldParity("p", tuple(members[first : first + size]), parity, i, ()),
+                )
+                for first in range(0, len(nodes), size)
+                for i in range(len(members[first : first + size]))
+                if rng.random() < 0.9
+            ]
+            holdings += chain(kept, disks, blocks)
+    rng.shuffle(holdings)
+    saves = [saved(step) for step in range(6) if rng.random() < 0.2]
+    poison = {one.stamp.generation: rng.randint(1, 3) for one in holdings if rng.random() < 0.05}
+    living = [node for node in nodes if rng.random() < 0.8]
+    return holdings, saves, poison, living
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> None:
+    holdings, saves, poison, living = some_inventory(random.Random(seed))
+    told = [parse_holding(json.loads(json.dumps(one.as_json()))) for one in holdings]
+    plan = decide(told, saves, [], [], poison, living)
+    bad = {generation for generation, count in poison.items() if count >= 2}
+    whole = {one.stamp for one in holdings if is_whole(one.stamp, holdings, living)}
+    near = {one.step for one in whole if one.generation not in bad}
+    stored = {one.step for one in saves if one.generation not in bad}
+    expected = max(near | stored, default=None)
+    assert (plan.stamp.step if plan.stamp else None) == expected
+    if plan.stamp is None:
+        return
+    assert plan.stamp.generation not in bad
+    assert (plan.save is None) == (plan.stamp.step in near)
+    if plan.save is None:
+        assert plan.stamp in whole
+        numbers = [one.number for one in plan.sources]
+        numbers += [n for order in plan.rebuilds for i in order.lost for n, _ in order.members[i].parts]
+        assert set(numbers) == set(range(plan.stamp.world_size))
+        assert all(one.node in living and one.part == part_of(plan.stamp, one.number) for one in plan.sources)
+        assert all(order.node in living for order in plan.rebuilds)
+        assert all(len(order.lost) <= order.parity for order in plan.rebuilds)

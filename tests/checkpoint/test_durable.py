@@ -1,0 +1,289 @@
+"""Workers of several nodes commit one generation together, or none of them does."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.commit import find_garbage, remove
+from hpcrun.checkpoint.durable import DurableStation, Patience, PrepareFile, no_preparation
+from hpcrun.checkpoint.levels import Load
+from hpcrun.checkpoint.read import Generation
+from hpcrun.errors import SiteError
+from hpcrun.specs.saves import RECORD, saved_steps
+from tests.checkpoint.generations import save
+from tests.checkpoint.killed_writer import whole_steps
+from tests.checkpoint.loads import load_of, with_attempt
+
+QUICK = Patience(others_s=20, vanished_s=0.2, first_s=0.005, most_s=0.02)
+RANKS = ((0, 1), (2, 3))
+
+
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def station(root: Path, patience: Patience = QUICK, **options: Any) -> DurableStation:
+    told: dict[str, Any] = {"keep": 2, "patience": patience} | options
+    return DurableStation(root, **told)
+
+
+def loads(step: int, attempt: int = 1) -> list[Load]:
+    return [load_of(step, ranks, 4, file, attempt) for file, ranks in enumerate(RANKS)]
+
+
+def store_all(
+    beside: ThreadPoolExecutor, stations: list[DurableStation], shares: list[Load]
+) -> list[Future[dict[str, Any]]]:
+    pairs = zip(stations, shares, strict=True)
+    return [beside.submit(station.store, load) for station, load in pairs]
+
+
+def names(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir())
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_two_nodes_commit_together(tmp_path: Path, beside: ThreadPoolExecutor, direct: bool) -> None:
+    stations = [station(tmp_path, direct=direct) for _ in RANKS]
+    for step in (2, 4):
+        for done in store_all(beside, stations, loads(step)):
+            assert done.result()["path"] == str(tmp_path / f"step-{step:08d}")
+    assert whole_steps(tmp_path) == ([2, 4], [])
+    newest = saved_steps(tmp_path)[-1]
+    assert (newest.position, newest.world_size, newest.attempt) == (32, 4, 1)
+    assert newest.structure == save(tmp_path / "other", 4, ranks=4).structure
+    assert names(newest.path) == [RECORD, "data-00000.bin", "data-00001.bin", "manifest.json"]
+    assert names(tmp_path) == ["other", "step-00000002", "step-00000004"]
+
+
+def test_what_is_committed_is_what_the_ranks_themselves_would_have_written(
+    tmp_path: Path, beside: ThreadPoolExecutor
+) -> None:
+    load = load_of(2, range(2), 2, 0)
+    station(tmp_path / "worker").store(load)
+    written = save(tmp_path / "ranks", 2)
+    ours = (tmp_path / "worker" / "step-00000002" / "data-00000.bin").read_bytes()
+    theirs = (written.path / "data-00000.bin").read_bytes()
+    # The generations differ, and so all headers; nothing else does.
+    assert len(ours) == len(theirs)
+    changed = [n for n in range(0, len(ours), 64) if ours[n : n + 64] != theirs[n : n + 64]]
+    assert all(ours[n : n + 4] == b"HPCK" for n in changed)
+
+
+def test_a_structure_that_changes_is_collected_anew(tmp_path: Path) -> None:
+    one = station(tmp_path, keep=9)
+    one.store(load_of(2, range(2), 2, 0))
+    one.store(load_of(4, range(3), 3, 0))
+    one.store(load_of(6, range(3), 3, 0))
+    assert whole_steps(tmp_path) == ([2, 4, 6], [])
+
+
+def test_without_its_space_a_node_fails_the_save_of_all(
+    tmp_path: Path, beside: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 2)
+    true = os.pwrite
+
+    def full(descriptor: int, data: bytes, position: int) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "data-00001.bin":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(descriptor, data, position)
+
+    stations = [station(tmp_path) for _ in RANKS]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        leader, other = store_all(beside, stations, loads(4))
+        with pytest.raises(OSError, match="No space left"):
+            other.result()
+        with pytest.raises(SiteError, match=r"^node .*: .*No space left"):
+            leader.result()
+    assert whole_steps(tmp_path) == ([2], [])
+    left = [path.name for path in (tmp_path / ".step-00000004.1").iterdir()]
+    assert sorted(left) == ["failed-00000.json", "failed-00002.json"]
+    for done in store_all(beside, stations, loads(6)):
+        done.result()
+    assert names(tmp_path) == ["step-00000002", "step-00000006"]
+
+
+def test_a_node_that_gives_up_is_not_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
+    stations = [station(tmp_path, Patience(others_s=60, first_s=0.005, most_s=0.02)) for _ in RANKS]
+    leader, other = loads(2)
+    waiting = beside.submit(stations[0].store, leader)
+    stations[1].abandon(other.stamp, [2, 3], "it was left behind")
+    with pytest.raises(SiteError, match="it was left behind"):
+        waiting.result(30)
+    leader, other = loads(4)
+    waiting = beside.submit(stations[1].store, other)
+    stations[0].abandon(leader.stamp, [0, 1], "it was left behind")
+    with pytest.raises(SiteError, match="it was left behind"):
+        waiting.result(30)
+    assert not list(tmp_path.rglob("data-*.bin"))
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int) -> None:
+    one = station(tmp_path, replace(QUICK, others_s=0.05))
+    with pytest.raises(SiteError, match=r"waited 0\.05 s in vain"):
+        one.store(loads(2)[here])
+    assert saved_steps(tmp_path) == []
+
+
+def test_who_is_late_may_still_be_part_of_what_others_commit(tmp_path: Path) -> None:
+    """A worker that has lost patience must not take its files away from a leader that has not."""
+    leader, other = loads(2)
+    impatient = station(tmp_path, replace(QUICK, others_s=0.02))
+    with pytest.raises(SiteError, match="in vain"):
+        impatient.store(other)
+    station(tmp_path).store(leader)
+    assert whole_steps(tmp_path) == ([2], [])
+
+
+def test_when_the_attempt_is_over_nobody_is_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
+    hurry = threading.Event()
+    waiting = beside.submit(station(tmp_path, hurry=hurry).store, loads(2)[0])
+    hurry.set()
+    with pytest.raises(SiteError, match="the attempt is over"):
+        waiting.result(10)
+
+
+def test_a_leader_that_vanishes_with_everything(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
+    """Somebody has cleaned up, or the next attempt has."""
+    waiting = beside.submit(station(tmp_path).store, loads(2)[1])
+    record = tmp_path / ".step-00000002.1" / "parts-00002.json"
+    deadline = time.monotonic() + 10
+    while not record.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    station(tmp_path).store(load_of(2, range(2), 2, 0, attempt=2))
+    with pytest.raises(SiteError, match="was removed before it was committed"):
+        waiting.result(10)
+
+
+def test_an_older_attempt_does_not_take_the_place_of_a_newer_one(tmp_path: Path) -> None:
+    one = station(tmp_path)
+    one.store(load_of(2, range(2), 2, 0, attempt=3))
+    with pytest.raises(SiteError, match="was saved by attempt 3; this is 2"):
+        one.store(load_of(2, range(2), 2, 0, attempt=2))
+    assert [one.attempt for one in saved_steps(tmp_path)] == [3]
+
+
+def test_records_of_other_generations_and_torn_ones_are_not_counted(
+    tmp_path: Path, beside: ThreadPoolExecutor
+) -> None:
+    leader, other = loads(2)
+    aside = tmp_path / ".step-00000002.1"
+    aside.mkdir()
+    with pytest.raises(SiteError):
+        station(tmp_path / "elsewhere", replace(QUICK, others_s=0.01)).store(with_attempt(other, 2))
+    (strange,) = (tmp_path / "elsewhere").rglob("parts-*.json")
+    (aside / "parts-00002.json").write_bytes(strange.read_bytes())
+    (aside / "parts-00003.json").write_bytes(strange.read_bytes()[:50])
+    (aside / "failed-00009.json").write_text(json.dumps({"generation": "0" * 32, "why": "of before"}))
+    with pytest.raises(SiteError, match="in vain"):
+        station(tmp_path, replace(QUICK, others_s=0.05)).store(leader)
+    for done in store_all(beside, [station(tmp_path) for _ in RANKS], loads(4)):
+        done.result()
+    assert whole_steps(tmp_path) == ([4], [])
+
+
+def test_only_leftovers_of_this_attempt_and_before_are_removed(tmp_path: Path) -> None:
+    for name in (".step-00000001.1", ".step-00000003.2", ".step-00000001.deleted", ".step-00000001.9"):
+        (tmp_path / name).mkdir()
+    station(tmp_path).store(load_of(4, range(2), 2, 0, attempt=2))
+    assert names(tmp_path) == [".step-00000001.9", "step-00000004"]
+
+
+def test_what_is_kept(tmp_path: Path) -> None:
+    one = station(tmp_path, keep=1, keep_every=4)
+    for step in range(1, 11):
+        one.store(load_of(step, range(2), 2, 0))
+    assert [saved.step for saved in saved_steps(tmp_path)] == [4, 8, 10]
+
+
+def test_storing_again_is_harmless(tmp_path: Path) -> None:
+    one = station(tmp_path)
+    load = load_of(2, range(2), 2, 0)
+    assert one.store(load)["path"] == one.store(load)["path"]
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_files_are_prepared_before_their_first_byte_and_the_facts_are_kept(
+    tmp_path: Path, beside: ThreadPoolExecutor
+) -> None:
+    asked = []
+
+    def prepare(path: Path, size_bytes: int, writers: int) -> dict[str, Any]:
+        assert not path.exists()
+        path.touch(mode=0o600)
+        asked.append((path.name, size_bytes, writers))
+        return {"stripes": 4}
+
+    hooks: list[PrepareFile] = [prepare, no_preparation]
+    stations = [station(tmp_path, prepare_file=hook) for hook in hooks]
+    for done in store_all(beside, stations, loads(2)):
+        done.result()
+    (saved,) = saved_steps(tmp_path)
+    assert asked == [("data-00000.bin", saved.file_bytes[0], 2)]
+    with Generation(saved) as generation:
+        assert generation.manifest.layout == {"data-00000.bin": {"stripes": 4}}
+    with Generation(save(tmp_path / "other", 2)) as generation:
+        assert generation.manifest.layout == {}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounting a small file system needs root; run as root")
+@pytest.mark.parametrize("options", ["size=64k", "ro"])
+def test_a_file_system_that_takes_nothing(tmp_path: Path, options: str) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(small)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no small tmpfs can be mounted here: {done.stderr.strip()}")
+    try:
+        shares = [load_of(step, range(2), 2, 0) for step in range(2, 40)]
+        one = station(small, keep=99)
+        with pytest.raises(OSError, match=r"No space left|Read-only file system"):
+            list(map(one.store, shares))
+        assert whole_steps(small)[1] == []
+        left = {path.name for folder in small.glob(".step-*") for path in folder.iterdir()}
+        assert left <= {"failed-00000.json"}
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_deletion_of_old_saves_beside_it(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
+    over = threading.Event()
+
+    def collect_garbage() -> None:
+        while not over.wait(0.001):
+            for garbage in find_garbage(tmp_path, 1, in_flight=True, damaged=False)[0]:
+                try:
+                    remove(garbage.path)
+                except FileNotFoundError:
+                    continue
+
+    collecting = beside.submit(collect_garbage)
+    stations = [station(tmp_path) for _ in RANKS]
+    try:
+        for step in range(1, 12):
+            for done in store_all(beside, stations, loads(step)):
+                done.result()
+    finally:
+        over.set()
+    collecting.result()
+    whole, problems = whole_steps(tmp_path)
+    assert whole[-1:] == [11]
+    assert problems == []

@@ -1,0 +1,296 @@
+"""Nodes read from one another: whole and undamaged, or an error that names the node."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.frames import FRAME_BYTES, Frames, Throttle
+from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Stamp
+from hpcrun.checkpoint.peers import Credentials, PeerError, Peers, PeerServer, Reply, Shelf
+from hpcrun.proof import await_line, fresh_nonce, render_line
+
+HERE = "127.0.0.1"
+GENERATION = "ab" * 16
+CONTENT = bytes(range(256)) * 12_000 + b"odd"
+
+
+def who(node: str, secret: str = "s3cret", run: str = "run-1") -> Credentials:
+    return Credentials(run, node, secret)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PeerServer]:
+    server = PeerServer(HERE, who("n1"), timeout_s=5.0)
+    path = tmp_path / "slot-0-0.bin"
+    path.write_bytes(b"x" * 100 + CONTENT)
+    part = Part(0, 0, len(CONTENT), 64, 64, "0" * 16)
+    holding = Holding(Stamp(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),))
+    Shelf(server, lambda: [holding])
+    server.on("echo", lambda request: Reply({"said": request["word"]}))
+    yield server
+    server.close()
+
+
+@contextlib.contextmanager
+def asking(
+    server: PeerServer, credentials: Credentials | None = None, timeout_s: float = 5.0
+) -> Iterator[Peers]:
+    addresses = {"n1": (server.address, server.port)}
+    with Peers(credentials or who("n0"), addresses, timeout_s=timeout_s) as peers:
+        yield peers
+
+
+def part(at: int = 0, number: int = 0) -> dict[str, object]:
+    return {"do": "part", "generation": GENERATION, "number": number, "at": at}
+
+
+@pytest.mark.parametrize(
+    ("at", "size"), [(0, 0), (0, 1), (17, FRAME_BYTES), (1, 2 * FRAME_BYTES + 7), (len(CONTENT) - 3, 3)]
+)
+def test_bytes_of_a_part_come_as_they_are(server: PeerServer, at: int, size: int) -> None:
+    into = memoryview(bytearray(size))
+    with asking(server) as peers:
+        peers.read("n1", part(at), into)
+    assert bytes(into) == CONTENT[at : at + size]
+
+
+def test_many_ask_at_once_and_connections_are_used_again(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    connect = Peers._connect
+
+    def counted(peers: Peers, node: str, address: tuple[str, int]) -> Frames:
+        made.append(node)
+        return connect(peers, node, address)
+
+    monkeypatch.setattr(Peers, "_connect", counted)
+    with asking(server) as peers, ThreadPoolExecutor(4) as pool:
+
+        def read(number: int) -> bool:
+            into = memoryview(bytearray(70_000))
+            peers.read("n1", part(number), into)
+            return bytes(into) == CONTENT[number : number + 70_000]
+
+        assert all(pool.map(read, range(40)))
+    assert 1 <= len(made) <= 4
+
+
+@pytest.mark.parametrize(
+    ("request_of", "said"),
+    [
+        (part(number=1), r"n1: has no part 1 of generation abab"),
+        (part(at=len(CONTENT)), r"n1: no such request: bytes \d+ to \d+ of \d+"),
+        ({"do": "part"}, r"n1: no such request: 'generation'"),
+        ({"do": "format"}, r"n1: no such request: format is nothing that this node answers"),
+    ],
+)
+def test_what_is_not_there_is_said_and_the_connection_goes_on(
+    server: PeerServer, request_of: dict[str, object], said: str
+) -> None:
+    with asking(server) as peers:
+        with pytest.raises(PeerError, match=said):
+            peers.read("n1", request_of, memoryview(bytearray(10)))
+        assert peers.ask("n1", {"do": "echo", "word": "still"})["said"] == "still"
+
+
+def test_a_file_that_ends_too_early_is_no_answer(server: PeerServer, tmp_path: Path) -> None:
+    (tmp_path / "slot-0-0.bin").write_bytes(b"x" * 2000)
+    with asking(server) as peers, pytest.raises(PeerError, match=r"n1 .*slot-0-0.bin: ends at 2000"):
+        peers.read("n1", part(), memoryview(bytearray(5000)))
+
+
+@pytest.mark.parametrize(
+    "credentials", [who("n0", secret="other"), who("n0", run="run-2"), who("n0", secret="")]
+)
+def test_who_does_not_know_the_secret_of_this_run_is_shown_out(
+    server: PeerServer, credentials: Credentials
+) -> None:
+    shown_out = pytest.raises(PeerError, match=r"n1 \(127\.0\.0\.1:\d+\): ")
+    with asking(server, credentials) as peers, shown_out:
+        peers.ask("n1", {"do": "echo", "word": "a"})
+    with asking(server) as peers:
+        assert peers.ask("n1", {"do": "echo", "word": "b"})["said"] == "b"
+
+
+def test_a_node_that_is_not_the_one_meant_is_found_out() -> None:
+    other = PeerServer(HERE, who("n2"))
+    try:
+        with asking(other) as peers, pytest.raises(PeerError, match=r"n1 "):
+            peers.ask("n1", {"do": "echo"})
+    finally:
+        other.close()
+
+
+def test_an_impostor_learns_no_proof_and_is_not_believed() -> None:
+    heard: list[dict[str, object]] = []
+
+    def impostor(connection: socket.socket) -> None:
+        connection.sendall(render_line({"nonce": fresh_nonce()}))
+        heard.append(await_line(connection, time.monotonic() + 5))
+        # It can only send the other's own proof back.
+        connection.sendall(render_line({"proof": heard[0]["proof"]}))
+
+    found_out = pytest.raises(PeerError, match=r"is not node n1 of this run, or does not know its secret")
+    with listening(impostor) as address, Peers(who("n0"), {"n1": address}) as peers, found_out:
+        peers.ask("n1", {"do": "echo"})
+    assert "s3cret" not in str(heard)
+
+
+def test_strangers_who_say_nothing_do_not_keep_others_out(server: PeerServer) -> None:
+    crowd = [socket.create_connection((server.address, server.port)) for _ in range(60)]
+    try:
+        crowd[0].sendall(b"GET / HTTP/1.1\r\n" * 500)
+        with asking(server) as peers:
+            assert peers.ask("n1", {"do": "echo", "word": "in"})["said"] == "in"
+    finally:
+        for one in crowd:
+            one.close()
+
+
+@contextlib.contextmanager
+def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    """Something else than a PeerServer, for one connection."""
+    with socket.create_server((HERE, 0)) as listener:
+
+        def once() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    serve(connection)
+
+        thread = threading.Thread(target=once)
+        thread.start()
+        yield listener.getsockname()[:2]
+        thread.join()
+
+
+def let_in(connection: socket.socket) -> Frames:
+    """The handshake as node n1 makes it."""
+    nonce = fresh_nonce()
+    connection.sendall(render_line({"nonce": nonce}))
+    said = await_line(connection, time.monotonic() + 5)
+    nonces = (nonce, str(said["nonce"]))
+    connection.sendall(render_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
+    frames = Frames(connection, 5.0)
+    assert frames.hear() is not None
+    return frames
+
+
+def header(kind: int, data: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<IIQ", kind, len(data) if length is None else length, xxh3_64_intdigest(data))
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (header(2, b"right") + b"wrong", "bytes were damaged on the way"),
+        (header(2, b"right") + b"ri", "the connection ended in the middle of a frame"),
+        (header(2, b"right")[:7], "the connection ended in the middle of a frame"),
+        (b"", "the connection ended in the middle of the bytes"),
+        (header(2, b"longer") + b"longer", "6 bytes came where 5 belong"),
+        (header(2, b"", length=1 << 31), "what came is no frame"),
+        (header(1, b"nonsense") + b"nonsense", "what came is no message"),
+        (header(1, b'{"problem":"disk"}') + b'{"problem":"disk"}', "disk"),
+    ],
+)
+def test_a_stream_that_is_cut_or_damaged_is_not_taken(sent: bytes, said: str) -> None:
+    def serve(connection: socket.socket) -> None:
+        let_in(connection).say({"size": 5})
+        connection.sendall(sent)
+
+    refused = pytest.raises(PeerError, match=rf"n1 \(127\.0\.0\.1:\d+\): {said}")
+    with listening(serve) as address, Peers(who("n0"), {"n1": address}) as peers, refused:
+        peers.read("n1", part(), memoryview(bytearray(5)))
+
+
+def test_a_node_that_falls_silent_is_not_waited_for() -> None:
+    done = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        let_in(connection).say({"size": 5})
+        done.wait(10)
+
+    with listening(serve) as address, Peers(who("n0"), {"n1": address}, timeout_s=0.2) as peers:
+        with pytest.raises(PeerError, match=r"n1 .*: did not answer within 0.2 s"):
+            peers.read("n1", part(), memoryview(bytearray(5)))
+        done.set()
+
+
+def test_a_node_that_is_gone_is_named(server: PeerServer) -> None:
+    with asking(server) as peers:
+        peers.ask("n1", {"do": "echo", "word": "here"})
+        server.close()
+        with pytest.raises(PeerError, match=r"n1 \(127\.0\.0\.1:\d+\): "):
+            peers.ask("n1", {"do": "echo", "word": "gone"})
+        with pytest.raises(PeerError, match=r"n7: its address is not known here"):
+            peers.ask("n7", {"do": "echo"})
+
+
+def test_a_server_that_came_back_at_the_same_place_is_found_again() -> None:
+    """A kept connection that has ended is no reason to give up."""
+    rounds = iter(range(2))
+
+    def serve(connection: socket.socket) -> None:
+        let_in(connection).say({"round": next(rounds)})
+
+    with socket.create_server((HERE, 0)) as listener:
+
+        def twice() -> None:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    serve(connection)
+
+        thread = threading.Thread(target=twice)
+        thread.start()
+        with Peers(who("n0"), {"n1": listener.getsockname()[:2]}) as peers:
+            assert [peers.ask("n1", {"do": "echo"})["round"] for _ in range(2)] == [0, 1]
+        thread.join()
+
+
+def test_no_more_bytes_a_second_than_allowed_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, slept = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    throttle = Throttle(1e6)
+    for _ in range(5):
+        throttle.take(500_000)
+    assert slept == pytest.approx([0.5] * 4)
+
+
+def test_the_quickest_level_that_still_has_a_part_is_read(tmp_path: Path) -> None:
+    server = PeerServer(HERE, who("n1"))
+    held = []
+    levels: tuple[Level, ...] = ("local", "memory")
+    for level in levels:
+        path = tmp_path / level
+        path.write_bytes(level.encode().ljust(64))
+        one = HeldPart(0, str(path), 0, Part(0, 0, 64, 0, 0, ""))
+        held.append(Holding(Stamp(GENERATION, 3, 24, 1, 1), level, "n1", (one,)))
+    Shelf(server, lambda: held)
+    into = memoryview(bytearray(64))
+    try:
+        with asking(server) as peers:
+            peers.read("n1", part(), into)
+    finally:
+        server.close()
+    assert bytes(into).strip() == b"memory"

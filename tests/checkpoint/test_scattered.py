@@ -1,0 +1,134 @@
+"""A generation whose parts lie on several nodes, read as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.format import DamagedError, Manifest, parse_manifest
+from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.plan import RestorePlan, Source
+from hpcrun.checkpoint.scattered import Scattered
+from tests.checkpoint.generations import content_of, save
+
+RANKS = 3
+
+
+class Files:
+    """Other nodes, whose files are below a folder of their name."""
+
+    def __init__(self, root: Path, plan: RestorePlan) -> None:
+        self.root, self.plan = root, plan
+        self.asked: list[str] = []
+        self.is_closed = False
+
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        self.asked.append(node)
+        source = self.plan.sources[request["number"]]
+        assert (request["do"], source.node) == ("part", node)
+        begin = source.at + request["at"]
+        into[:] = (self.root / node / source.path).read_bytes()[begin : begin + len(into)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
+    """Make a generation and take it apart: part 0 on here, the others on n1 and n2, at odd places."""
+
+    def made(step: int = 5) -> tuple[RestorePlan, Manifest]:
+        saved = save(tmp_path / "run", step, ranks=RANKS, files=RANKS)
+        manifest = parse_manifest((saved.path / "manifest.json").read_bytes())
+        stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+        sources = []
+        for number, part in enumerate(manifest.parts):
+            node, at = f"n{number}", 4096 * number
+            data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
+            path = tmp_path / node / f"slot-{step}.bin"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(bytes(at) + data[part.start : part.start + part.size_bytes] + b"rest")
+            shown = str(path) if number == 0 else path.name
+            sources.append(Source(number, node, shown, at, part, "memory"))
+        return RestorePlan(stamp, ("memory",), tuple(sources)), manifest
+
+    return made
+
+
+Made = Callable[..., tuple[RestorePlan, Manifest]]
+
+
+def read_all(generation: Scattered) -> dict[str, bytes]:
+    found = {}
+    for tensor in generation.manifest.tensors.values():
+        for piece, place in tensor.chunks:
+            into = bytearray(piece.size_bytes)
+            generation.read(piece, place, memoryview(into))
+            found[str(piece)] = bytes(into)
+    return found
+
+
+def test_parts_of_several_nodes_are_one_generation(scatter: Made, tmp_path: Path) -> None:
+    plan, manifest = scatter()
+    remote = Files(tmp_path, plan)
+    with Scattered(plan, "n0", remote) as generation:
+        assert generation.manifest == manifest
+        found = read_all(generation)
+        assert list(generation.damages()) == []
+    pieces = [piece for tensor in manifest.tensors.values() for piece, _ in tensor.chunks]
+    assert found == {str(piece): content_of(piece, 5) for piece in pieces}
+    assert set(remote.asked) == {"n1", "n2"}
+    assert remote.is_closed
+
+
+def test_a_part_of_another_generation_is_not_taken(scatter: Made, tmp_path: Path) -> None:
+    plan, _ = scatter(5)
+    other, _ = scatter(6)
+    mixed = replace(plan, sources=(plan.sources[0], other.sources[1], plan.sources[2]))
+    with pytest.raises(DamagedError, match=r"n1: slot-6.bin at 4096: .* belongs to generation"):
+        Scattered(mixed, "n0", Files(tmp_path, mixed))
+
+
+def test_every_byte_that_is_flipped_is_noticed(scatter: Made, tmp_path: Path) -> None:
+    plan, manifest = scatter()
+    path = tmp_path / "n1" / "slot-5.bin"
+    whole = path.read_bytes()
+    for at in range(4096, 4096 + manifest.parts[1].size_bytes, 61):
+        data = bytearray(whole)
+        data[at] ^= 1
+        path.write_bytes(data)
+        try:
+            with Scattered(plan, "n0", Files(tmp_path, plan)) as generation:
+                damages = list(generation.damages())
+        except DamagedError as error:
+            damages = [str(error)]
+        assert (not damages) == _is_padding(manifest, at - 4096)
+
+
+def _is_padding(manifest: Manifest, at: int) -> bool:
+    """Whether a place of part 1 lies behind the bytes of a chunk or of the tail, before the next header."""
+    part = manifest.parts[1]
+    used = [(0, 64), (part.tail_at, part.tail_at + 64 + part.tail_bytes)]
+    used.append((part.size_bytes - 64, part.size_bytes))
+    for tensor in manifest.tensors.values():
+        used += [(p.at, p.at + 64 + piece.size_bytes) for piece, p in tensor.chunks if p.part == 1]
+    return not any(begin <= at < end for begin, end in used)
+
+
+def test_a_part_that_is_cut_short_or_gone(scatter: Made, tmp_path: Path) -> None:
+    plan, _ = scatter()
+    with pytest.raises(DamagedError, match="does not have each of its 3 parts"):
+        Scattered(replace(plan, sources=plan.sources[1:]), "n0", Files(tmp_path, plan))
+    with pytest.raises(DamagedError, match=r"n1: .* there is no way to that node"):
+        Scattered(plan, "n0", None)
+    path = Path(plan.sources[0].path)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DamagedError, match="the file ends in the header"):
+        Scattered(plan, "n0", Files(tmp_path, plan))
+    path.unlink()
+    with pytest.raises(DamagedError, match="is missing"):
+        Scattered(plan, "n0", Files(tmp_path, plan))

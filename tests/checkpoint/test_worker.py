@@ -1,0 +1,245 @@
+"""The drain worker as a process: what ranks and host hear of it, and what is left when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.format import HEADER_BYTES
+from hpcrun.checkpoint.levels import parse_holding
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
+from tests.checkpoint.killed_writer import whole_steps
+from tests.checkpoint.workers import Host, Rank, ranks_of
+
+MakeHost = Callable[..., Host]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    path = tmp_path / "some-run"
+    (path / "checkpoints").mkdir(parents=True)
+    return RunDir(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, run: RunDir) -> Iterator[MakeHost]:
+    hosts: list[Host] = []
+
+    def start(node: str = "n1", attempt: int = 1, **spec: Any) -> Host:
+        host = Host(tmp_path, run, node)
+        hosts.append(host)
+        host.configure(attempt, **spec)
+        return host
+
+    yield start
+    for host in hosts:
+        host.kill()
+
+
+def prove(holding: dict[str, Any], step: int) -> None:
+    """Every part that is told of is there, with the right bytes at the right places."""
+    held = parse_holding(json.loads(json.dumps(holding)))
+    assert held.stamp.step == step
+    for one in held.parts:
+        data = Path(one.path).read_bytes()[one.at :][: one.part.size_bytes]
+        assert len(data) == one.part.size_bytes
+        assert data[-HEADER_BYTES:][:4] == b"HPCK"
+
+
+def test_a_save_goes_through_the_levels(start: MakeHost, run: RunDir, tmp_path: Path) -> None:
+    host = start(local=str(tmp_path / "disk"), keep=1)
+    ranks = ranks_of(host, (0, 1), 2)
+    stamps = [rank.save(2, ["local", "durable"]) for rank in ranks]
+    for rank in ranks:
+        assert rank.wait("sealed")["generation"] == stamps[0].generation
+        assert [rank.wait("stored")["level"] for _ in range(2)] == ["local", "durable"]
+    assert host.wait("sealed")["step"] == 2
+    told = [host.wait("stored") for _ in range(2)]
+    assert [one["problem"] for one in told] == [None, None]
+    assert told[1]["facts"]["path"] == str(run.checkpoints / "step-00000002")
+    assert whole_steps(run.checkpoints) == ([2], [])
+    memory, local = host.holdings()
+    assert (memory["level"], local["level"]) == ("memory", "local")
+    for holding in (memory, local):
+        assert [one["number"] for one in holding["parts"]] == [0, 1]
+        prove(holding, 2)
+    images = [Path(part["path"]).read_bytes()[part["at"] :] for part in local["parts"]]
+    for part, image in zip(memory["parts"], images, strict=True):
+        size = part["part"]["size_bytes"]
+        assert Path(part["path"]).read_bytes()[:size] == image[:size]
+    assert host.end() == 0
+    assert not (host.arena / "drain.sock").exists()
+
+
+def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
+    hosts = [start("n1"), start("n2")]
+    nodes = [ranks_of(hosts[0], (0, 1), 4, 0), ranks_of(hosts[1], (2, 3), 4, 1)]
+    published = None
+    for step in (2, 4, 6):
+        for rank in (*nodes[0], *nodes[1]):
+            rank.save(step, ["durable"], published)
+        for rank in (*nodes[0], *nodes[1]):
+            rank.wait("sealed")
+            rank.wait("stored", level="durable")
+        published = step
+    assert whole_steps(run.checkpoints) == ([4, 6], [])
+    assert [one.world_size for one in saved_steps(run.checkpoints)] == [4, 4]
+
+
+def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run: RunDir) -> None:
+    host = start()
+    ranks = ranks_of(host, (0, 1), 2)
+    for rank in ranks:
+        rank.save(2, [])
+    for rank in ranks:
+        rank.wait("sealed")
+    claimed = ranks[0].claim(4, 2)
+    ranks[0].copy(claimed["slot"], 4)
+    host.kill()
+    (host.arena / "slot-0-0.json.garbage").write_text("{}")
+    again = start()
+    (held,) = again.holdings()
+    prove(held, 2)
+    assert [one["number"] for one in held["parts"]] == [0, 1]
+    new = ranks_of(again, (0, 1), 2)
+    assert [rank.slots for rank in new] == [rank.slots for rank in ranks], "mapped by ranks that live on"
+    stale = new[0].tell_filled(claimed["slot"], 4, ["durable"])
+    failed = new[0].wait("failed")
+    assert (failed["generation"], failed["level"]) == (stale.generation, "memory")
+    assert "is not claimed" in failed["why"]
+    for rank in new:
+        assert rank.save(6, ["durable"], 2)
+    for rank in new:
+        rank.wait("stored", level="durable")
+    assert {one["stamp"]["step"] for one in again.holdings()} == {2, 6}, "the published one was spared"
+    assert whole_steps(run.checkpoints)[0] == [6]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.03, 0.1])
+def test_killed_at_any_moment_nothing_wrong_is_told_of(
+    start: MakeHost, run: RunDir, tmp_path: Path, delay: float
+) -> None:
+    local = str(tmp_path / "disk")
+    host = start(local=local)
+    ranks = ranks_of(host, (0, 1), 2)
+    for rank in ranks:
+        rank.save(2, ["local", "durable"])
+    for rank in ranks:
+        rank.wait("stored", level="durable")
+    for rank in ranks:
+        rank.save(4, ["local", "durable"], 2)
+    signal.sigtimedwait([], delay)
+    host.kill()
+    whole, problems = whole_steps(run.checkpoints)
+    assert whole in ([2], [2, 4])
+    assert problems == []
+    again = start(local=local)
+    for holding in again.holdings():
+        prove(holding, holding["stamp"]["step"])
+    for rank in ranks_of(again, (0, 1), 2):
+        rank.save(6, ["local", "durable"], 2)
+    again.wait("stored", level="durable", problem=None)
+    assert whole_steps(run.checkpoints)[0][-1] == 6
+
+
+def test_another_node_does_not_wait_for_a_worker_that_was_lost(start: MakeHost, run: RunDir) -> None:
+    hosts = [start("n1"), start("n2")]
+    nodes = [ranks_of(hosts[0], (0, 1), 4, 0), ranks_of(hosts[1], (2, 3), 4, 1)]
+    for rank in nodes[0]:
+        rank.save(2, ["durable"])
+    for rank in nodes[1]:
+        rank.save(2, [])
+        rank.wait("sealed")
+    hosts[1].kill()
+    start("n2")
+    assert "the drain worker was lost" in nodes[0][0].wait("failed", level="durable")["why"]
+    assert saved_steps(run.checkpoints) == []
+
+
+def test_a_rank_that_dies_leaves_garbage_that_is_used_again(start: MakeHost) -> None:
+    host = start()
+    ranks = ranks_of(host, (0, 1), 2)
+    ranks[0].save(2, ["durable"])
+    ranks[0].wait("sealed")
+    ranks[1].claim(2)
+    ranks[1].close()
+    failed = ranks[0].wait("failed", level="memory")
+    assert "rank 1 is gone" in failed["why"]
+    assert host.wait("failed")["step"] == 2
+    host.configure(2)
+    for rank in ranks_of(host, (0, 1), 2):
+        rank.save(4, ["durable"], attempt=2)
+    assert host.wait("stored")["problem"] is None
+
+
+def test_the_levels_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -> None:
+    host = Host(run.path.parent, run, "n1")
+    try:
+        ready = host.configure(local="$NOWHERE_AT_ALL/x")
+        assert ready["levels"] == ["memory", "durable"]
+        assert "NOWHERE_AT_ALL" in ready["missing"]["local"]
+        assert "NOWHERE_AT_ALL" in host.wait("log")["text"]
+        for rank in ranks_of(host, (0,), 1):
+            rank.save(2, ["local", "parity", "durable"])
+            assert "is not set" in rank.wait("failed", level="local")["why"]
+            assert rank.wait("failed", level="parity")["why"] == "this worker has no level parity"
+            rank.wait("stored", level="durable")
+    finally:
+        host.kill()
+
+
+def test_a_full_disk_of_the_node_does_not_keep_a_save_from_the_run_directory(
+    start: MakeHost, run: RunDir, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").write_text("no directory")
+    host = start(local=str(tmp_path / "disk"))
+    (rank,) = ranks_of(host, (0,), 1)
+    rank.save(2, ["local", "durable"])
+    assert host.wait("stored", level="local")["problem"]
+    assert host.wait("stored", level="durable")["problem"] is None
+
+
+def test_nonsense_is_answered(start: MakeHost) -> None:
+    host = start()
+    host.say(do="dance")
+    assert "unknown verb dance" in host.wait("error")["why"]
+    host.say(what=1)
+    assert host.wait("error")
+    host.say(do="rebuild", id=4)
+    assert host.wait("rebuilt", id=4)["problem"] == "this worker talks to no other nodes"
+    rank = Rank(host, 0, (0,), 1)
+    for order in ({"do": "sing"}, {"do": "plan", "key": "k"}, {"do": "claim"}):
+        rank.say(**order)
+        assert rank.wait("error")
+    rank.say(do="claim", generation="00", step=1, published=None)
+    assert rank.wait("busy")["why"] == "rank 0 has reserved no slot"
+    host.process.send_signal(signal.SIGTERM)
+    assert host.holdings() == [], "Slurm's signals are not meant for the worker"
+
+
+def test_one_slot_is_not_taken_from_the_only_copy(start: MakeHost) -> None:
+    host = start()
+    (rank,) = ranks_of(host, (0,), 1, slots=1)
+    rank.save(2, [])
+    rank.wait("sealed")
+    busy = rank.claim(4, 2)
+    assert busy["kind"] == "busy"
+    assert "slot-0-0.bin holds the only copy of step 2" in busy["why"]
+    host.say(do="release", keep=[])
+    host.holdings()
+    assert rank.claim(4, 2)["kind"] == "claimed"
+
+
+def test_the_end_of_its_host_is_the_end_of_it(start: MakeHost) -> None:
+    first, second = start("n1"), start("n2")
+    assert first.end() == 0
+    second.say(do="end")
+    assert second.process.wait(20) == 0
+    assert os.path.isdir(first.arena)  # noqa: PTH112

@@ -1,0 +1,112 @@
+"""Drain workers and their hosts, and what a supervisor makes of what they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun import process
+from hpcrun.launch.vault import host as hosts
+from hpcrun.launch.vault.host import DrainHost, split
+from hpcrun.launch.vault.sweep import leads
+from hpcrun.specs.rundir import RunDir
+
+PROGRAM = Path(__file__).with_name("drain_program.py")
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found
+
+
+class Listener:
+    """A host, and what it says."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.said: list[dict[str, Any]] = []
+        run = RunDir(tmp_path / "run")
+        run.path.mkdir()
+        environ = os.environ | {"HPCRUN_RUN_ID": run.id, "HPCRUN_ATTEMPT": "1"}
+        command = (sys.executable, str(PROGRAM), str(tmp_path))
+        self.host = DrainHost(run, "n1", self.said.append, environ, command)
+
+    def hears(self, kind: str) -> list[dict[str, Any]]:
+        self.host.look()
+        return [one["told"] for one in self.said if one["told"]["kind"] == kind]
+
+
+@pytest.fixture
+def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(hosts, "_FIRST_PAUSE_S", 0.05)
+    made = Listener(tmp_path)
+    yield made
+    made.host.close()
+
+
+def test_a_worker_starts_with_the_first_word_and_ends_with_its_host(listener: Listener) -> None:
+    host = listener.host
+    assert host.pids == []
+    host.obey({"do": "configure", "node": "n1"})
+    (ready,) = until(lambda: listener.hears("ready"))
+    (pid,) = host.pids
+    assert ready["port"] == pid
+    assert process.environment_of(pid).keys().isdisjoint({"HPCRUN_RUN_ID", "HPCRUN_ATTEMPT"})
+    host.close()
+    assert process.identify(pid) is None
+
+
+def test_a_worker_that_dies_is_told_and_comes_back_as_it_was_configured(
+    listener: Listener, tmp_path: Path
+) -> None:
+    host = listener.host
+    host.obey({"do": "configure", "node": "n1", "attempt": 3})
+    (first,) = host.pids
+    host.obey({"do": "die"})
+    (died,) = until(lambda: listener.hears("died"))
+    assert (died["status"], died["why"]) == (3, "something went wrong")
+    until(lambda: len(listener.hears("ready")) == 2)
+    (second,) = host.pids
+    assert second != first
+    host.obey({"do": "inventory", "id": 7})
+    until(lambda: listener.hears("inventory"))
+    orders = [json.loads(line) for line in (tmp_path / "n1.log").read_text().splitlines()]
+    assert [one["do"] for one in orders] == ["configure", "die", "configure", "inventory"]
+    # The next time it takes longer.
+    host.obey({"do": "die"})
+    until(lambda: len(listener.hears("died")) == 2)
+    assert [one["again_s"] for one in listener.hears("died")] == [0.05, 0.2]
+
+
+def test_a_long_inventory_is_told_in_pieces() -> None:
+    holdings = [{"number": n, "text": "x" * 100} for n in range(50)]
+    pieces = list(split({"kind": "inventory", "id": 1, "holdings": holdings}, most_bytes=1000))
+    assert [one["more"] for one in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert [one for piece in pieces for one in piece["holdings"]] == holdings
+    assert max(len(json.dumps(piece)) for piece in pieces) < 1200
+    assert list(split({"kind": "inventory", "id": 1, "holdings": []})) == [
+        {"kind": "inventory", "id": 1, "holdings": [], "more": False}
+    ]
+
+
+def test_a_run_that_is_over_or_whose_lease_stands_still_leads_no_more(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    assert not leads(run)
+    run.path.mkdir()
+    assert not leads(run)
+    run.lease.write_text("{}\n")
+    assert leads(run)
+    os.utime(run.lease, (time.time() - 3600,) * 2)
+    assert not leads(run)
+    run.lease.touch()
+    run.exit.write_text("{}")
+    assert not leads(run)

@@ -1,0 +1,153 @@
+"""A drain worker in a thread, which stores nothing before a test lets it, and can be taken away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpcrun.checkpoint.durable import DurableStation
+from hpcrun.checkpoint.format import Piece
+from hpcrun.checkpoint.levels import Load, SealedPart, Stamp, Stored
+from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal
+
+
+class StandIn:
+    """Serves the ranks of one node, in the words of the real one; its slots are files in a folder."""
+
+    patience_s = 0.2
+
+    def __init__(self, folder: Path, checkpoints: Path) -> None:
+        self.folder, self.station = folder, DurableStation(checkpoints, keep=5)
+        self.said: list[dict[str, Any]] = []
+        self.stores = threading.Event()
+        self.stores.set()
+        self.refuses = ""
+        self._server: socket.socket | None = None
+        self._lines: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self.start()
+
+    def socket(self) -> Path:
+        return self.folder / "drain.sock"
+
+    def offers(self, level: str) -> bool:
+        return level == "durable"
+
+    def close(self) -> None:
+        """Nothing of a rank's."""
+
+    def start(self) -> None:
+        self.socket().unlink(missing_ok=True)
+        self._server = socket.socket(socket.AF_UNIX)
+        self._server.bind(str(self.socket()))
+        self._server.listen()
+        self._thread(self._accept, self._server)
+
+    def kill(self) -> None:
+        """As a SIGKILL looks from the ranks: lines end, nobody listens."""
+        self.stores.set()
+        for one in [*self._lines, *([self._server] if self._server else [])]:
+            one.close() if one is not self._server else one.shutdown(socket.SHUT_RDWR)
+        for line in self._lines:
+            line.close()
+        if self._server:
+            self._server.close()
+        self._server, self._lines = None, []
+        self.socket().unlink(missing_ok=True)
+        for thread in self._threads:
+            thread.join(10)
+        self._threads = []
+
+    def _thread(self, action: Callable[..., None], *words: Any) -> None:
+        thread = threading.Thread(target=action, args=words, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            try:
+                line, _ = server.accept()
+            except OSError:
+                return
+            self._lines.append(line)
+            self._thread(_Rank(self, line).serve)
+
+
+class _Rank:
+    def __init__(self, worker: StandIn, line: socket.socket) -> None:
+        self.worker, self.line = worker, line
+        self.paths: list[Path] = []
+        self.plans: dict[int, SlotPlan] = {}
+        self.busy: dict[int, str] = {}
+        self.sealed: dict[int, str] = {}
+
+    def serve(self) -> None:
+        try:
+            for text in self.line.makefile("r"):
+                told = json.loads(text)
+                self.worker.said.append(told)
+                answer = getattr(self, told["do"])(told)
+                if answer is not None:
+                    self.tell(answer)
+        except (OSError, ValueError):
+            return
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.line.sendall(json.dumps(message).encode() + b"\n")
+
+    def reserve(self, told: dict[str, Any]) -> dict[str, Any]:
+        if self.worker.refuses:
+            return {"kind": "refused", "why": self.worker.refuses}
+        self.paths = [self.worker.folder / f"slot-{told['rank']}-{k}.bin" for k in range(told["slots"])]
+        for path in self.paths:
+            path.write_bytes(bytes(told["size_bytes"]))
+        return {"kind": "reserved", "slots": [str(path) for path in self.paths]}
+
+    def plan(self, told: dict[str, Any]) -> dict[str, Any]:
+        pieces = [Piece(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
+        self.plans[told["key"]] = plan_slot(told["rank"], pieces, told["file"], told["start"])
+        return {"kind": "planned"}
+
+    def claim(self, told: dict[str, Any]) -> dict[str, Any]:
+        for slot in range(len(self.paths)):
+            is_only = self.sealed.get(slot) == told["published"] and told["published"] is not None
+            if slot not in self.busy and not (is_only and len(self.paths) > 1):
+                self.sealed.pop(slot, None)
+                return {"kind": "claimed", "slot": slot}
+        return {"kind": "busy", "why": "all slots are on their way"}
+
+    def degrade(self, told: dict[str, Any]) -> None:
+        self.worker.stores.set()
+
+    def filled(self, told: dict[str, Any]) -> None:
+        slot, stamp = told["slot"], Stamp(**told["stamp"])
+        self.busy[slot] = stamp.generation
+        plan = self.plans[told["key"]]
+        image = bytearray(self.paths[slot].read_bytes())
+        part = seal(memoryview(image)[: plan.layout.size_bytes], bytes.fromhex(stamp.generation), plan)
+        with self.paths[slot].open("r+b") as file:
+            file.write(image)
+        self.sealed[slot] = stamp.generation
+        self.tell({"kind": "sealed", "generation": stamp.generation})
+        whole = SealedPart(told["rank"], part, memoryview(image)[: part.size_bytes], str(self.paths[slot]))
+        self.worker._thread(self.store, slot, Load(stamp, (whole,)), told["levels"])
+
+    def store(self, slot: int, load: Load, levels: list[str]) -> None:
+        self.worker.stores.wait(20)
+        problem = None
+        if "durable" in levels and self.worker._server is not None:
+            try:
+                self.worker.station.store(load)
+            except OSError as error:
+                problem = str(error)
+        self.busy.pop(slot, None)
+        try:
+            for level in levels:
+                stored = Stored(load.stamp, level, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
+                self.tell({"kind": "stored", **{**vars(stored), "stamp": vars(load.stamp)}})
+        except OSError:
+            return
