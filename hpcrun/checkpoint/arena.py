@@ -177,8 +177,8 @@ class Arena:
         """Make the slots that are missing; False, with nothing made, where the space is not there."""
         made: list[Slot] = []
         try:
-            for rank, number in wanted.items():
-                made += [self._make(rank, padded(sizes[rank], PART_ALIGN)) for _ in range(number)]
+            for rank in [rank for rank, number in wanted.items() for _ in range(number)]:
+                made.append(self._make(rank, padded(sizes[rank], PART_ALIGN)))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
                 raise

@@ -288,7 +288,7 @@ class _Work:
         if len(digests) == len(chunks):
             places = [place for _, place in chunks]
             pieces, at = [piece for piece, _ in chunks], [place.at for place in places]
-            tail = render_tail(number, pieces, at, [digests[place] for place in places])
+            tail = render_tail(pieces, at, [digests[place] for place in places])
             if xxh3_64_hexdigest(tail) == part.tail_hash:
                 self._touched.add(part.file)
                 self._told.mended.append((f"tail of part {number}", "made again from its chunks' headers"))

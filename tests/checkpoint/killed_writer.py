@@ -15,13 +15,17 @@ from typing import NamedTuple
 
 from hpcrun.checkpoint.commit import find_garbage, remove, retire, set_aside
 from hpcrun.checkpoint.copies import DirectoryCopy
+from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.exchange import copy_in
 from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.levels import HeldPart
+from hpcrun.checkpoint.local import LocalStation
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.repair import damaged_generations, repair
 from hpcrun.specs.saves import Saved, read_save, read_saves
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save
+from tests.checkpoint.loads import load_of
 
 
 def _base(root: Path) -> None:
@@ -49,6 +53,13 @@ def save_and_retire(root: Path) -> None:
     """What training does: save, then delete the oldest of three."""
     save(root, 6, files=2)
     retire(root, 2)
+
+
+def drain_and_retire(root: Path) -> None:
+    """The same by a drain worker, over the node's own disk."""
+    load = load_of(6, range(2), 2, 0)
+    LocalStation(str(root / "disk"), "run", "n1").store(load)
+    DurableStation(root, keep=2).store(load)
 
 
 def save_over_damage(root: Path) -> None:
@@ -92,6 +103,7 @@ class Scenario(NamedTuple):
 
 SCENARIOS = {
     "save_and_retire": Scenario(with_leftovers, save_and_retire),
+    "drain_and_retire": Scenario(with_leftovers, drain_and_retire),
     "save_over_damage": Scenario(with_damage, save_over_damage),
     "put_away": Scenario(with_damage, put_away),
     "mend": Scenario(with_damage, mend, mend),
@@ -121,6 +133,12 @@ def whole_steps(root: Path) -> tuple[list[int], list[str]]:
     return whole, problems
 
 
+def prove(held: HeldPart) -> bool:
+    """Whether a part on a node's own disk is there as its writer has it."""
+    (whole,) = (one for one in load_of(6, range(2), 2, 0).parts if one.number == held.number)
+    return Path(held.path).read_bytes()[held.at :][: held.part.size_bytes] == whole.image
+
+
 def main(directory: str, name: str) -> None:
     """All deaths of a scenario."""
     top, scenario = Path(directory), SCENARIOS[name]
@@ -136,6 +154,9 @@ def main(directory: str, name: str) -> None:
             died = tracing.run(lambda root=root: scenario.action(root), at, how)  # type: ignore[misc]
             assert died.killed, died
             whole, problems = whole_steps(root)
+            local = LocalStation(str(root / "disk"), "run", "n1")
+            assert all(prove(one) for holding in local.holdings() for one in holding.parts)
+            shutil.rmtree(root / "disk", ignore_errors=True)
             if scenario.again is not None:
                 scenario.again(root)
                 left = [str(step) for step in whole_steps(root)[0]]

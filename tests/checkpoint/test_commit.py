@@ -38,6 +38,7 @@ def names(path: Path) -> list[str]:
     ("scenario", "always", "least", "left"),
     [
         ("save_and_retire", {4}, 28, ["step-00000008"]),
+        ("drain_and_retire", {4}, 40, ["step-00000008"]),
         ("save_over_damage", {2, 4}, 20, ["step-00000008"]),
         ("put_away", {2, 4}, 2, ["step-00000008"]),
         ("mend", {2, 4}, 30, ["2", "4", "6"]),
@@ -62,14 +63,14 @@ def test_killed_at_any_call_the_old_or_the_new_save_is_whole(
     assert done.returncode == 0, done.stderr
     deaths = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(deaths) >= least
-    if scenario == "save_and_retire":
+    if scenario.endswith("_and_retire"):
         calls = {one["call"] for one in deaths}
         assert {"openat", "write", "fsync", "rename", "unlinkat", "mkdir"} <= calls
         assert any(call.startswith("pwrite") for call in calls)
     for death in deaths:
         assert always <= set(death["whole"]), death
         assert death["left"] == left, death
-        if scenario == "save_and_retire":
+        if scenario.endswith("_and_retire"):
             assert death["problems"] == [], "a save that was cut short does not even look like one"
     if scenario not in ("put_away", "clean_up"):
         assert {6 in death["whole"] for death in deaths} == {True, False}

@@ -1,0 +1,254 @@
+"""The way of a save through the stations: order, what fails on it, what is left behind, what is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.arena import Arena, make_folder
+from hpcrun.checkpoint.desk import Desk
+from hpcrun.checkpoint.drain import Drain
+from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
+from hpcrun.errors import SiteError
+from tests.checkpoint.generations import content_of
+from tests.checkpoint.loads import fill, plans_of, stamp_of
+
+
+class Slow:
+    """A station that stores when it is told to, and remembers everything."""
+
+    def __init__(self, level: Level) -> None:
+        self.level = level
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun: list[int] = []
+        self.stored: list[Load] = []
+        self.abandoned: list[tuple[int, list[int], str]] = []
+        self.problem: str | None = None
+
+    def store(self, load: Load) -> dict[str, Any]:
+        self.begun.append(load.stamp.step)
+        assert self.gate.wait(20)
+        if self.problem:
+            raise SiteError(self.problem)
+        self.stored.append(load)
+        return {}
+
+    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+        self.abandoned.append((stamp.step, list(numbers), why))
+
+    def holdings(self) -> list[Holding]:
+        if self.level in ("durable", "object"):
+            return []
+        parts = [
+            tuple(HeldPart(part.number, "", 0, part.part) for part in load.parts) for load in self.stored
+        ]
+        return [
+            Holding(load.stamp, self.level, "n", held) for load, held in zip(self.stored, parts, strict=True)
+        ]
+
+    def retain(self, generations: Collection[str]) -> None:
+        self.stored = [load for load in self.stored if load.stamp.generation in generations]
+
+
+class Node:
+    """A worker without its process: two ranks, a desk and a drain."""
+
+    def __init__(self, tmp_path: Path, slots: int = 2) -> None:
+        self.stations: dict[Level, Slow] = {level: Slow(level) for level in ("local", "parity", "durable")}
+        self.host: list[dict[str, Any]] = []
+        self.heard: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
+        self.sends = {rank: self.heard[rank].append for rank in self.heard}
+        self.desk = Desk(self.host.append)
+        arena = Arena(make_folder(tmp_path, tmp_path / "r", "r", "n"))
+        self.drain = Drain(arena, self.desk, lambda: None)
+        self.checkpoints, self.hurry = tmp_path / "checkpoints", threading.Event()
+        self.configure(1)
+        self.plans = plans_of((0, 1), 2, 0)
+        for rank, (pieces, plan) in enumerate(self.plans):
+            told = [list(piece) for piece in pieces]
+            self.ask(rank, do="plan", key="k", pieces=told, file=plan.file, start=plan.start)
+            self.ask(rank, do="reserve", size_bytes=plan.layout.size_bytes, slots=slots, ranks=[0, 1])
+
+    def configure(self, attempt: int) -> None:
+        stations: dict[Level, Station] = dict(self.stations.items())
+        self.hurry = threading.Event() if attempt > 1 else self.hurry
+        self.drain.configure(stations, {"object": "no such store"}, self.checkpoints, self.hurry)
+        self.desk.open(self.drain, attempt)
+
+    def ask(self, rank: int, **message: Any) -> None:
+        self.desk.hear({"rank": rank} | message, self.sends[rank])
+
+    def claim(self, rank: int, step: int, published: int | None = None) -> dict[str, Any]:
+        before = None if published is None else stamp_of(published, 2).generation
+        self.ask(rank, do="claim", generation=stamp_of(step, 2).generation, step=step, published=before)
+        return self.heard[rank][-1]
+
+    def fill(self, rank: int, step: int, levels: Sequence[str], slot: int) -> None:
+        pieces, plan = self.plans[rank]
+        image = self.drain.arena.slots[rank][slot].image(plan.layout.size_bytes)
+        fill(image, plan, [content_of(piece, step) for piece in pieces])
+        self.ask(rank, do="filled", slot=slot, key="k", stamp=asdict(stamp_of(step, 2)), levels=list(levels))
+
+    def save(self, step: int, levels: Sequence[str], published: int | None = None) -> None:
+        for rank in (0, 1):
+            claimed = self.claim(rank, step, published)
+            assert claimed["kind"] == "claimed", claimed
+            self.fill(rank, step, levels, claimed["slot"])
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            self.drain.settle()
+            time.sleep(0.001)
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.host if one["kind"] == kind]
+
+    def until_stored(self, count: int) -> list[tuple[int, str, str | None]]:
+        self.until(lambda: len(self.told("stored")) == count)
+        return [(one["stamp"]["step"], one["level"], one["problem"]) for one in self.told("stored")]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path)
+    yield node
+    for station in node.stations.values():
+        station.gate.set()
+    node.drain.close()
+
+
+def test_level_after_level_and_save_after_save(node: Node) -> None:
+    node.save(2, ["durable", "parity", "local"])
+    node.save(4, ["durable"])
+    assert node.until_stored(4) == [
+        (2, "local", None),
+        (2, "parity", None),
+        (2, "durable", None),
+        (4, "durable", None),
+    ]
+    (load, _) = node.stations["durable"].stored
+    assert [one.number for one in load.parts] == [0, 1]
+    assert [one["step"] for one in node.told("sealed")] == [2, 4]
+    for rank in (0, 1):
+        kinds = [one["kind"] for one in node.heard[rank]]
+        assert kinds.count("sealed") == 2
+        assert kinds.count("stored") == 4
+
+
+def test_one_level_that_fails_does_not_stop_the_next(node: Node) -> None:
+    node.stations["parity"].problem = "a peer does not answer"
+    node.save(2, ["local", "parity", "durable", "object"])
+    assert node.until_stored(4) == [
+        (2, "local", None),
+        (2, "parity", "a peer does not answer"),
+        (2, "durable", None),
+        (2, "object", "no such store"),
+    ]
+    failed = [one for one in node.heard[1] if one["kind"] == "failed"]
+    assert [(one["level"], one["why"]) for one in failed] == [
+        ("parity", "a peer does not answer"),
+        ("object", "no such store"),
+    ]
+
+
+def test_a_slot_stays_as_it_is_while_it_is_on_its_way(node: Node) -> None:
+    node.stations["durable"].gate.clear()
+    node.save(2, ["durable"])
+    node.save(4, ["durable"], published=2)
+    busy = node.claim(0, 6, published=4)
+    assert busy["kind"] == "busy"
+    assert busy["why"].count("is on its way to the next level") == 2
+    node.stations["durable"].gate.set()
+    node.until_stored(2)
+    node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+    assert node.claim(0, 6, published=4)["kind"] == "claimed"
+
+
+def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node) -> None:
+    local, durable = node.stations["local"], node.stations["durable"]
+    local.gate.clear()
+    node.save(2, ["local", "durable"])
+    node.save(4, ["local", "durable"], published=2)
+    node.until(lambda: local.begun == [2])
+    node.ask(0, do="degrade")
+    assert node.claim(0, 6, published=4)["kind"] == "busy"
+    assert node.claim(1, 6, published=4)["kind"] == "busy"
+    for rank in (0, 1, 0):
+        node.ask(rank, do="degrade")
+    local.gate.set()
+    assert node.until_stored(4) == [
+        (2, "local", None),
+        (2, "durable", "left behind: a newer save was due"),
+        (4, "local", None),
+        (4, "durable", None),
+    ]
+    assert durable.abandoned == [(2, [0, 1], "left behind: a newer save was due")]
+
+
+def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> None:
+    assert node.claim(0, 2)["kind"] == "claimed"
+    assert node.claim(1, 2)["kind"] == "claimed"
+    node.fill(0, 2, ["durable"], 0)
+    node.desk.leave(1, node.sends[1])
+    node.until(lambda: bool(node.stations["durable"].abandoned))
+    assert node.stations["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
+    node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+    assert node.heard[0][-1]["kind"] in ("failed", "sealed")
+    assert node.stations["durable"].stored == []
+    node.ask(1, do="plan", key="k", pieces=[list(p) for p in node.plans[1][0]], file=0, start=0)
+    assert node.claim(1, 2)["kind"] == "claimed"
+    node.fill(1, 2, ["durable"], 0)
+    assert "another rank of this node" in node.heard[1][-1]["why"]
+
+
+def test_each_node_keeps_the_published_state_and_what_is_newer(node: Node) -> None:
+    local = node.stations["local"]
+    for step, published in ((2, None), (4, 2), (6, 2), (8, 2), (10, 8)):
+        node.save(step, ["local"], published)
+        node.until(lambda step=step: len(node.told("stored")) == step // 2)  # type: ignore[misc]
+        node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+    assert [load.stamp.step for load in local.stored] == [8, 10]
+
+
+def test_the_next_attempt_does_not_wait_for_the_last(node: Node) -> None:
+    durable = node.stations["durable"]
+    durable.gate.clear()
+    node.save(2, ["durable", "object"])
+    node.until(lambda: durable.begun == [2])
+    hurry = node.hurry
+    node.configure(2)
+    assert hurry.is_set()
+    durable.gate.set()
+    assert node.until_stored(2) == [(2, "durable", None), (2, "object", "no such store")]
+
+
+def test_the_end_comes_after_what_has_begun(node: Node) -> None:
+    local = node.stations["local"]
+    local.gate.clear()
+    node.save(2, ["local", "durable"])
+    node.until(lambda: local.begun == [2])
+    threading.Timer(0.05, local.gate.set).start()
+    node.drain.close()
+    assert [(one["level"], one["problem"]) for one in node.told("stored")] == [
+        ("local", None),
+        ("durable", "the worker ends"),
+    ]
+
+
+def test_ranks_that_disagree_about_who_they_are_wait_until_they_agree(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    kinds = [one["kind"] for one in node.heard[0]]
+    node.ask(0, do="reserve", size_bytes=4096, slots=2, ranks=[0])
+    assert [one["kind"] for one in node.heard[0]][len(kinds) :] == ["reserved"]
+    node.ask(1, do="reserve", size_bytes=4096, slots=2, ranks=[0])
+    assert "beside ranks [0]" in node.heard[1][-1]["why"]
+    node.drain.close()

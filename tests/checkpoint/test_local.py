@@ -1,0 +1,93 @@
+"""The node's own disk: sealed bytes as they are, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.local import LocalStation
+from hpcrun.errors import SiteError
+from tests.checkpoint.loads import load_of, stamp_of
+
+
+def steps(found: list[Holding]) -> list[int]:
+    return [one.stamp.step for one in found]
+
+
+def test_the_sealed_bytes_are_what_lies_there(tmp_path: Path) -> None:
+    station = LocalStation(str(tmp_path), "sweep/3", "n1")
+    load = load_of(2, (0, 1), 2, 0)
+    facts = station.store(load)
+    assert facts["path"].startswith(str(tmp_path / "sweep+3" / "n1" / "step-00000002."))
+    (held,) = LocalStation(str(tmp_path), "sweep/3", "n1").holdings()
+    assert (held.stamp, held.level, held.node) == (load.stamp, "local", "n1")
+    for one, sealed in zip(held.parts, load.parts, strict=True):
+        assert one.at % 4096 == 0
+        assert one.part == sealed.part
+        assert Path(one.path).read_bytes()[one.at :][: one.part.size_bytes] == sealed.image
+
+
+def test_variables_and_home_are_known_and_unknown_ones_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert LocalStation("$NVME/x", "r", "n").folder == tmp_path / "x" / "r" / "n"
+    assert LocalStation("~/x", "r", "n").folder == tmp_path / "home" / "x" / "r" / "n"
+    with pytest.raises(SiteError, match=r"checkpoint.local: \$NO_SUCH/x: names a variable that is not set"):
+        LocalStation("$NO_SUCH/x", "r", "n")
+
+
+def test_what_is_let_go_is_gone_and_so_is_what_nobody_knows(tmp_path: Path) -> None:
+    station = LocalStation(str(tmp_path), "r", "n")
+    for step in (2, 4, 6):
+        station.store(load_of(step, (0,), 1, 0))
+    (station.folder / "step-00000003.00ff.bin").write_bytes(b"x")
+    station.retain([stamp_of(step, 1).generation for step in (4, 6)])
+    assert steps(station.holdings()) == [4, 6]
+    assert len(list(station.folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "record"])
+def test_what_is_not_whole_is_not_held(tmp_path: Path, damage: str) -> None:
+    station = LocalStation(str(tmp_path), "r", "n")
+    station.store(load_of(2, (0,), 1, 0))
+    path = Path(station.store(load_of(4, (0,), 1, 0))["path"])
+    match damage:
+        case "truncated":
+            os.truncate(path, path.stat().st_size - 1)
+        case "longer":
+            os.truncate(path, path.stat().st_size + 4096)
+        case "missing":
+            path.unlink()
+        case _:
+            record = path.with_suffix(".json")
+            record.write_text(record.read_text().replace('"position": 32', '"position": 33'))
+    assert steps(station.holdings()) == [2]
+
+
+def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    station = LocalStation(str(tmp_path), "r", "n")
+    station.store(load_of(2, (0, 1), 2, 0))
+    before = sorted(station.folder.iterdir())
+    true, calls = os.pwrite, []
+
+    def full(descriptor: int, data: bytes, position: int) -> int:
+        calls.append(position)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(descriptor, data, position)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            station.store(load_of(4, (0, 1), 2, 0))
+    assert sorted(station.folder.iterdir()) == before
+    (station.folder / "step-00000003.00ff.aside").write_bytes(b"of a killed worker")
+    station.store(load_of(6, (0, 1), 2, 0))
+    assert steps(station.holdings()) == [2, 6]
+    assert len(list(station.folder.iterdir())) == 4
