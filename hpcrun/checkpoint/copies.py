@@ -46,8 +46,15 @@ class Copy(Protocol):
     def name(self) -> str:
         """What a person is told: a directory, a level of a node."""
 
-    def small(self, name: str) -> bytes | None:
-        """A small file of the generation, as it is found there; None where there is none."""
+    @property
+    def generation(self) -> str | None:
+        """Which generation it is of; None where that is not known."""
+
+    def manifest(self) -> bytes | None:
+        """The manifest, as it is found there; None where there is none."""
+
+    def record(self) -> Saved | None:
+        """The commit record, where the copy has one."""
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part; False where there are not as many bytes."""
@@ -62,12 +69,22 @@ class DirectoryCopy:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, name or str(path)
 
-    def small(self, name: str) -> bytes | None:
-        """A small file of the generation."""
+    @property
+    def generation(self) -> str | None:
+        """Which generation the files are of."""
+        return generation_of(self.path)
+
+    def manifest(self) -> bytes | None:
+        """The manifest, as it is found there."""
         try:
-            return (self.path / name).read_bytes()
+            return (self.path / MANIFEST).read_bytes()
         except OSError:
             return None
+
+    def record(self) -> Saved | None:
+        """The commit record, where it is whole."""
+        saved = read_save(self.path)
+        return saved if isinstance(saved, Saved) else None
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""
@@ -86,10 +103,15 @@ class HeldCopy:
 
     def __init__(self, holding: Holding) -> None:
         self.name = f"{holding.level} of {holding.node}"
+        self.generation: str | None = holding.stamp.generation
         self._held = {held.number: held for held in holding.parts}
 
-    def small(self, name: str) -> bytes | None:
+    def manifest(self) -> bytes | None:
         """Nothing: a node keeps parts."""
+        return None
+
+    def record(self) -> Saved | None:
+        """Nothing; the stamp tells as much."""
         return None
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
@@ -113,7 +135,7 @@ def generation_of(path: Path, step: int | None = None) -> str | None:
         return saved.generation or None
     copy = DirectoryCopy(path)
     try:
-        told = json.loads(copy.small(MANIFEST) or b"")["generation"]
+        told = json.loads(copy.manifest() or b"")["generation"]
         if isinstance(told, str) and len(bytes.fromhex(told)) == 16:
             return told
     except (ValueError, KeyError, TypeError):

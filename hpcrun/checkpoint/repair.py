@@ -29,6 +29,7 @@ from hpcrun.checkpoint.format import (
     Piece,
     Place,
     file_name,
+    lay_out,
     pack_header,
     padded,
     parse_manifest,
@@ -40,7 +41,7 @@ from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_save, read_saves, render_record, step_of
+from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of
 
 _Chunks = list[tuple[Piece, Place]]
 
@@ -86,7 +87,7 @@ def repair(
 ) -> Repair | None:
     """Repair one generation from other copies; None where there is nothing wrong with it.
 
-    Copies of other generations are told apart by themselves. `stamps` tell of generations whose commit
+    Copies of other generations are left out. `stamps` tell of generations whose commit
     record is lost. OSError where the repaired files cannot be written.
     """
     step = _step_of(path)
@@ -95,7 +96,8 @@ def repair(
         told.problem = "no file says which generation it is of"
         return told
     own = DirectoryCopy(path, "its own files")
-    copies: list[Copy] = [own, *_beside(path, told.generation), *others]
+    copies: list[Copy] = [own, *_beside(path, told.generation)]
+    copies += [one for one in others if one.generation in (None, told.generation)]
     found = _Found(told, copies, stamps)
     if found.saved is None or found.manifest is None:
         return told
@@ -150,12 +152,8 @@ class _Found:
 
     def _record(self) -> Saved | None:
         for copy in self._copies:
-            if not isinstance(copy, DirectoryCopy):
-                continue
-            saved = read_save(copy.path)
-            if not isinstance(saved, Saved) or saved.step != self._told.step:
-                continue
-            if saved.generation == self._told.generation:
+            saved, wanted = copy.record(), (self._told.step, self._told.generation)
+            if saved is not None and (saved.step, saved.generation) == wanted:
                 if copy is not self._copies[0]:
                     self._told.mended.append((RECORD, copy.name))
                 return saved
@@ -163,7 +161,7 @@ class _Found:
 
     def _manifest(self, generation: bytes, digest: str | None) -> bytes | None:
         for copy in self._copies:
-            data = copy.small(MANIFEST)
+            data = copy.manifest()
             if data is None or not _is_manifest(data, generation, digest):
                 continue
             if copy is not self._copies[0]:
@@ -286,9 +284,8 @@ class _Work:
         for copy in reversed(self._copies):
             digests |= digests_of(copy, self._manifest.generation, number, part, chunks)
         if len(digests) == len(chunks):
-            places = [place for _, place in chunks]
-            pieces, at = [piece for piece, _ in chunks], [place.at for place in places]
-            tail = render_tail(pieces, at, [digests[place] for place in places])
+            listed = lay_out(number, [piece for piece, _ in chunks]).listed
+            tail = render_tail(number, listed, [digests[place] for _, place in chunks])
             if xxh3_64_hexdigest(tail) == part.tail_hash:
                 self._touched.add(part.file)
                 self._told.mended.append((f"tail of part {number}", "made again from its chunks' headers"))

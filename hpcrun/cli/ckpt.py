@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpcrun.cli.ckpt_exchange import export, import_state
+from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verify_copies
 from hpcrun.cli.ckpt_repair import repair
 from hpcrun.cli.ckpt_show import amount as _amount
 from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
@@ -28,6 +30,8 @@ app = typer.Typer(
 app.command()(repair)
 app.command()(export)
 app.command("import")(import_state)
+app.command()(upload)
+app.command()(download)
 
 _Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
 _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
@@ -35,8 +39,8 @@ _Step = Annotated[int | None, typer.Option(help="which saved step; default the n
 
 
 @app.command("ls")
-def list_steps(run: _Run, as_json: _Json = False) -> None:
-    """List the saved steps of a run, and whether their files are there in the right sizes."""
+def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _Json = False) -> None:
+    """List the saved steps of a run and their copies in an object store, and whether all is there."""
     from hpcrun.checkpoint.commit import DAMAGED, problem_of
     from hpcrun.specs.saves import read_saves
 
@@ -48,16 +52,22 @@ def list_steps(run: _Run, as_json: _Json = False) -> None:
         {"path": str(path), "problem": "set aside when a restart found it damaged"}
         for path in sorted(checkpoints.glob(f"{DAMAGED}*"))
     ]
+    copies, broken, unknown = look(run, url, endpoint)
+    steps += [_as_json(copy.saved, copy.problem) | {"path": copy.url} for copy in copies]
+    steps.sort(key=lambda one: one["step"])
+    damaged += [{"path": one.url, "problem": one.problem} for one in broken]
+    if unknown is not None:
+        print(f"copies in the object store are not known: {unknown}", file=sys.stderr)
     if as_json:
-        _print_json({"steps": steps, "damaged": damaged})
+        _print_json({"steps": steps, "damaged": damaged, "copies_unknown": unknown})
         return
     for one in steps:
         size = _amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
         ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
         facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
         print("  ".join((*facts, one["path"])) + (f"  {one['problem']}" if one["problem"] else ""))
-    for broken in damaged:
-        print(f"damaged  {broken['path']}  {broken['problem']}")
+    for bad in damaged:
+        print(f"damaged  {bad['path']}  {bad['problem']}")
 
 
 @app.command()
@@ -104,6 +114,9 @@ def verify(
     jobs: Annotated[
         int | None, typer.Option(min=1, help="parts read at a time; default: as many as processors")
     ] = None,
+    in_store: Annotated[bool, typer.Option("--object", help="of the copies in the object store")] = False,
+    url: Url = None,
+    endpoint: Endpoint = None,
     as_json: _Json = False,
 ) -> None:
     """Read every byte of the saved steps and compare it with its hash; exit code 1 for any damage.
@@ -113,6 +126,9 @@ def verify(
     from hpcrun.errors import EXIT_CHECK_FAILED
     from hpcrun.specs.saves import read_saves
 
+    if in_store or url is not None:
+        verify_copies(run, step, url, endpoint, as_json)
+        return
     found, unreadable = read_saves(_checkpoints(run))
     wanted = found if step is None else [_choose(run, step)]
     results = [_verified(saved, jobs) for saved in reversed(wanted)]

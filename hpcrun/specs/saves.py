@@ -111,6 +111,11 @@ def render_record(saved: Saved) -> str:
     return json.dumps(record | {_CHECK: _hash(record)}) + "\n"
 
 
+def parse_record(path: Path, text: str) -> Saved | Unreadable:
+    """What a commit record says, wherever it was read; UsageError for one that a newer hpcrun has written."""
+    return _parse(path, text)
+
+
 def _parse(path: Path, text: str) -> Saved | Unreadable:
     try:
         record = json.loads(text)

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun.checkpoint.arena import arena_folder
 from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
 from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
-from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
+from hpcrun.checkpoint.levels import HeldPart, Holding, Load, SealedPart, Stamp
+from hpcrun.checkpoint.local import LocalStation
+from hpcrun.checkpoint.nearby import holdings_here
+from hpcrun.checkpoint.partrecord import PartRecord, render_part_record
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.repair import Repair, damaged_generations, repair
 from hpcrun.checkpoint.verify import damages
@@ -139,6 +143,36 @@ def test_parts_that_nodes_keep_repair_a_save(tmp_path: Path) -> None:
     assert told.taken["local of node1"] > 0
     assert "local of node0" not in told.taken
     assert snapshot(saved.path) == before
+
+
+def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", 4, files=2)
+    with Generation(saved) as generation:
+        parts = generation.manifest.parts
+    stamp = Stamp(saved.generation, 4, 32, 2, 1)
+    for number, part in enumerate(parts):
+        data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
+        image = memoryview(data)[part.start : part.start + part.size_bytes]
+        load = Load(stamp, (SealedPart(number, part, image, ""),))
+        LocalStation(str(tmp_path / "disk"), "sweep/1", f"node{number}").store(load)
+    slot = arena_folder(tmp_path, "sweep/1", "node0") / "slot-0-0.bin"
+    slot.parent.mkdir(parents=True, mode=0o700)
+    slot.write_bytes((saved.path / "data-00000.bin").read_bytes())
+    slot.with_suffix(".json").write_text(render_part_record(PartRecord(stamp, 0, parts[0])))
+    found = holdings_here("sweep/1", str(tmp_path / "disk"), tmp_path)
+    assert [(one.level, one.node) for one in found] == [
+        ("memory", "node0"),
+        ("local", "node0"),
+        ("local", "node1"),
+    ]
+    before = snapshot(saved.path)
+    for path in saved.path.glob("data-*"):
+        path.unlink()
+    told = repair(saved.path, [HeldCopy(one) for one in found])
+    assert told is not None
+    assert told.taken.keys() == {"memory of node0", "local of node1"}
+    assert snapshot(saved.path) == before
+    assert holdings_here("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
 
 
 def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path) -> None:

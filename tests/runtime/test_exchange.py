@@ -113,6 +113,7 @@ def restored(checkpoints: Path, job: Path) -> tuple[int, int, dict[str, Tensor]]
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     found = Checkpointer(checkpoints, connect(None), attempt=2, keep=2).restore(state, shapes)
     assert found is not None
+    assert found.saved is not None
     return found.saved.step, found.saved.position, state
 
 

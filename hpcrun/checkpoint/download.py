@@ -1,0 +1,166 @@
+"""Copies read back from an object store: proved where they are, or brought home as saves of the run."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from xxhash import xxh3_64
+
+from hpcrun.checkpoint.commit import set_aside
+from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
+from hpcrun.checkpoint.objects import (
+    AT_ONCE,
+    ObjectCopy,
+    StoredObject,
+    list_copies,
+    pieces_of,
+    read_index,
+    read_manifest,
+)
+from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.store import PIECE_BYTES, Store, open_store
+from hpcrun.checkpoint.write import write_file
+from hpcrun.errors import SiteError
+from hpcrun.specs.records import sync_directory
+from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
+
+Show = Callable[[int], None]
+
+
+def download(store: Store, copy: ObjectCopy, checkpoints: Path, show: Show = lambda _size: None) -> Saved:
+    """Bring a copy home as a save of the run directory: aside, proved to the last byte, then renamed.
+
+    What an interrupted download has brought is not fetched again. DamagedError when it is not what was saved;
+    then nothing of it is kept under a name that counts. A save of the same step that is there is set aside.
+    """
+    name = f"step-{copy.saved.step:08d}"
+    final, aside = checkpoints / name, checkpoints / f".{name}.from-{copy.saved.generation}"
+    manifest = read_manifest(store, copy)
+    indexes = [read_index(store, copy, number) for number in range(len(copy.saved.file_bytes))]
+    checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+    aside.mkdir(exist_ok=True, mode=0o700)
+    for number, objects in enumerate(indexes):
+        _fetch_file(store, copy, objects, aside / file_name(number), show)
+    home = replace(copy.saved, path=aside, level="durable")
+    write_file(aside / MANIFEST, manifest)
+    with Generation(home) as generation:
+        if damage := next(generation.damages(), None):
+            raise DamagedError(f"{damage} (as {copy.url} has it)")
+    write_file(aside / RECORD, render_record(home).encode())
+    sync_directory(aside)
+    if final.exists():
+        set_aside(final)
+    aside.rename(final)
+    sync_directory(checkpoints)
+    return replace(home, path=final)
+
+
+def bring_home(
+    url: str,
+    endpoint: str | None,
+    run_id: str,
+    generation: str,
+    checkpoints: Path,
+    show: Show = lambda _size: None,
+) -> Saved:
+    """`download` of a generation, unless the run directory has it whole; DamagedError without a copy."""
+    with open_store(url, endpoint) as store:
+        store.check()
+        for copy in list_copies(store, run_id)[0]:
+            if copy.saved.generation == generation:
+                return whole_at_home(copy, checkpoints) or download(store, copy, checkpoints, show)
+    raise DamagedError(f"{url}: has no copy of generation {generation} of {run_id}")
+
+
+def whole_at_home(copy: ObjectCopy, checkpoints: Path) -> Saved | None:
+    """The save of the run directory that is this generation, if every byte of it is right."""
+    for saved in read_saves(checkpoints)[0]:
+        if saved.generation == copy.saved.generation:
+            try:
+                with Generation(saved) as generation:
+                    return None if any(generation.damages()) else saved
+            except DamagedError:
+                return None
+    return None
+
+
+def damages(store: Store, copy: ObjectCopy, show: Show = lambda _size: None) -> list[str]:
+    """Everything that is wrong with a copy; reads all of it back."""
+    found = [] if copy.problem is None else [f"{copy.url}: {copy.problem}"]
+    objects = list[StoredObject]()
+    try:
+        read_manifest(store, copy)
+    except DamagedError as error:
+        found.append(str(error))
+    for number in range(len(copy.saved.file_bytes)):
+        try:
+            objects += read_index(store, copy, number)
+        except DamagedError as error:
+            found.append(str(error))
+
+    def prove(one: StoredObject) -> str | None:
+        try:
+            for piece in pieces_of(store, copy, one):
+                show(len(piece))
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        found += [problem for problem in pool.map(prove, objects) if problem]
+    return list(dict.fromkeys(found))
+
+
+def _fetch_file(store: Store, copy: ObjectCopy, objects: list[StoredObject], path: Path, show: Show) -> None:
+    """Fill a data file with its objects, several at a time, and sync it."""
+    given_up = threading.Event()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def fetch(one: StoredObject) -> None:
+        if not _has(descriptor, one):
+            at = one.start
+            for piece in pieces_of(store, copy, one):
+                if given_up.is_set():
+                    raise SiteError(f"{copy.url}: the download was given up")
+                _write_all(descriptor, piece, at)
+                at += len(piece)
+        show(one.size_bytes)
+
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            under_way = [pool.submit(fetch, one) for one in objects]
+            try:
+                for done in as_completed(under_way):
+                    done.result()
+            except BaseException:
+                given_up.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        os.ftruncate(descriptor, sum(one.size_bytes for one in objects))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _has(descriptor: int, one: StoredObject) -> bool:
+    """Whether an earlier try has brought these bytes."""
+    digest, at, end = xxh3_64(), one.start, one.start + one.size_bytes
+    while at < end:
+        piece = os.pread(descriptor, min(PIECE_BYTES, end - at), at)
+        if not piece:
+            return False
+        digest.update(piece)
+        at += len(piece)
+    return digest.hexdigest() == one.xxh3
+
+
+def _write_all(descriptor: int, data: bytes, at: int) -> None:
+    left = memoryview(data)
+    while left:
+        count = os.pwrite(descriptor, left, at)
+        left, at = left[count:], at + count

@@ -1,0 +1,303 @@
+"""Copies of generations in an object store: where their objects lie, which are whole, and which go.
+
+    PREFIX/RUN/step-00000016.GENERATION/
+        data-00000.bin.00000.HASH    the data file of a node, cut into objects of 64 to 512 MiB
+        data-00000.json              the index of that file: each object's size, CRC-32 and xxh3
+        manifest.json                the bytes that the run directory has
+        complete.json                the commit record, the bytes that the run directory has; written last
+
+An object is named by the hash of its bytes: whoever finds one of the right name and checksum need not send
+it again, and two who send the same generation write the same objects. A generation without its record does
+not exist. What a store tells is never taken as a path: only names of this form count.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from hpcrun.checkpoint.format import MANIFEST, PART_ALIGN, DamagedError, file_name
+from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.store import Listed, Store, open_store
+from hpcrun.errors import UsageError
+from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
+
+OBJECT_BYTES = 64 << 20
+"""The least size of an object, but for files that are smaller; the largest is eight times this."""
+AT_ONCE = 8
+"""Objects under way together, each with one piece in memory."""
+_ENOUGH_OBJECTS = 256
+_STALE_S = 24 * 3600.0
+_RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
+_KEY = re.compile(
+    r"step-(?P<step>[0-9]{8,12})\.(?P<generation>[0-9a-f]{32})/(?P<name>"
+    r"data-(?P<file>[0-9]{5,7})(?:\.json|\.bin\.(?P<number>[0-9]{5})\.[0-9a-f]{16})|manifest\.json|complete\.json)"
+)
+
+
+class Extent(NamedTuple):
+    """A stretch of a data file that is one object."""
+
+    number: int
+    start: int
+    size_bytes: int
+
+
+class StoredObject(NamedTuple):
+    """An object as the index of its file has it."""
+
+    name: str
+    start: int
+    size_bytes: int
+    crc32: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class ObjectCopy:
+    """A committed generation in a store."""
+
+    saved: Saved
+    """Its record, with level `object`."""
+    place: str
+    """What the keys of its objects begin with."""
+    url: str
+    listed: dict[str, Listed]
+    """Its objects by name."""
+    problem: str | None
+    """What the listing already shows to be wrong with it."""
+
+    @property
+    def stamp(self) -> Stamp:
+        """Which state it is of."""
+        one = self.saved
+        return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt)
+
+
+class BrokenCopy(NamedTuple):
+    """What looks like a committed generation, but has a record that proves nothing."""
+
+    url: str
+    problem: str
+
+
+def cut(size_bytes: int, least: int = OBJECT_BYTES) -> list[Extent]:
+    """The objects of a file, about equal: none below `least` unless the file is, none above 8 times that.
+
+    Always the same for a size, so that an upload that was interrupted finds its own objects.
+    """
+    wanted = min(4 * least, max(least, size_bytes // _ENOUGH_OBJECTS))
+    count = max(1, size_bytes // wanted)
+    each = size_bytes // count // PART_ALIGN * PART_ALIGN
+    ends = [each * number for number in range(1, count)] + [size_bytes]
+    return [Extent(number, each * number, end - each * number) for number, end in enumerate(ends)]
+
+
+def run_place(run_id: str) -> str:
+    """What the keys of a run begin with; UsageError for an id that is no name."""
+    name = run_id.replace("/", "+")
+    if not _RUN.fullmatch(name):
+        raise UsageError(
+            f"{run_id!r}: is no run's id that can be part of a key; allowed are letters, digits and . _ + -"
+        )
+    return f"{name}/"
+
+
+def copy_place(run_id: str, step: int, generation: str) -> str:
+    """What the keys of a generation begin with."""
+    return f"{run_place(run_id)}step-{step:08d}.{generation}/"
+
+
+def index_name(number: int) -> str:
+    """The name of a data file's index."""
+    return file_name(number).replace(".bin", ".json")
+
+
+def object_name(number: int, extent: int, xxh3: str) -> str:
+    """The name of an object of a data file."""
+    return f"{file_name(number)}.{extent:05d}.{xxh3}"
+
+
+def render_index(generation: str, number: int, objects: list[StoredObject]) -> bytes:
+    """The index of a data file, with a hash of itself."""
+    told = {"generation": generation, "file": number, "objects": [list(one) for one in objects]}
+    return (json.dumps(told | {"check": _hash(told)}) + "\n").encode()
+
+
+def parse_index(data: bytes, generation: str, number: int) -> list[StoredObject]:
+    """The objects of a data file in order; DamagedError where they do not make it up."""
+    try:
+        told = json.loads(data)
+        check = told.pop("check")
+        objects = [StoredObject(*row) for row in told["objects"]]
+        if check != _hash(told) or (told["generation"], told["file"]) != (generation, number):
+            raise DamagedError("is not the index of this file, or is damaged")
+        end = 0
+        for at, one in enumerate(objects):
+            if one.name != object_name(number, at, one.xxh3) or one.start != end or one.size_bytes < 0:
+                raise DamagedError(f"names {one.name!r} at {one.start}, which does not belong there")
+            end += one.size_bytes
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"is no index ({error})") from None
+    return objects
+
+
+def list_copies(
+    store: Store, run_id: str, newest: int | None = None
+) -> tuple[list[ObjectCopy], list[BrokenCopy]]:
+    """The committed generations of a run in a store, oldest first, and those whose record proves nothing.
+
+    One listing, and their small records; only those of the `newest` steps where that is given.
+    """
+    place = run_place(run_id)
+    found = _by_generation(store, place)
+    committed = [(key, names) for key, names in found.items() if RECORD in names]
+    if newest is not None:
+        committed = sorted(committed, key=lambda one: _step_of(one[0]))[-newest:]
+    with ThreadPoolExecutor(2 * AT_ONCE) as pool:
+        texts = list(pool.map(lambda one: _text(store, f"{place}{one[0]}/{RECORD}"), committed))
+    copies, unreadable = list[ObjectCopy](), list[BrokenCopy]()
+    for (key, names), text in zip(committed, texts, strict=True):
+        if text is not None:  # else it was removed meanwhile
+            one = _copy(store, place, key, names, text)
+            (copies if isinstance(one, ObjectCopy) else unreadable).append(one)  # type: ignore[arg-type]
+    return sorted(copies, key=lambda one: (one.saved.step, one.saved.written or 0.0)), unreadable
+
+
+def list_saves(
+    url: str, run_id: str, endpoint: str | None = None, newest: int | None = None
+) -> list[ObjectCopy]:
+    """The copies of a run that the listing shows whole, oldest first; SiteError for a store that is away."""
+    with open_store(url, endpoint) as store:
+        store.check()
+        return [copy for copy in list_copies(store, run_id, newest)[0] if copy.problem is None]
+
+
+def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
+    """Remove all but the newest `keep` whole copies; what was removed.
+
+    A generation without a record may be on its way and stays, unless it is older than the newest whole copy
+    and nothing has been added to it for a day. The record goes first.
+    """
+    assert keep >= 1, "the only copy is never removed"
+    place = run_place(run_id)
+    copies, _ = list_copies(store, run_id)
+    whole = [copy for copy in copies if copy.problem is None]
+    removed = whole[:-keep]
+    for copy in removed:
+        store.delete(f"{copy.place}{RECORD}")
+        store.drop(copy.place)
+    if whole:
+        for key, names in _by_generation(store, place).items():
+            if RECORD not in names and _step_of(key) < whole[-1].saved.step and _is_stale(names):
+                store.drop(f"{place}{key}/")
+    return removed
+
+
+def read_index(store: Store, copy: ObjectCopy, number: int) -> list[StoredObject]:
+    """The index of a data file of a copy; DamagedError when it is missing or wrong."""
+    key = f"{copy.place}{index_name(number)}"
+    try:
+        objects = parse_index(store.read(key), copy.saved.generation, number)
+        if sum(one.size_bytes for one in objects) != copy.saved.file_bytes[number]:
+            raise DamagedError(f"its objects are not the {copy.saved.file_bytes[number]} bytes of the record")
+    except FileNotFoundError:
+        raise DamagedError(f"{store.url}/{key}: is missing") from None
+    except DamagedError as error:
+        raise DamagedError(f"{store.url}/{key}: {error}") from None
+    return objects
+
+
+def read_manifest(store: Store, copy: ObjectCopy) -> bytes:
+    """The manifest of a copy, proved by its record."""
+    key = f"{copy.place}{MANIFEST}"
+    try:
+        data = store.read(key)
+    except FileNotFoundError:
+        raise DamagedError(f"{store.url}/{key}: is missing") from None
+    if len(data) != copy.saved.manifest_bytes or xxh3_64_hexdigest(data) != copy.saved.manifest_hash:
+        raise DamagedError(f"{store.url}/{key}: does not match the hash in the commit record")
+    return data
+
+
+def pieces_of(store: Store, copy: ObjectCopy, one: StoredObject) -> Iterator[bytes]:
+    """The bytes of an object; DamagedError at the end, or before, when they are not those of the index."""
+    key, digest = f"{copy.place}{one.name}", xxh3_64()
+    try:
+        for piece in store.pieces(key, one.size_bytes):
+            digest.update(piece)
+            yield piece
+    except FileNotFoundError:
+        raise DamagedError(f"{store.url}/{key}: is missing") from None
+    if digest.hexdigest() != one.xxh3:
+        raise DamagedError(f"{store.url}/{key}: its bytes do not match their hash")
+
+
+def _by_generation(store: Store, place: str) -> dict[str, dict[str, Listed]]:
+    """What is there, by generation and name; keys of any other form are not ours."""
+    found: dict[str, dict[str, Listed]] = {}
+    for key, listed in store.list(place).items():
+        if match := _KEY.fullmatch(key.removeprefix(place)):
+            found.setdefault(f"step-{match['step']}.{match['generation']}", {})[match["name"]] = listed
+    return found
+
+
+def _copy(store: Store, place: str, key: str, names: dict[str, Listed], text: str) -> ObjectCopy | BrokenCopy:
+    """A copy from its record, which must be of what its key says."""
+    url = f"{store.url}/{place}{key}"
+    saved = parse_record(Path(url), text)
+    if isinstance(saved, Unreadable):
+        return BrokenCopy(url, saved.problem)
+    numbers = (saved.step, saved.position, saved.world_size, saved.manifest_bytes, *saved.file_bytes)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        return BrokenCopy(url, f"{RECORD} is no record of a save")
+    if key != f"step-{saved.step:08d}.{saved.generation}":
+        return BrokenCopy(url, f"{RECORD} is the record of another generation")
+    return ObjectCopy(replace(saved, level="object"), f"{place}{key}/", url, names, _problem(saved, names))
+
+
+def _problem(saved: Saved, names: dict[str, Listed]) -> str | None:
+    """What the sizes of a listing show to be wrong."""
+    if MANIFEST not in names:
+        return f"{MANIFEST} is missing"
+    sizes: dict[int, dict[str, int]] = {}
+    for name, listed in names.items():
+        match = _KEY.fullmatch(f"step-00000000.{'0' * 32}/{name}")
+        if match and match["number"]:
+            # Of one stretch there may be several, where a damaged source was sent before a whole one.
+            of_file = sizes.setdefault(int(match["file"]), {})
+            of_file[match["number"]] = max(listed.size_bytes, of_file.get(match["number"], 0))
+    for number, expected in enumerate(saved.file_bytes):
+        if index_name(number) not in names:
+            return f"{index_name(number)} is missing"
+        if (size := sum(sizes.get(number, {}).values())) != expected:
+            return f"the objects of {file_name(number)} have {size} bytes instead of {expected}"
+    return None
+
+
+def _text(store: Store, key: str) -> str | None:
+    try:
+        return store.read(key).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+
+
+def _is_stale(names: dict[str, Listed]) -> bool:
+    changed = [listed.changed for listed in names.values()]
+    return all(one is not None and one < time.time() - _STALE_S for one in changed)
+
+
+def _step_of(key: str) -> int:
+    return int(key.removeprefix("step-").partition(".")[0])
+
+
+def _hash(told: dict[str, object]) -> str:
+    return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())

@@ -1,0 +1,105 @@
+"""Level `object` of a drain worker: its node's share of a generation goes from memory to the object store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrun.checkpoint.format import MANIFEST
+from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart
+from hpcrun.checkpoint.objects import retain
+from hpcrun.checkpoint.store import open_store
+from hpcrun.checkpoint.upload import POLL_S, Sent, commit_copy, send_file
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.specs.checkpoint import ObjectSpec
+from hpcrun.specs.saves import RECORD, Saved, read_saves
+
+
+class SealedSource:
+    """The data file of a node as its sealed parts make it up: the same bytes, but from memory."""
+
+    def __init__(self, parts: Sequence[SealedPart]) -> None:
+        self._parts = parts
+        self.size_bytes = max(one.part.start + one.part.size_bytes for one in parts)
+
+    def read(self, at: int, size_bytes: int) -> bytes:
+        """The parts lie where the run directory has them, with zeros in between."""
+        data = bytearray(size_bytes)
+        for one in self._parts:
+            start, end = one.part.start, one.part.start + one.part.size_bytes
+            low, high = max(start, at), min(end, at + size_bytes)
+            if low < high:
+                data[low - at : high - at] = one.image[low - start : high - start]
+        return bytes(data)
+
+
+class ObjectStation:
+    """Level `object` of a node: its own data file from memory; the node with part 0 commits and cleans up.
+
+    A copy is always one of a generation that the run directory has, whose manifest and record it takes: what
+    was not committed there is not copied.
+    """
+
+    level: Level = "object"
+
+    def __init__(
+        self,
+        spec: ObjectSpec,
+        run_id: str,
+        checkpoints: Path,
+        *,
+        patience_s: float = 600.0,
+        hurry: threading.Event | None = None,
+    ) -> None:
+        """`hurry`: once it is set, nobody is waited for any more."""
+        self._spec, self._run_id, self._checkpoints = spec, run_id, checkpoints
+        self._patience_s, self._hurry = patience_s, hurry or threading.Event()
+
+    def store(self, load: Load) -> dict[str, Any]:
+        """Copy this node's share, and commit where part 0 is ours; SiteError leaves no record."""
+        saved = self._durable(load)
+        manifest, record = (saved.path / MANIFEST).read_bytes(), (saved.path / RECORD).read_bytes()
+        done = Sent()
+        facts: dict[str, Any] = {"url": self._spec.url}
+        try:
+            store = open_store(self._spec.url, self._spec.endpoint)
+        except UsageError as error:
+            raise SiteError(str(error)) from None
+        with store:
+            for number in sorted({one.part.file for one in load.parts}):
+                source = SealedSource([one for one in load.parts if one.part.file == number])
+                done = done.plus(send_file(store, self._run_id, saved, number, source))
+            if load.parts[0].number == 0:
+                commit_copy(store, self._run_id, saved, manifest, record, self._patience_s, hurry=self._hurry)
+                facts["committed"] = True
+                try:
+                    facts["removed_steps"] = [
+                        copy.saved.step for copy in retain(store, self._run_id, self._spec.keep)
+                    ]
+                except SiteError as error:  # the copy is safe; the next one tries again
+                    facts["not_removed"] = str(error)
+        return facts | vars(done)
+
+    def holdings(self) -> Sequence[Holding]:
+        """Nothing: all nodes see the store alike."""
+        return ()
+
+    def retain(self, generations: Collection[str]) -> None:
+        """Nothing: the store keeps copies by its own count, and who commits one removes the oldest."""
+
+    def _durable(self, load: Load) -> Saved:
+        """The save of the run directory that is of this generation; it may be committed by another node."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            for saved in read_saves(self._checkpoints)[0]:
+                if saved.generation == load.stamp.generation:
+                    return saved
+            if self._hurry.is_set() or time.monotonic() >= until:
+                raise SiteError(
+                    f"{self._checkpoints}: has no save of step {load.stamp.step}, generation"
+                    f" {load.stamp.generation}; only what is there is copied to {self._spec.url}"
+                )
+            self._hurry.wait(min(POLL_S, self._patience_s))

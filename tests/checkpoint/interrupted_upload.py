@@ -1,0 +1,15 @@
+"""Uploads a save, as a process that can be killed: `interrupted_upload.py URL ENDPOINT CHECKPOINTS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from hpcrun.checkpoint.store import open_store
+from hpcrun.checkpoint.upload import upload
+from hpcrun.specs.saves import saved_steps
+
+if __name__ == "__main__":
+    url, endpoint, checkpoints = sys.argv[1:]
+    with open_store(url, endpoint) as opened:
+        upload(opened, "run-1", saved_steps(Path(checkpoints))[-1], least=4096)
