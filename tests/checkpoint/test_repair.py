@@ -23,7 +23,7 @@ from hpcrun.checkpoint.repair import Repair, damaged_generations, repair
 from hpcrun.checkpoint.verify import damages
 from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
 from tests.checkpoint.generations import save
-from tests.checkpoint.test_format import INJURIES, Injury, flip
+from tests.checkpoint.injuries import INJURIES, Injury, flip
 
 
 def snapshot(path: Path) -> dict[str, bytes]:

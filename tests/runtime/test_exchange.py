@@ -33,7 +33,7 @@ from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir, create_run, find_run
 from hpcrun.specs.saves import Saved, saved_steps
-from tests.checkpoint.test_format import flip
+from tests.checkpoint.injuries import flip
 from tests.checkpoint.test_repair import chunk_at
 
 JOB = """
