@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", help="cases whose name has it")
     options = parser.parse_args()
     sys.path.append(str(ROOT))
+    import hpcrun.runtime.checkpoint  # noqa: F401 - before the clock runs
     from tests.checkpoint.faults import CASES, SkippedError
     from tests.checkpoint.node_faults import NODE_CASES
 
@@ -46,7 +47,8 @@ def main() -> int:
         recovered = ", ".join(f"{count} x {what}" for what, count in told.recovered.items())
         seconds = round(time.monotonic() - begin, 1)
         report.row(case=name, faults=told.faults, recovered=recovered, silent=told.silent, seconds=seconds)
-        print(f"#   {told.happened.splitlines()[0] if told.happened else ''}", flush=True)
+        happened = told.happened.replace(f"{root}/", "").splitlines()
+        print(f"#   {happened[0] if happened else ''}", flush=True)
         faults, silent = faults + told.faults, silent + told.silent
     for line in skipped:
         print(f"# skipped: {line}")

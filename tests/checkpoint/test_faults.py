@@ -1,4 +1,4 @@
-"""A fault may cost the newest save, but nothing else than a saved state is ever loaded; the quick cases of it.
+"""A fault may cost the newest save, but nothing else than a saved state is ever loaded: the quick cases.
 
 `benchmarks/checkpoint_faults.py` plays all of them, and at length.
 """
