@@ -105,6 +105,8 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
         "ckpt diff RUN 2 2",
         "ckpt gc RUN",
         "ckpt plan JOB",
+        "ckpt repair RUN --is-over",
+        "ckpt export RUN --format hpcrun --out copy",
         "postmortem RUN",
         "chaos --help",
         "cluster --help",

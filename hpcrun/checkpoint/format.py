@@ -177,6 +177,15 @@ def unpack_header(data: bytes | bytearray, kind: int, place: Place, generation: 
     return length, digest
 
 
+def owner_of(header: bytes) -> tuple[int, int, bytes] | None:
+    """(kind, part, generation) that a header itself names; None where it is none, or damaged."""
+    head = header[: _HEADER.size]
+    if len(header) < HEADER_BYTES or _CHECK.unpack_from(header, _HEADER.size)[0] != xxh3_64_intdigest(head):
+        return None
+    magic, version, kind, part, _, _, _, owner, _ = _HEADER.unpack(head)
+    return (kind, part, owner) if magic == _MAGIC and version == FORMAT_VERSION else None
+
+
 class Layout(NamedTuple):
     """How a part is laid out; known before its bytes are."""
 

@@ -11,7 +11,6 @@ from xxhash import xxh3_64_intdigest
 
 from hpcrun.checkpoint.format import (
     CHUNK,
-    CHUNK_BYTES,
     END,
     HEADER_BYTES,
     TAIL,
@@ -157,36 +156,41 @@ class ChunkReader:
 
     def damages(self, progress: Callable[[int], None] = lambda _size: None) -> Iterator[str]:
         """Everything that is wrong with this generation; reads all of it, and tells how much each time."""
-        buffers = bytearray(CHUNK_BYTES)
-        for number, (part, chunks) in enumerate(self._by_part()):
+        for number, chunks in enumerate(self.chunks_by_part()):
+            yield from self.damages_of_part(number, chunks, progress)
+
+    def damages_of_part(
+        self,
+        number: int,
+        chunks: list[tuple[Piece, Place]],
+        progress: Callable[[int], None] = lambda _size: None,
+    ) -> Iterator[str]:
+        """Everything that is wrong with one part; several threads may each look at one."""
+        buffers = bytearray(max((piece.size_bytes for piece, _ in chunks), default=0))
+        try:
+            listed = {(piece, place): digest for piece, place, digest in self.tail(number)}
+        except (DamagedError, OSError) as error:
+            yield str(error)
+            listed = None
+        if listed is not None and listed.keys() != set(chunks):
+            place = Place(number, self._part(number).tail_at)
+            yield f"{self._where(place)}: the tail lists other chunks than the manifest"
+        for piece, place in chunks:
+            into = memoryview(buffers)[: piece.size_bytes]
             try:
-                listed = {(piece, place): digest for piece, place, digest in self.tail(number)}
+                digest = self._fetch(piece, place, into)
+                self._prove(piece, place, into, digest)
+                if listed is not None and listed.get((piece, place), digest) != digest:
+                    raise DamagedError(f"{self._where(place)}: {piece}: is not the chunk that the tail lists")
             except (DamagedError, OSError) as error:
                 yield str(error)
-                listed = None
-            if listed is not None and listed.keys() != set(chunks):
-                place = Place(number, part.tail_at)
-                yield f"{self._where(place)}: the tail lists other chunks than the manifest"
-            for piece, place in chunks:
-                if len(buffers) < piece.size_bytes:
-                    buffers = bytearray(piece.size_bytes)
-                into = memoryview(buffers)[: piece.size_bytes]
-                try:
-                    digest = self._fetch(piece, place, into)
-                    self._prove(piece, place, into, digest)
-                    if listed is not None and listed.get((piece, place), digest) != digest:
-                        raise DamagedError(
-                            f"{self._where(place)}: {piece}: is not the chunk that the tail lists"
-                        )
-                except (DamagedError, OSError) as error:
-                    yield str(error)
-                progress(piece.size_bytes)
+            progress(piece.size_bytes)
 
-    def _by_part(self) -> Iterator[tuple[Part, list[tuple[Piece, Place]]]]:
+    def chunks_by_part(self) -> list[list[tuple[Piece, Place]]]:
+        """The chunks of each part, in the order in which they lie there."""
         chunks: list[list[tuple[Piece, Place]]] = [[] for _ in self.manifest.parts]
         for tensor in self.manifest.tensors.values():
             for piece, place in tensor.chunks:
                 self._part(place.part)
                 chunks[place.part].append((piece, place))
-        for part, own in zip(self.manifest.parts, chunks, strict=True):
-            yield part, sorted(own, key=lambda one: one[1])
+        return [sorted(own, key=lambda one: one[1]) for own in chunks]

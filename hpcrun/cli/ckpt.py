@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpcrun.cli import ckpt_plan
+from hpcrun.cli.ckpt_exchange import export, import_state
 from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verify_copies
+from hpcrun.cli.ckpt_repair import repair
+from hpcrun.cli.ckpt_show import amount as _amount
+from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
+from hpcrun.cli.ckpt_show import choose as _choose
+from hpcrun.cli.ckpt_show import print_json as _print_json
+from hpcrun.cli.ckpt_show import progress as _progress
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.read import Generation
     from hpcrun.specs.saves import Saved
 
-SCHEMA_VERSION = 1
-
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Look at saved steps, prove them, clean up, export.",
+    help="Look at saved steps, prove and repair them, clean up, take them elsewhere and back.",
 )
-
+app.command()(repair)
+app.command()(export)
+app.command("import")(import_state)
 app.command()(upload)
 app.command()(download)
 app.command("plan")(ckpt_plan.plan)
@@ -111,6 +113,9 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
 def verify(
     run: _Run,
     step: Annotated[int | None, typer.Option(help="which saved step; default all")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="parts read at a time; default: as many as processors")
+    ] = None,
     in_store: Annotated[bool, typer.Option("--object", help="of the copies in the object store")] = False,
     url: Url = None,
     endpoint: Endpoint = None,
@@ -128,7 +133,7 @@ def verify(
         return
     found, unreadable = read_saves(_checkpoints(run))
     wanted = found if step is None else [_choose(run, step)]
-    results = [_verified(saved) for saved in reversed(wanted)]
+    results = [_verified(saved, jobs) for saved in reversed(wanted)]
     results += [
         {"step": None, "path": str(one.path), "state": "damaged", "damages": [one.problem]}
         for one in unreadable
@@ -136,7 +141,7 @@ def verify(
     ]
     if step is not None and results[0]["state"] == "damaged":
         for older in reversed([saved for saved in found if saved.step < step]):
-            results.append(_verified(older))
+            results.append(_verified(older, jobs))
             if results[-1]["state"] == "whole":
                 break
     bad = [one for one in results if one["state"] == "damaged"]
@@ -249,42 +254,6 @@ def gc(
     print(f"{verb} {len(garbage)} items, {_amount(sum(one.size_bytes for one in garbage))}")
 
 
-@app.command()
-def export(
-    run: _Run,
-    out: Annotated[Path, typer.Option("--out", help="directory to make; must not exist or be empty")],
-    step: _Step = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
-) -> None:
-    """Write a saved step as a Hugging Face directory (config.json and safetensors)."""
-    from hpcrun.runtime.export import export_hf
-    from hpcrun.specs.rundir import find_run
-
-    exported = export_hf(find_run(run), out, step=step, dtype=dtype)
-    print(f"step {exported} written to {out}")
-
-
-def _checkpoints(run: str) -> Path:
-    from hpcrun.specs.rundir import find_run
-
-    return find_run(run).checkpoints
-
-
-def _choose(run: str, step: int | None) -> Saved:
-    """A saved step of a run, or the newest."""
-    from hpcrun.errors import UsageError
-    from hpcrun.specs.saves import saved_steps
-
-    found = saved_steps(_checkpoints(run))
-    chosen = [saved for saved in found if step is None or saved.step == step]
-    if not chosen:
-        known = ", ".join(str(saved.step) for saved in found) or "none"
-        raise UsageError(
-            f"{run}: has no saved step {step if step is not None else 'at all'} (saved: {known})"
-        )
-    return chosen[-1]
-
-
 def _of_format_2(saved: Saved) -> Saved:
     from hpcrun.errors import UsageError
 
@@ -315,10 +284,11 @@ def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
     }
 
 
-def _verified(saved: Saved) -> dict[str, Any]:
+def _verified(saved: Saved, jobs: int | None) -> dict[str, Any]:
     """One saved step, read from the first to the last byte."""
     from hpcrun.checkpoint.format import DamagedError
     from hpcrun.checkpoint.read import Generation
+    from hpcrun.checkpoint.verify import damages, usual_jobs
 
     result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "state": "unknown", "damages": []}
     if saved.format_version == 1:
@@ -328,7 +298,7 @@ def _verified(saved: Saved) -> dict[str, Any]:
             Generation(saved) as generation,
             _progress(f"step {saved.step}", _raw_bytes(generation)) as show,
         ):
-            result["damages"] = list(generation.damages(show))
+            result["damages"] = damages(generation, jobs or usual_jobs(), show)
     except (DamagedError, OSError) as error:
         result["damages"] = [str(error)]
     return result | {"state": "damaged" if result["damages"] else "whole"}
@@ -336,38 +306,3 @@ def _verified(saved: Saved) -> dict[str, Any]:
 
 def _raw_bytes(generation: Generation) -> int:
     return sum(tensor.size_bytes for tensor in generation.manifest.tensors.values())
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """How far it has come, on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda _size: None
-        return
-    done, drawn = 0, 0.0
-
-    def show(size: int) -> None:
-        nonlocal done, drawn
-        done += size
-        if time.monotonic() - drawn > 0.2:
-            drawn = time.monotonic()
-            sys.stderr.write(f"\r\x1b[K{what}: {_amount(done)} of {_amount(total)}")
-            sys.stderr.flush()
-
-    try:
-        yield show
-    finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
-
-
-def _amount(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **value}))

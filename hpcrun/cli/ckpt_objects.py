@@ -11,6 +11,8 @@ import typer
 from hpcrun.cli.ckpt_show import amount, choose, print_json, progress, refuse_while_running
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from hpcrun.checkpoint.objects import BrokenCopy, ObjectCopy
     from hpcrun.checkpoint.store import Store
     from hpcrun.specs.rundir import RunDir
@@ -124,6 +126,24 @@ def look(
         if url is not None:
             raise
         return [], [], str(error)
+
+
+def copies_of(
+    run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
+) -> tuple[list[tuple[Store, ObjectCopy]], str | None]:
+    """The copies of a run with their store, open until the stack is; or why they are not known."""
+    from hpcrun.checkpoint.objects import list_copies
+    from hpcrun.errors import HpcrunError
+
+    try:
+        if url is None and _of_job(run) is None:
+            return [], None
+        store = stack.enter_context(_store_of(run, url, endpoint))
+        return [(store, copy) for copy in list_copies(store, run.id)[0]], None
+    except HpcrunError as error:
+        if url is not None:
+            raise
+        return [], str(error)
 
 
 def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool) -> None:

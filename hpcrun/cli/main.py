@@ -46,7 +46,7 @@ VERBS = {
     "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own"),
     "metrics": Verb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
-    "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, inspect, verify, compare, clean up, export"),
+    "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, prove, repair, compare, clean up, move"),
     "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
     "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
     "tune": Verb("hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"),

@@ -1,35 +1,141 @@
-"""Saved steps into other formats."""
+"""Saved steps into other formats, tensor by tensor: the largest one decides how much memory it takes."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpcrun.errors import UsageError
-from hpcrun.runtime.checkpoint import load_weights
+from hpcrun.checkpoint.exchange import written_aside
+from hpcrun.checkpoint.read import Generation
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.runtime import torchformat
 from hpcrun.runtime.hf import write_hf
+from hpcrun.runtime.model import parameter_shapes
+from hpcrun.runtime.planning import load_into
 from hpcrun.specs.load import load_job
+from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import Saved
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NOTE = "hpcrun.json"
+"""Beside torch's files: the step and what else torch has no place for."""
+
+_Progress = Callable[[int], None]
 
 
-def export_hf(run: RunDir, directory: Path, *, step: int | None = None, dtype: str = "float32") -> int:
-    """Write a saved step (the newest by default) as a Hugging Face directory; returns which step it was.
-
-    The whole model passes through the memory of this one process.
-    """
-    if dtype not in _DTYPES:
-        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(_DTYPES)}")
-    found = saved_steps(run.checkpoints)
-    known = ", ".join(str(saved.step) for saved in found) or "none"
-    chosen = [saved for saved in found if step is None or saved.step == step]
-    if not chosen:
-        raise UsageError(f"{run.id}: has no saved step {step or 'at all'} (saved: {known})")
+def export_hf(
+    run: RunDir,
+    saved: Saved,
+    directory: Path,
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = 5_000_000_000,
+    progress: _Progress = lambda _size: None,
+) -> None:
+    """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all."""
+    if dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(DTYPES)}")
     spec = load_job(run.spec).spec.model
-    assert spec is not None
-    weights = load_weights(chosen[-1])
-    write_hf(spec, weights.items(), directory, _DTYPES[dtype])
-    return chosen[-1].step
+    if spec is None:
+        raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
+    names = [f"model.{name}" for name in parameter_shapes(spec)]
+    tensors = (
+        (name.removeprefix("model."), _narrowed(name, tensor, DTYPES[dtype]))
+        for name, tensor in _tensors(saved, names, progress)
+    )
+    write_hf(spec, tensors, directory, DTYPES[dtype], shard_bytes)
+
+
+def export_dcp(
+    run: RunDir, saved: Saved, directory: Path, *, progress: _Progress = lambda _size: None
+) -> None:
+    """Write a saved step as torch's own distributed checkpoint, a file a tensor; no process group needed."""
+    if saved.format_version == 1:
+        raise UsageError(f"{saved.path}: is a checkpoint of torch's own already; copy the directory")
+    with Generation(saved) as generation, written_aside(directory) as aside:
+        state: dict[str, Any] = {
+            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            for name, tensor in generation.manifest.tensors.items()
+        }
+        # One file a tensor: torch's writer keeps all that goes into a file in memory until it is written.
+        writer = FileSystemWriter(aside, single_file_per_rank=False, thread_count=1, sync_files=True)
+        try:
+            with _quiet():
+                dcp_save(state, storage_writer=writer, planner=_Lazy(generation, progress), no_dist=True)
+        except CheckpointException as error:
+            cause = next(iter(error.failures.values()))[0]
+            if isinstance(cause, OSError | SiteError):
+                raise cause from None
+            raise
+        note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
+        origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
+        write_json(aside / NOTE, {"schema_version": 1, **note, **origin})
+        write_whole(aside / "spec.yaml", run.spec.read_text(encoding="utf-8"))
+
+
+class _Lazy(DefaultSavePlanner):
+    """Knows the shapes of all tensors, and reads each when its turn has come."""
+
+    def __init__(self, generation: Generation, progress: _Progress) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._generation, self._progress = generation, progress
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """A whole tensor, proved."""
+        assert write_item.tensor_data is not None
+        tensor = torch.empty(write_item.tensor_data.size, dtype=write_item.tensor_data.properties.dtype)
+        load_into(self._generation, {write_item.index.fqn: tensor})
+        self._progress(tensor.nbytes)
+        return tensor
+
+
+def _tensors(saved: Saved, names: list[str], progress: _Progress) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a save in turn, whole and proved."""
+    if saved.format_version == 1:
+        whole = torchformat.load_whole(saved, "model.")
+        yield from ((name, whole[name]) for name in names if name in whole)
+        return
+    with Generation(saved) as generation:
+        stored = generation.manifest.tensors
+        for name in names:
+            if name not in stored:
+                raise UsageError(
+                    f"{saved.path}: lacks {name}; its run trained another model than its spec.yaml"
+                )
+            tensor = torch.empty(stored[name].shape, dtype=getattr(torch, stored[name].dtype))
+            load_into(generation, {name: tensor})
+            progress(tensor.nbytes)
+            yield name, tensor
+
+
+def _narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the type asked for; UsageError where a number is too large for it."""
+    told = tensor.to(dtype)
+    if told is tensor:
+        return tensor
+    if not torch.isfinite(told).all() and torch.isfinite(tensor).all():
+        largest = float(tensor.abs().max())
+        raise UsageError(
+            f"--dtype {str(dtype)[6:]}: {name} holds {largest:.6g}, too large for it; use bfloat16"
+        )
+    return told
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch warns of saving in a single process, which is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.checkpoint.exchange import written_aside
+from hpcrun.errors import UsageError
 from hpcrun.runtime.model import canonical_name, parameter_shapes
+from hpcrun.runtime.planning import raw_bytes
 from hpcrun.specs.model import ModelSpec, hf_config
 from hpcrun.specs.records import sync_directory
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_STORED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_ENTRY_BYTES = 192
+"""Most that the header of a safetensors file needs for one tensor of ours; a multiple of 8."""
 
 
 class HFWeights:
@@ -120,27 +122,14 @@ def write_hf(
 ) -> None:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
-    At most one shard is in memory at a time. The directory appears complete or not at all. UsageError if
+    At most one tensor is in memory at a time. The directory appears complete or not at all. UsageError if
     it already holds something, SiteError if it cannot be written, ValueError for tensors of another model.
     """
-    target = Path(directory).resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    try:
-        if target.exists() and not target.is_dir():
-            raise UsageError(f"{target}: is a file; give a new directory")
-        if target.is_dir() and any(target.iterdir()):
-            raise UsageError(f"{target}: is not empty; give a new directory or empty this one first")
-        aside.mkdir(parents=True)
+    with written_aside(directory) as aside:
         config = hf_config(spec) | {"torch_dtype": str(dtype).removeprefix("torch.")}
         _write_json(aside / "config.json", config)
-        _write_tensors(aside, _stored(spec, tensors, dtype), max_shard_bytes)
+        _write_tensors(aside, _stored(spec, tensors, dtype), max_shard_bytes, len(parameter_shapes(spec)))
         _finish(aside)
-        aside.rename(target)
-        sync_directory(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise SiteError(f"{target}: cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _read_index(path: Path) -> dict[str, Path]:
@@ -184,33 +173,68 @@ def _stored(
         raise ValueError(f"the model has tensors that were not given: {', '.join(missing)}")
 
 
-def _write_tensors(directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = pending_bytes = 0
+class _Shard:
+    """A safetensors file that grows tensor by tensor; what it holds is written at its beginning, last."""
 
-    def flush() -> None:
-        save_file(pending, directory / f"{len(shards)}.shard", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending.clear()
+    def __init__(self, path: Path, most: int) -> None:
+        self.path, self.size_bytes = path, 0
+        self.entries: dict[str, Any] = {}
+        # Room for so many entries; the format allows for spaces after them.
+        self._header_bytes = 64 + most * _ENTRY_BYTES
+        self._file = path.open("wb")
+        self._file.seek(8 + self._header_bytes)
 
-    for name, tensor in tensors:
-        if pending and pending_bytes + tensor.nbytes > max_shard_bytes:
-            flush()
-            pending_bytes = 0
-        pending[name] = tensor
-        pending_bytes += tensor.nbytes
-        total += tensor.nbytes
-    flush()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a contiguous tensor on the host."""
+        place = [self.size_bytes, self.size_bytes + tensor.nbytes]
+        self.entries[name] = {
+            "dtype": _STORED_TYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": place,
+        }
+        self._file.write(raw_bytes(tensor))
+        self.size_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write the beginning."""
+        header = json.dumps(
+            {"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")
+        ).encode()
+        assert len(header) <= self._header_bytes, f"{len(header)} bytes of header"
+        self._file.seek(0)
+        self._file.write(self._header_bytes.to_bytes(8, "little") + header.ljust(self._header_bytes))
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        self._file.close()
+
+
+def _write_tensors(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int, most: int
+) -> None:
+    shards: list[_Shard] = []
+    try:
+        for name, tensor in tensors:
+            if not shards or (shards[-1].entries and shards[-1].size_bytes + tensor.nbytes > max_shard_bytes):
+                if shards:
+                    shards[-1].finish()
+                shards.append(_Shard(directory / f"{len(shards)}.shard", most))
+            shards[-1].add(name, tensor)
+        shards[-1].finish()
+    finally:
+        if shards:
+            shards[-1].close()
     if len(shards) == 1:
-        (directory / "0.shard").rename(directory / SINGLE)
+        shards[0].path.rename(directory / SINGLE)
         return
     places: dict[str, str] = {}
-    for number, names in enumerate(shards):
+    for number, shard in enumerate(shards):
         # the names count the shards, which only now are all known
         final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"{number}.shard").rename(directory / final)
-        places |= dict.fromkeys(names, final)
+        shard.path.rename(directory / final)
+        places |= dict.fromkeys(shard.entries, final)
+    total = sum(shard.size_bytes for shard in shards)
     _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 

@@ -58,11 +58,16 @@ class ShardedModel:
 
     def expected_entries(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that a checkpoint of this job holds, all ranks together."""
-        entries: dict[str, tuple[int, ...]] = {}
-        for name, shape in parameter_shapes(self._spec).items():
-            entries[f"model.{name}"] = shape
-            entries |= {f"optimizer.{name}.{moment}": shape for moment in ("exp_avg", "exp_avg_sq")}
-        return entries
+        return state_shapes(self._spec)
+
+
+def state_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a job's training state, and its whole shape: weights and AdamW's moments."""
+    entries: dict[str, tuple[int, ...]] = {}
+    for name, shape in parameter_shapes(spec).items():
+        entries[f"model.{name}"] = shape
+        entries |= {f"optimizer.{name}.{moment}": shape for moment in ("exp_avg", "exp_avg_sq")}
+    return entries
 
 
 def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:

@@ -1,43 +1,52 @@
-"""Saves a step and is killed at one of its system calls: at each in turn, as often as there are.
+"""Changes a run's saves and is killed at one of its system calls: at each in turn, as often as there are.
 
-Run as a program: `killed_writer.py DIRECTORY SCENARIO`; prints one line of JSON for each death. The calls are
-found by counting them as they come, so that none is forgotten when the way of a save changes.
+Run as a program: `killed_writer.py DIRECTORY SCENARIO`; prints one line of JSON for each death. Where calls
+cannot be traced it says why, with exit code 77.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from hpcrun.checkpoint.commit import retire, set_aside
+from hpcrun.checkpoint.commit import find_garbage, remove, retire, set_aside
+from hpcrun.checkpoint.copies import DirectoryCopy
 from hpcrun.checkpoint.durable import DurableStation
+from hpcrun.checkpoint.exchange import copy_in
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import HeldPart
 from hpcrun.checkpoint.local import LocalStation
 from hpcrun.checkpoint.read import Generation
-from hpcrun.specs.saves import read_saves
+from hpcrun.checkpoint.repair import damaged_generations, repair
+from hpcrun.specs.saves import Saved, read_save, read_saves
+from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save
 from tests.checkpoint.loads import load_of
 
-CALLS = (
-    "open",
-    "write",
-    "pwrite",
-    "pwritev",
-    "fsync",
-    "rename",
-    "replace",
-    "unlink",
-    "remove",
-    "rmdir",
-    "mkdir",
-)
+
+def _base(root: Path) -> None:
+    root.mkdir()
+    save(root, 2, files=2)
+    save(root, 4, files=2)
+
+
+def with_leftovers(root: Path) -> None:
+    """Two saves, and what a broken one has left."""
+    _base(root)
+    (root / ".step-00000005.1").mkdir()
+    (root / ".step-00000005.1" / "data-00000.bin").write_bytes(b"half")
+
+
+def with_damage(root: Path) -> None:
+    """Two saves and a damaged one, of which there is a copy elsewhere."""
+    _base(root)
+    damaged = save(root, 6, files=2)
+    shutil.copytree(damaged.path, root.with_name("copy"), dirs_exist_ok=True)
+    (damaged.path / "data-00001.bin").write_bytes(b"")
 
 
 def save_and_retire(root: Path) -> None:
@@ -49,7 +58,7 @@ def save_and_retire(root: Path) -> None:
 def drain_and_retire(root: Path) -> None:
     """The same by a drain worker, over the node's own disk."""
     load = load_of(6, range(2), 2, 0)
-    LocalStation(str(root.with_name("disk")), "run", "n1").store(load)
+    LocalStation(str(root / "disk"), "run", "n1").store(load)
     station = DurableStation(root, keep=2)
     station.store(load)
     station.retain(())
@@ -65,66 +74,44 @@ def put_away(root: Path) -> None:
     set_aside(root / "step-00000006")
 
 
-def before(scenario: str, root: Path) -> None:
-    """The state that the scenario begins with."""
-    root.mkdir()
-    save(root, 2, files=2)
-    save(root, 4, files=2)
-    if not scenario.endswith("_and_retire"):
-        damaged = save(root, 6, files=2)
-        (damaged.path / "data-00001.bin").write_bytes(b"")
-    else:
-        (root / ".step-00000005.1").mkdir()
-        (root / ".step-00000005.1" / "data-00000.bin").write_bytes(b"half")
+def mend(root: Path) -> None:
+    """Make a damaged save whole from a copy, wherever an earlier attempt has left it."""
+    for path in damaged_generations(root, 6):
+        repair(path, [DirectoryCopy(root.with_name("copy"))])
 
 
-class Trap:
-    """Notes the calls, and dies at one of them: before it, or for a write when half of it is done."""
-
-    def __init__(self, at: int | None, halfway: bool) -> None:
-        self.calls: list[str] = []
-        self._at, self._halfway = at, halfway
-        self._true = {name: getattr(os, name) for name in CALLS}
-        for name in CALLS:
-            setattr(os, name, self._wrapped(name))
-
-    def _wrapped(self, name: str) -> Callable[..., Any]:
-        def call(*words: Any, **options: Any) -> Any:
-            self.calls.append(name)
-            if len(self.calls) == self._at:
-                if self._halfway:
-                    self._write_half(*words)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return self._true[name](*words, **options)
-
-        return call
-
-    def _write_half(self, descriptor: int, data: Any, position: int | None = None) -> None:
-        data = b"".join(data) if isinstance(data, list) else bytes(data)
-        half = data[: len(data) // 2]
-        if position is None:
-            self._true["write"](descriptor, half)
-        else:
-            self._true["pwritev"](descriptor, [half], position)
+def take_in(root: Path) -> None:
+    """Import a copy of a save."""
+    found = read_save(root.with_name("copy"))
+    assert isinstance(found, Saved)
+    # In one thread, as a child that is traced has to be.
+    copy_in(found, root, jobs=1)
 
 
-def in_child(
-    action: Callable[[Path], None], root: Path, at: int | None, halfway: bool
-) -> tuple[int, list[str]]:
-    """Run the action in a fork with the trap set; its wait status, and which calls it made if it lived."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        trap = Trap(at, halfway)
-        action(root)
-        told = json.dumps(trap.calls).encode()
-        os.write(writing, told)
-        os._exit(0)
-    os.close(writing)
-    _, status = os.waitpid(child, 0)
-    with os.fdopen(reading) as told_by_child:
-        calls = told_by_child.read()
-    return status, json.loads(calls or "[]")
+def clean_up(root: Path) -> None:
+    """Delete all that is not wanted any more."""
+    for one in find_garbage(root, 2, in_flight=False, damaged=True)[0]:
+        remove(one.path)
+
+
+class Scenario(NamedTuple):
+    """Something that is done to saves."""
+
+    before: Callable[[Path], None]
+    action: Callable[[Path], None]
+    again: Callable[[Path], None] | None = None
+    """What brings it to its end after a death; else the next save of training does."""
+
+
+SCENARIOS = {
+    "save_and_retire": Scenario(with_leftovers, save_and_retire),
+    "drain_and_retire": Scenario(with_leftovers, drain_and_retire),
+    "save_over_damage": Scenario(with_damage, save_over_damage),
+    "put_away": Scenario(with_damage, put_away),
+    "mend": Scenario(with_damage, mend, mend),
+    "take_in": Scenario(with_damage, take_in, mend),
+    "clean_up": Scenario(with_damage, clean_up, clean_up),
+}
 
 
 def whole_steps(root: Path) -> tuple[list[int], list[str]]:
@@ -149,36 +136,43 @@ def whole_steps(root: Path) -> tuple[list[int], list[str]]:
 
 
 def prove(held: HeldPart) -> bool:
-    """Whether a part is there as its writer has it."""
+    """Whether a part on a node's own disk is there as its writer has it."""
     (whole,) = (one for one in load_of(6, range(2), 2, 0).parts if one.number == held.number)
     return Path(held.path).read_bytes()[held.at :][: held.part.size_bytes] == whole.image
 
 
-def main(directory: str, scenario: str) -> None:
+def main(directory: str, name: str) -> None:
     """All deaths of a scenario."""
-    top, action = Path(directory), globals()[scenario]
+    top, scenario = Path(directory), SCENARIOS[name]
     base = top / "base"
-    before(scenario, base)
+    scenario.before(base)
     shutil.copytree(base, top / "undisturbed")
-    status, calls = in_child(action, top / "undisturbed", None, False)
-    assert status == 0
-    for at, name in enumerate(calls, start=1):
-        for halfway in (False, True) if "write" in name else (False,):
-            root = top / f"{at}{'h' * halfway}"
+    undisturbed = tracing.run(lambda: scenario.action(top / "undisturbed"))
+    assert undisturbed.said == "", undisturbed
+    for at, call in enumerate(undisturbed.calls, start=1):
+        for how in ("before", "halfway") if tracing.is_write(call) else ("before",):
+            root = top / f"{at}{how}"
             shutil.copytree(base, root)
-            status, _ = in_child(action, root, at, halfway)
-            assert os.WIFSIGNALED(status)
+            died = tracing.run(lambda root=root: scenario.action(root), at, how)  # type: ignore[misc]
+            assert died.killed, died
             whole, problems = whole_steps(root)
-            local = LocalStation(str(top / "disk"), "run", "n1")
+            local = LocalStation(str(root / "disk"), "run", "n1")
             assert all(prove(one) for holding in local.holdings() for one in holding.parts)
-            save(root, 8, files=2)
-            retire(root, 1)
-            left = sorted(path.name for path in root.iterdir() if not path.name.startswith("damaged-"))
-            death = {"at": at, "call": name, "halfway": halfway, "whole": whole, "problems": problems}
-            print(json.dumps(death | {"left": left}))
+            shutil.rmtree(root / "disk", ignore_errors=True)
+            if scenario.again is not None:
+                scenario.again(root)
+                left = [str(step) for step in whole_steps(root)[0]]
+            else:
+                save(root, 8, files=2)
+                retire(root, 1)
+                left = sorted(path.name for path in root.iterdir() if not path.name.startswith("damaged-"))
+            death = {"at": at, "call": call, "how": how, "whole": whole, "problems": problems, "left": left}
+            print(json.dumps(death))
             shutil.rmtree(root)
-            shutil.rmtree(top / "disk", ignore_errors=True)
 
 
 if __name__ == "__main__":
+    if reason := tracing.why_not():
+        sys.stderr.write(reason)
+        sys.exit(77)
     main(*sys.argv[1:])

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from hpcrun.checkpoint.write import write_file
 from hpcrun.errors import UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save
+from tests.checkpoint.injuries import INJURIES, Injury, flip, swap_files
 
 
 def load(saved: Saved) -> dict[Piece, bytes]:
@@ -82,14 +82,6 @@ def test_where_a_chunk_lies_is_known_before_its_bytes_are(tmp_path: Path) -> Non
     assert sizes == [lay_out(rank, pieces_of(rank, 2)).size_bytes for rank in range(2)]
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1 << at % 8]))
-
-
 def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
     """Every byte of every file in turn: what a reader still gives is what was written."""
     saved = save(tmp_path, 4)
@@ -113,69 +105,6 @@ def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
             found += loaded is None
             flip(path, at)
     assert found > 1500
-
-
-Injury = Callable[[Path, Path], None]
-"""Does something to the first save; the second is another step of the same layout."""
-
-
-def truncate(name: str, size: int) -> Injury:
-    return lambda path, _: os.truncate(path / name, size)
-
-
-def hole(path: Path, _other: Path) -> None:
-    """What a crash leaves where a block was never written."""
-    with (path / "data-00000.bin").open("r+b") as file:
-        file.seek(HEADER_BYTES * 3)
-        file.write(bytes(200))
-
-
-def swap_files(path: Path, _other: Path) -> None:
-    a, b, aside = path / "data-00000.bin", path / "data-00001.bin", path / "aside"
-    a.rename(aside)
-    b.rename(a)
-    aside.rename(b)
-
-
-def take(name: str) -> Injury:
-    """Mixed generations: one file of another save."""
-
-    def copy(path: Path, other: Path) -> None:
-        shutil.copy(other / name, path / name)
-
-    return copy
-
-
-def lose(name: str) -> Injury:
-    return lambda path, _: (path / name).unlink()
-
-
-def take_part(path: Path, other: Path) -> None:
-    """The first half of a file of another save, as an interrupted copy over it leaves."""
-    data = (other / "data-00000.bin").read_bytes()
-    with (path / "data-00000.bin").open("r+b") as file:
-        file.write(data[: len(data) // 2])
-
-
-def garbage_record(path: Path, _other: Path) -> None:
-    (path / RECORD).write_text('{"format_version": 2, "step": 4}\n')
-
-
-INJURIES = {
-    "truncated data": truncate("data-00001.bin", 1000),
-    "empty data": truncate("data-00000.bin", 0),
-    "truncated manifest": truncate(MANIFEST, 200),
-    "truncated record": truncate(RECORD, 50),
-    "hole": hole,
-    "swapped files": swap_files,
-    "data of another generation": take("data-00001.bin"),
-    "manifest of another generation": take(MANIFEST),
-    "half a file of another generation": take_part,
-    "missing data": lose("data-00000.bin"),
-    "missing manifest": lose(MANIFEST),
-    "missing record": lose(RECORD),
-    "record of something else": garbage_record,
-}
 
 
 @pytest.mark.parametrize("injury", INJURIES.values(), ids=INJURIES)

@@ -145,3 +145,19 @@ def test_a_running_run_is_left_alone(done: RunDir) -> None:
     write_json(done.job, {"id": done.id})
     result = run("download", done.path)
     assert isinstance(result.exception, UsageError)
+
+
+def test_repair_fetches_what_is_damaged_and_no_more(done: RunDir, store: str) -> None:
+    said("upload", done.path)
+    step = done.checkpoints / "step-00000004"
+    whole = {path.name: path.read_bytes() for path in step.iterdir()}
+    (step / "manifest.json").unlink()
+    data = bytearray(whole["data-00001.bin"])
+    data[200] ^= 1
+    (step / "data-00001.bin").write_bytes(data)
+    (one,) = told("repair", done.path)["repairs"]
+    url = f"{store}/{done.id}/step-00000004.{one['generation']}"
+    assert [what["from"].rstrip("/") for what in one["mended"]] == [url, url]
+    assert {path.name: path.read_bytes() for path in step.iterdir()} == whole
+    (fetched,) = [size for name, size in one["taken_bytes"].items() if name.startswith("file:")]
+    assert fetched == 20 * 16 * 4, "the one chunk"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hpcrun import process
 from hpcrun.checkpoint.format import Piece
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
@@ -197,3 +200,61 @@ def test_old_saves_are_unknown_and_not_opened(saved_run: RunDir) -> None:
     refused = run("inspect", saved_run.path)
     assert isinstance(refused.exception, UsageError)
     assert "format 1" in str(refused.exception)
+
+
+def test_repair_says_what_it_took_from_where(saved_run: RunDir, tmp_path: Path) -> None:
+    step = saved_run.checkpoints / "step-00000004"
+    shutil.copytree(step, tmp_path / "copy")
+    whole = (step / "data-00001.bin").read_bytes()
+    flip(step / "data-00001.bin", 200)
+    alone = run("repair", saved_run.path)
+    assert alone.exit_code == 1
+    assert alone.stdout.splitlines() == [
+        f"{step}: cannot be repaired: 1 piece is whole in no copy",
+        "  model.a[20:40, 0:16] (part 1, data-00001.bin): nowhere whole",
+        "1 of 2 saves are whole as they are",
+    ]
+    dry = run("repair", saved_run.path, "--from", tmp_path / "copy", "--dry-run")
+    assert dry.exit_code == 0
+    assert dry.stdout.splitlines()[0] == f"{step}: can be repaired as step 4"
+    found = told("repair", saved_run.path, "--from", tmp_path / "copy")
+    (one,) = found["repairs"]
+    assert one["repaired"] == str(step)
+    assert one["mended"] == [{"what": "model.a[20:40, 0:16]", "from": str(tmp_path / "copy")}]
+    assert one["missing"] == []
+    assert (step / "data-00001.bin").read_bytes() == whole
+    assert told("repair", saved_run.path) == {
+        "schema_version": 1,
+        "dry_run": False,
+        "looked_at": 2,
+        "repairs": [],
+    }
+    wrong = run("repair", saved_run.path, "--step", 3)
+    assert "has no save of step 3, whole or damaged" in str(wrong.exception)
+
+
+def test_repair_leaves_a_run_alone_that_may_go_on(saved_run: RunDir) -> None:
+    saved_run.exit.unlink()
+    here = process.identify(os.getpid())
+    assert here
+    supervisor = {"pid": here.pid, "start_ticks": here.start_ticks, "started": 1.0}
+    attempt = saved_run.attempt(1).create()
+    write_json(attempt.supervisor, supervisor | {"host": "elsewhere"})
+    unknown = run("repair", saved_run.path)
+    assert isinstance(unknown.exception, UsageError)
+    assert "it was started on elsewhere; look there whether it still runs" in str(unknown.exception)
+    assert "if it is over, repair with --is-over" in str(unknown.exception)
+    assert run("repair", saved_run.path, "--dry-run").exit_code == 0
+    assert run("repair", saved_run.path, "--is-over").exit_code == 0
+    write_json(attempt.supervisor, supervisor | {"host": os.uname().nodename})
+    for words in ((), ("--is-over",)):
+        alive = run("repair", saved_run.path, *words)
+        assert isinstance(alive.exception, UsageError)
+        assert "is running, and looks after its saves itself; repair when it is over" in str(alive.exception)
+
+
+def test_verify_with_several_jobs_says_the_same(saved_run: RunDir) -> None:
+    flip(saved_run.checkpoints / "step-00000004" / "data-00001.bin", 200)
+    one, three = (run("verify", saved_run.path, "--jobs", jobs) for jobs in (1, 3))
+    assert one.exit_code == three.exit_code == 1
+    assert one.stdout == three.stdout

@@ -1,0 +1,239 @@
+"""What may still hold the bytes of a generation: directories, and what nodes have kept of it.
+
+A copy may be damaged or incomplete itself. Nothing that it gives is taken on trust: whoever asks has a hash,
+and the hash of a chunk is the same at every level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from xxhash import xxh3_64_hexdigest
+
+from hpcrun.checkpoint.format import (
+    CHUNK,
+    END,
+    HEADER_BYTES,
+    MANIFEST,
+    PART,
+    PART_ALIGN,
+    TAIL,
+    DamagedError,
+    Part,
+    Piece,
+    Place,
+    collect,
+    file_name,
+    owner_of,
+    padded,
+    parse_tail,
+    render_manifest,
+    render_tensors,
+    unpack_header,
+)
+from hpcrun.checkpoint.levels import Holding
+from hpcrun.specs.saves import Saved, read_save
+
+
+class Copy(Protocol):
+    """A place where parts of one generation may lie."""
+
+    @property
+    def name(self) -> str:
+        """What a person is told: a directory, a level of a node."""
+
+    @property
+    def generation(self) -> str | None:
+        """Which generation it is of; None where that is not known."""
+
+    def manifest(self) -> bytes | None:
+        """The manifest, as it is found there; None where there is none."""
+
+    def record(self) -> Saved | None:
+        """The commit record, where the copy has one."""
+
+    def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
+        """Fill a buffer from a place in a part; False where there are not as many bytes."""
+
+    def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
+        """The parts that it has, as far as it can tell without a manifest."""
+
+
+class DirectoryCopy:
+    """A directory with the files of a generation: committed, set aside, exported."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or str(path)
+
+    @property
+    def generation(self) -> str | None:
+        """Which generation the files are of."""
+        return generation_of(self.path)
+
+    def manifest(self) -> bytes | None:
+        """The manifest, as it is found there."""
+        try:
+            return (self.path / MANIFEST).read_bytes()
+        except OSError:
+            return None
+
+    def record(self) -> Saved | None:
+        """The commit record, where it is whole."""
+        saved = read_save(self.path)
+        return saved if isinstance(saved, Saved) else None
+
+    def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
+        """Fill a buffer from a place in a part."""
+        return read_at(self.path / file_name(part.file), part.start + at, into)
+
+    def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
+        """The parts of all data files, from one header to the next."""
+        for path in sorted(self.path.glob("data-*.bin")):
+            digits = path.stem.removeprefix("data-")
+            if digits.isdecimal():
+                yield from _parts_of_file(path, int(digits), generation)
+
+
+class HeldCopy:
+    """What a node has kept of a generation at a level of its own, where its files can be read from here."""
+
+    def __init__(self, holding: Holding) -> None:
+        self.name = f"{holding.level} of {holding.node}"
+        self.generation: str | None = holding.stamp.generation
+        self._held = {held.number: held for held in holding.parts}
+
+    def manifest(self) -> bytes | None:
+        """Nothing: a node keeps parts."""
+        return None
+
+    def record(self) -> Saved | None:
+        """Nothing; the stamp tells as much."""
+        return None
+
+    def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
+        """Fill a buffer from a place in a part."""
+        held = self._held.get(number)
+        return held is not None and read_at(Path(held.path), held.at + at, into)
+
+    def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
+        """The parts that the node has recorded."""
+        for number, held in self._held.items():
+            yield number, held.part
+
+
+def generation_of(path: Path, step: int | None = None) -> str | None:
+    """Whose files a directory has: by its record, else by its manifest, else by a data file's first bytes.
+
+    The record of another step than the expected one has come there by mistake.
+    """
+    saved = read_save(path)
+    if isinstance(saved, Saved) and step in (None, saved.step):
+        return saved.generation or None
+    copy = DirectoryCopy(path)
+    try:
+        told = json.loads(copy.manifest() or b"")["generation"]
+        if isinstance(told, str) and len(bytes.fromhex(told)) == 16:
+            return told
+    except (ValueError, KeyError, TypeError):
+        pass  # the manifest is damaged too
+    for file in sorted(path.glob("data-*.bin")):
+        header = bytearray(HEADER_BYTES)
+        found = owner_of(bytes(header)) if read_at(file, 0, memoryview(header)) else None
+        if found is not None:
+            return found[2].hex()
+    return None
+
+
+def remake_manifest(generation: bytes, copies: list[Copy], digest: str | None) -> bytes | None:
+    """The manifest that was written with these parts, from what the parts say of themselves.
+
+    `digest` is the hash that the commit record has of it, where there is one: any other is not the one.
+    """
+    parts: dict[int, tuple[Part, list[tuple[Piece, Place]]]] = {}
+    for copy in copies:
+        for number, part in copy.parts(generation):
+            if number not in parts and (tail := tail_of(copy, number, part)) is not None:
+                listed = [(piece, place) for piece, place, _ in parse_tail(tail, number)]
+                parts[number] = part, listed
+    if sorted(parts) != list(range(len(parts))) or not parts:
+        return None
+    rows = [parts[number] for number in range(len(parts))]
+    try:
+        tensors = render_tensors(collect(listed for _, listed in rows))
+    except DamagedError:
+        return None
+    manifest = render_manifest(generation, [part for part, _ in rows], tensors)
+    return manifest if digest in (None, xxh3_64_hexdigest(manifest)) else None
+
+
+def tail_of(copy: Copy, number: int, part: Part) -> bytes | None:
+    """A part's list of its chunks, proved; None where the copy has another, or none."""
+    tail = bytearray(part.tail_bytes)
+    if not copy.read(number, part, part.tail_at + HEADER_BYTES, memoryview(tail)):
+        return None
+    return bytes(tail) if xxh3_64_hexdigest(tail) == part.tail_hash else None
+
+
+def digests_of(
+    copy: Copy, generation: bytes, number: int, part: Part, chunks: list[tuple[Piece, Place]]
+) -> dict[Place, int]:
+    """The hashes that the chunks' own headers have, of those that are whole."""
+    found, header = dict[Place, int](), bytearray(HEADER_BYTES)
+    for piece, place in chunks:
+        if not copy.read(number, part, place.at, memoryview(header)):
+            continue
+        try:
+            length, digest = unpack_header(header, CHUNK, place, generation)
+        except DamagedError:
+            continue
+        if length == piece.size_bytes:
+            found[place] = digest
+    return found
+
+
+def read_at(path: Path, at: int, into: memoryview) -> bool:
+    """Fill a buffer from a file; False where it cannot be filled."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        count = 0
+        while count < len(into):
+            more = os.preadv(descriptor, [into[count:]], at + count)
+            if not more:
+                return False
+            count += more
+    except OSError:  # a bad block
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _parts_of_file(path: Path, file: int, generation: bytes) -> Iterator[tuple[int, Part]]:
+    start, header = 0, memoryview(bytearray(HEADER_BYTES))
+
+    def unpacked(kind: int, place: Place) -> tuple[int, int]:
+        if not read_at(path, start + place.at, header):
+            raise DamagedError(f"{path}: ends early")
+        return unpack_header(bytearray(header), kind, place, generation)
+
+    while read_at(path, start, header):
+        owner = owner_of(bytes(header))
+        if owner is None or owner[0] != PART or owner[2] != generation:
+            return
+        number, size = owner[1], 0
+        try:
+            size, _ = unpacked(PART, Place(number, 0))
+            tail_at, _ = unpacked(END, Place(number, size - HEADER_BYTES))
+            tail_bytes, digest = unpacked(TAIL, Place(number, tail_at))
+            yield number, Part(file, start, size, tail_at, tail_bytes, f"{digest:016x}")
+        except DamagedError:
+            if size <= 0:
+                return
+        start += padded(size, PART_ALIGN)

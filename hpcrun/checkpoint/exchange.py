@@ -1,0 +1,115 @@
+"""A generation out of its run and into another: a copy of its files, each byte proved on the way."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrun.checkpoint.commit import begin, discard, set_aside
+from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
+from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.verify import damages, usual_jobs
+from hpcrun.checkpoint.write import write_file
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.specs.records import sync_directory
+from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
+
+_BLOCK = 16 << 20
+
+
+@contextmanager
+def written_aside(directory: Path | str) -> Iterator[Path]:
+    """A directory to write into, which gets its name when all is well, or disappears.
+
+    UsageError where something is there already, SiteError where it cannot be written.
+    """
+    target = Path(directory).resolve()
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        if target.exists() and not target.is_dir():
+            raise UsageError(f"{target}: is a file; give a new directory")
+        if target.is_dir() and any(target.iterdir()):
+            raise UsageError(f"{target}: is not empty; give a new directory or empty this one first")
+        aside.mkdir(parents=True)
+        yield aside
+        sync_directory(aside)
+        aside.rename(target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise SiteError(f"{target}: cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def copy_out(
+    saved: Saved,
+    directory: Path,
+    progress: Callable[[int], None] = lambda _size: None,
+    *,
+    jobs: int | None = None,
+) -> None:
+    """The files of a committed generation into an empty directory; DamagedError where one is damaged."""
+    names = [MANIFEST, *(file_name(number) for number in range(len(saved.file_bytes)))]
+    for name in names:
+        try:
+            source = (saved.path / name).open("rb")
+        except FileNotFoundError:
+            raise DamagedError(f"{saved.path / name}: is missing") from None
+        with source:
+            _copy(source.fileno(), directory / name)
+    write_file(directory / RECORD, render_record(saved).encode())
+    # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
+    with Generation(replace(saved, path=directory)) as copy:
+        found = damages(copy, jobs or usual_jobs(), progress)
+    if found:
+        raise DamagedError(f"{saved.path}: {found[0].removeprefix(f'{directory}/')}")
+    sync_directory(directory)
+
+
+def copy_in(
+    saved: Saved,
+    checkpoints: Path,
+    progress: Callable[[int], None] = lambda _size: None,
+    *,
+    jobs: int | None = None,
+) -> Saved:
+    """A generation from elsewhere as a committed one of a run, the same to the last bit."""
+    draft = begin(checkpoints, saved.step, saved.attempt)
+    try:
+        copy_out(saved, draft.aside, progress, jobs=jobs)
+        if draft.final.exists():
+            set_aside(draft.final)
+        draft.aside.rename(draft.final)
+    except BaseException:
+        discard(draft)
+        raise
+    sync_directory(checkpoints)
+    return replace(saved, path=draft.final)
+
+
+def check_newest(checkpoints: Path, step: int) -> None:
+    """UsageError unless a save of this step would be the one that the run goes on from."""
+    newest = max((saved.step for saved in saved_steps(checkpoints)), default=-1)
+    if newest >= step:
+        raise UsageError(
+            f"{checkpoints}: has a save of step {newest}, from which the run would go on, and not from step"
+            f" {step}; import into a run of its own with --name"
+        )
+
+
+def _copy(source: int, target: Path) -> None:
+    """A file, synced."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        while data := os.read(source, _BLOCK):
+            left = memoryview(data)
+            while left:
+                left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,85 @@
+"""Copies of a run's generations outside of its directory: on nodes' own disks and in memory, in a store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from hpcrun.checkpoint.arena import SHM, Arena, arena_folder
+from hpcrun.checkpoint.format import DamagedError, Part
+from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.local import LocalStation
+from hpcrun.checkpoint.objects import ObjectCopy, StoredObject, read_index, read_manifest
+from hpcrun.checkpoint.store import Store
+from hpcrun.errors import SiteError
+from hpcrun.specs.saves import Saved
+
+
+class StoredCopy:
+    """A generation in an object store, of which only what is missing elsewhere is fetched."""
+
+    def __init__(self, store: Store, copy: ObjectCopy) -> None:
+        self.name = copy.url
+        self.generation: str | None = copy.saved.generation
+        self._store, self._copy = store, copy
+        self._indices: dict[int, list[StoredObject]] = {}
+
+    def manifest(self) -> bytes | None:
+        """The manifest, as it is found there."""
+        try:
+            return read_manifest(self._store, self._copy)
+        except DamagedError:
+            return None
+
+    def record(self) -> Saved | None:
+        """The commit record, as it would be in the run directory."""
+        return replace(self._copy.saved, level="durable")
+
+    def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
+        """Fill a buffer from a place in a part."""
+        begin, done = part.start + at, 0
+        try:
+            if part.file not in self._indices:
+                self._indices[part.file] = read_index(self._store, self._copy, part.file)
+            for one in self._indices[part.file]:
+                first = max(begin, one.start)
+                size = min(begin + len(into), one.start + one.size_bytes) - first
+                if size > 0:
+                    data = self._store.read(f"{self._copy.place}{one.name}", first - one.start, size)
+                    into[first - begin : first - begin + len(data)] = data
+                    done += len(data)
+        except (DamagedError, FileNotFoundError, IndexError):
+            return False
+        return done == len(into)
+
+    def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
+        """None: its manifest is proved, or it is not there."""
+        yield from ()
+
+
+def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holding]:
+    """What can be read from this machine of what nodes keep: their memory here, and disks that are mounted.
+
+    `local` is the job's checkpoint.local.
+    """
+    found = list[Holding]()
+    for folder in _folders(arena_folder(shm, run_id, "")):
+        found += Arena(folder).holdings(folder.name)
+    if local is not None:
+        try:
+            above = LocalStation(local, run_id, "").folder
+        except SiteError:  # a variable that only the nodes have
+            return found
+        for folder in _folders(above):
+            found += LocalStation(local, run_id, folder.name).holdings()
+    return found
+
+
+def _folders(above: Path) -> list[Path]:
+    """A folder for each node; only those that are ours."""
+    try:
+        return [one for one in sorted(above.iterdir()) if one.is_dir() and one.stat().st_uid == os.getuid()]
+    except OSError:
+        return []

@@ -1,0 +1,40 @@
+"""Proving a whole generation, several parts at a time: hashing and reading leave the other threads free."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from hpcrun.checkpoint.format import Piece, Place
+from hpcrun.checkpoint.read import Generation
+
+_MOST_JOBS = 16
+"""More readers than this do not make one file system quicker, and each holds a chunk in memory."""
+
+
+def usual_jobs() -> int:
+    """How many parts are read at a time where nobody asks for a number."""
+    return min(_MOST_JOBS, len(os.sched_getaffinity(0)))
+
+
+def damages(
+    generation: Generation, jobs: int, progress: Callable[[int], None] = lambda _size: None
+) -> list[str]:
+    """Everything that is wrong with a generation, in order of its parts."""
+    lock = threading.Lock()
+
+    def told(size: int) -> None:
+        with lock:
+            progress(size)
+
+    def look(one: tuple[int, list[tuple[Piece, Place]]]) -> list[str]:
+        return list(generation.damages_of_part(*one, told))
+
+    parts = list(enumerate(generation.chunks_by_part()))
+    if min(jobs, len(parts)) <= 1:
+        return [damage for one in parts for damage in look(one)]
+    with ThreadPoolExecutor(jobs) as threads:
+        found = threads.map(look, parts)
+        return [damage for one in found for damage in one]

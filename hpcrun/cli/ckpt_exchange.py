@@ -1,0 +1,194 @@
+"""`hpcrun ckpt export` and `import`: saves out of their run, and states from elsewhere into one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.cli.ckpt_show import amount, choose, print_json, progress, refuse_while_running
+
+if TYPE_CHECKING:
+    from hpcrun.specs.job import JobSpec
+    from hpcrun.specs.load import ResolvedJob
+    from hpcrun.specs.rundir import RunDir
+    from hpcrun.specs.saves import Saved
+
+_FORMATS = ("hf", "dcp", "hpcrun")
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+_Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")],
+    out: Annotated[Path, typer.Option("--out", help="directory to make; must not exist or be empty")],
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="hf|dcp|hpcrun",
+            help="hf: weights for transformers; dcp: all for torch.distributed.checkpoint; hpcrun: a copy",
+        ),
+    ] = "hf",
+    step: Annotated[int | None, typer.Option(help="which saved step; default the newest")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of hf: float32 (default), bfloat16 or float16")] = None,
+    shard_size: Annotated[str | None, typer.Option(help="of hf: most bytes of a file; default 5GB")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Write a saved step in another form, every byte of it proved; the run stays as it is."""
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.rundir import find_run
+
+    if form not in _FORMATS:
+        raise UsageError(f"--format {form}: not known; use {', '.join(_FORMATS)}")
+    for option, value in (("--dtype", dtype), ("--shard-size", shard_size)):
+        if value is not None and form != "hf":
+            raise UsageError(f"{option}: is of --format hf; {form} keeps all as it was saved")
+    shard_bytes = _parse_size(shard_size or "5GB")
+    found, saved = find_run(run), choose(run, step)
+    total = sum(saved.file_bytes)
+    with progress(f"step {saved.step}", total) as show:
+        if form == "hf":
+            from hpcrun.runtime.export import export_hf
+
+            export_hf(found, saved, out, dtype=dtype or "float32", shard_bytes=shard_bytes, progress=show)
+        elif form == "dcp":
+            from hpcrun.runtime.export import export_dcp
+
+            export_dcp(found, saved, out, progress=show)
+        else:
+            _export_hpcrun(found, saved, out, show)
+    files = sorted(path for path in out.iterdir() if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    if as_json:
+        told: dict[str, Any] = {"run": found.id, "step": saved.step, "format": form, "path": str(out)}
+        print_json(told | {"files": [path.name for path in files], "size_bytes": size})
+        return
+    print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
+
+
+def import_state(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="directory of an export, of torch's or hf's")
+    ],
+    run: Annotated[str | None, typer.Option("--run", help="a run that is over, or has not begun")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="make a new run of this name")] = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="job file of the new run; default the one in SOURCE")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="the step that the state is of, where SOURCE does not say it")
+    ] = None,
+    is_over: Annotated[
+        bool, typer.Option("--is-over", help="the run is over, though that cannot be seen from here")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Make a state from elsewhere the newest save of a run; `train --resume` goes on from it.
+
+    SOURCE is what `ckpt export` wrote (hpcrun, dcp), a distributed checkpoint of torch's with the same
+    names, or a Hugging Face directory, whose weights become step 0.
+    """
+    from hpcrun.errors import UsageError
+    from hpcrun.runtime import importing
+    from hpcrun.specs.rundir import find_run
+
+    if (run is None) == (name is None):
+        raise UsageError("give either --run RUN, or --name NAME for a new run")
+    if run is not None and job is not None:
+        raise UsageError("--job: is of a new run; --run has its own job")
+    kind = importing.kind_of(source)
+    read: Callable[..., Saved] = getattr(importing, f"import_{kind}")
+    total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
+    if run is not None:
+        found = find_run(run)
+        refuse_while_running(found, "import", believe=is_over)
+        spec = _job_of(found)
+        with progress(str(source), total) as show:
+            saved = read(source, found.checkpoints, spec, step, show)
+    else:
+        resolved = _new_job(source, name or "", job)
+        with progress(str(source), total) as show:
+            found, saved = _import_new(resolved, lambda place: read(source, place, resolved.spec, step, show))
+    if as_json:
+        print_json(
+            {
+                "run": found.id,
+                "format": kind,
+                "step": saved.step,
+                "samples": saved.position,
+                "path": str(saved.path),
+            }
+        )
+        return
+    print(f"step {saved.step} ({kind}) is now {saved.path}")
+    print(f"hpcrun train --resume {found.id} goes on from it")
+
+
+def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[RunDir, Saved]:
+    """A run that holds nothing but the imported save; none at all where the import fails."""
+    import shutil
+    from dataclasses import replace
+
+    from hpcrun.specs.load import render_job
+    from hpcrun.specs.records import write_whole
+    from hpcrun.specs.rundir import create_run
+
+    made = create_run(resolved.spec.name)
+    try:
+        saved = read(made.checkpoints)
+        write_whole(made.spec, render_job(resolved.spec))
+    except BaseException:
+        shutil.rmtree(made.path, ignore_errors=True)
+        raise
+    return made, replace(saved, path=made.checkpoints / saved.path.name)
+
+
+def _new_job(source: Path, name: str, job: Path | None) -> ResolvedJob:
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.load import load_job
+
+    path = job or source / "spec.yaml"
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: no such file; give the job of the new run with --job JOB.yaml"
+            if job is None
+            else f"--job {path}: no such file"
+        )
+    return load_job(path, [f"name={name}"])
+
+
+def _job_of(run: RunDir) -> JobSpec:
+    from hpcrun.specs.load import load_job
+
+    return load_job(run.spec).spec
+
+
+def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> None:
+    from hpcrun.checkpoint.exchange import copy_out, written_aside
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.records import write_whole
+
+    if saved.format_version == 1:
+        raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
+    with written_aside(out) as aside:
+        copy_out(saved, aside, show)
+        write_whole(aside / "spec.yaml", run.spec.read_text(encoding="utf-8"))
+
+
+def _parse_size(text: str) -> int:
+    """5GB, 500MB, 2GiB: bytes, by thousands unless there is an i."""
+    from hpcrun.errors import UsageError
+
+    found = _SIZE.fullmatch(text.strip())
+    size = 0
+    if found:
+        power = " kmgt".index(found[2].lower() or " ")
+        size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if size < 1:
+        raise UsageError(f"--shard-size {text}: is no size; write 5GB or 500MB")
+    return size

@@ -1,0 +1,134 @@
+"""`hpcrun ckpt repair`: damaged saves made whole again from other copies."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hpcrun.cli.ckpt_objects import Endpoint, Url, copies_of
+from hpcrun.cli.ckpt_show import amount, print_json, progress, refuse_while_running
+
+if TYPE_CHECKING:
+    from contextlib import ExitStack
+
+    from hpcrun.checkpoint.copies import Copy
+    from hpcrun.checkpoint.levels import Holding
+    from hpcrun.checkpoint.repair import Repair
+    from hpcrun.specs.rundir import RunDir
+
+
+def repair(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")],
+    step: Annotated[int | None, typer.Option(help="which saved step; default all")] = None,
+    others: Annotated[
+        list[Path] | None,
+        typer.Option("--from", help="another copy of the save (an export, a backup); may be given again"),
+    ] = None,
+    url: Url = None,
+    endpoint: Endpoint = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what could be repaired")] = False,
+    is_over: Annotated[
+        bool, typer.Option("--is-over", help="the run is over, though that cannot be seen from here")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Make damaged saves whole again, chunk by chunk, from whatever copies there are.
+
+    Looks at every byte of the saves, and of what was set aside as damaged. Whatever proves right is taken:
+    from what was set aside, what nodes keep on disks and in memory that this machine sees, the object store,
+    and --from. Exit code 1 where something stays damaged.
+    """
+    from contextlib import ExitStack
+
+    from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
+    from hpcrun.checkpoint.repair import damaged_generations
+    from hpcrun.checkpoint.repair import repair as repair_generation
+    from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+    from hpcrun.specs.rundir import find_run
+
+    found = find_run(run)
+    if not dry_run:
+        refuse_while_running(found, "repair", believe=is_over)
+    for directory in others or ():
+        if not directory.is_dir():
+            raise UsageError(f"--from {directory}: is no directory; give one with the files of a save")
+    wanted = damaged_generations(found.checkpoints, step)
+    if step is not None and not wanted:
+        raise UsageError(f"{run}: has no save of step {step}, whole or damaged; see `hpcrun ckpt ls {run}`")
+    repairs: list[Repair] = []
+    with ExitStack() as stack:
+        held = holdings_of(found)
+        copies: list[Copy] = [DirectoryCopy(directory) for directory in others or ()]
+        copies += [HeldCopy(one) for one in held]
+        copies += stored_copies(found, url, endpoint, stack)
+        for path in wanted:
+            with progress(path.name, _size(path)) as show:
+                one = repair_generation(
+                    path, copies, [one.stamp for one in held], dry_run=dry_run, progress=show
+                )
+            if one is not None:
+                repairs.append(one)
+    if as_json:
+        print_json(
+            {"dry_run": dry_run, "looked_at": len(wanted), "repairs": [_as_json(one) for one in repairs]}
+        )
+    else:
+        _print(repairs, len(wanted), dry_run)
+    if any(one.problem for one in repairs):
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def holdings_of(run: RunDir) -> list[Holding]:
+    """What nodes keep of a run's generations, as far as it can be read from here."""
+    from hpcrun.checkpoint.nearby import holdings_here
+    from hpcrun.specs.load import load_job
+
+    local = load_job(run.spec).spec.checkpoint.local if run.spec.exists() else None
+    return holdings_here(run.id, local)
+
+
+def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
+    """The copies in the object store that the job names, or `url`; open until the stack is."""
+    from hpcrun.checkpoint.nearby import StoredCopy
+
+    found, unknown = copies_of(run, url, endpoint, stack)
+    if unknown is not None:
+        print(f"copies in the object store are not known: {unknown}", file=sys.stderr)
+    return [StoredCopy(store, copy) for store, copy in found]
+
+
+def _print(repairs: list[Repair], looked_at: int, dry_run: bool) -> None:
+    for one in repairs:
+        if one.problem:
+            print(f"{one.path}: cannot be repaired: {one.problem}")
+        else:
+            to = one.repaired or f"step {one.step}"
+            print(f"{one.path}: {'can be repaired' if dry_run else 'repaired'} as {to}")
+        for what, source in one.mended:
+            print(f"  {what}: {source}")
+        for what in one.missing:
+            print(f"  {what}: nowhere whole")
+        if one.taken and not one.problem:
+            told = ", ".join(f"{amount(size)} from {name}" for name, size in one.taken.items())
+            print(f"  {told}")
+    print(f"{looked_at - len(repairs)} of {looked_at} saves are whole as they are")
+
+
+def _as_json(one: Repair) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "step": one.step,
+        "generation": one.generation,
+        "problem": one.problem,
+        "repaired": str(one.repaired) if one.repaired else None,
+        "mended": [{"what": what, "from": source} for what, source in one.mended],
+        "missing": one.missing,
+        "taken_bytes": dict(one.taken),
+    }
+
+
+def _size(path: Path) -> int:
+    return sum(one.stat().st_size for one in path.glob("data-*.bin"))

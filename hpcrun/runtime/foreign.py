@@ -1,0 +1,197 @@
+"""Torch's distributed checkpoints from elsewhere: read without running what stands in them.
+
+Their list of tensors is a pickle. Only the classes that torch's writer puts there are made; any other name in
+it is refused, and so are files that somebody else could have written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.serialization import _get_layout
+
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.runtime.torchformat import check_owner
+
+METADATA = ".metadata"
+_BLOCK = 1 << 20
+_BROKEN = (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+"""What a pickle may raise that is cut short or garbled."""
+_CLASSES = {
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+}
+
+
+class TorchCheckpoint:
+    """A directory that torch.distributed.checkpoint has written, opened for reading tensor by tensor.
+
+    UsageError for a directory that cannot be trusted, SiteError where it is damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        check_owner(directory)
+        self.directory = directory
+        self._reader = _Reader(directory)
+        entries = self._reader.read_metadata().state_dict_metadata
+        self._entries = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self.others = sorted(entries.keys() - self._entries.keys())
+        """What it holds besides tensors, which would take a pickle to read."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every tensor."""
+        return {name: tuple(entry.size) for name, entry in self._entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor."""
+        return self._entries[name].properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor; SiteError where its pieces do not make it up, or a checksum does not hold."""
+        entry = self._entries[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self._reader.check(name)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp_load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            cause = str(next(iter(error.failures.values()))[0]).splitlines() or [""]
+            raise SiteError(f"{self.directory}: is damaged: {name}: {cause[0]}") from None
+        return tensor
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader with a list of tensors that runs nothing, read once."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._directory = path
+        self._known: Metadata | None = None
+
+    def read_metadata(self, *_words: Any, **_options: Any) -> Metadata:
+        """The list of tensors."""
+        if self._known is None:
+            self._known = _read_metadata(self._directory / METADATA)
+        return self._known
+
+    def check(self, name: str) -> None:
+        """SiteError unless the checksums of a tensor's pieces hold, which torch itself does not compare."""
+        for index, info in self.read_metadata().storage_data.items():
+            if index.fqn == name:
+                _check_piece(self._directory / info.relative_path, name, info.offset, info.length)
+
+
+class _ForeignError(Exception):
+    """A pickle that is more than a list of tensors."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise _ForeignError(f"it names {module}.{name}, which is no part of a list of tensors")
+
+
+def _member(owner: Any, name: str) -> Any:
+    """What a pickle of a member of an enumeration asks for; nothing else has attributes here."""
+    if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
+        return owner[name]
+    raise _ForeignError("it looks into an object, which a list of tensors does not do")
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            found = _Unpickler(file).load()
+    except _ForeignError as error:
+        raise UsageError(f"{path}: is refused: {error}; import only what torch itself has written") from None
+    except (*_BROKEN, pickle.UnpicklingError) as error:
+        raise SiteError(f"{path}: is damaged: {error}") from None
+    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        raise SiteError(f"{path}: is damaged: it is no list of tensors")
+    for info in found.storage_data.values():
+        inside = PurePosixPath(info.relative_path)
+        if inside.is_absolute() or ".." in inside.parts:
+            raise UsageError(f"{path}: names {info.relative_path!r}, outside its directory; do not use it")
+        if getattr(info, "transform_descriptors", None):
+            raise UsageError(f"{path}: its files are compressed, which is not read; save it uncompressed")
+    return found
+
+
+def _check_piece(path: Path, name: str, offset: int, length: int) -> None:
+    """A piece is a zip archive with a checksum for each of its members."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(_Window(file, offset, length)) as archive:
+            for member in archive.infolist():
+                if member.CRC == 0:
+                    continue  # empty, or its writer was told to leave the checksum out
+                with archive.open(member) as content:
+                    while content.read(_BLOCK):
+                        pass  # the last reading compares the checksum
+    except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise SiteError(f"{path} at {offset}: {name}: is damaged: {error}") from None
+
+
+class _Window(io.RawIOBase):
+    """A stretch of a file as a file of its own."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        super().__init__()
+        self._descriptor, self._offset, self._length, self._at = file.fileno(), offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, at: int, whence: int = os.SEEK_SET) -> int:
+        self._at = at + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")
+        count = max(0, min(len(view), self._length - self._at))
+        got = os.preadv(self._descriptor, [view[:count]], self._offset + self._at) if count else 0
+        self._at += got
+        return got

@@ -1,0 +1,263 @@
+"""States from elsewhere as a committed generation of a run, so that training goes on from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpcrun.checkpoint.boxes import cut
+from hpcrun.checkpoint.commit import begin, commit, discard
+from hpcrun.checkpoint.exchange import check_newest, copy_in
+from hpcrun.checkpoint.format import (
+    CHUNK_BYTES,
+    ITEM_BYTES,
+    PART_ALIGN,
+    Part,
+    Piece,
+    collect,
+    padded,
+    render_tensors,
+    structure_digest,
+)
+from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.write import write_part
+from hpcrun.errors import UsageError
+from hpcrun.runtime.export import NOTE
+from hpcrun.runtime.foreign import METADATA, TorchCheckpoint
+from hpcrun.runtime.hf import INDEX, SINGLE, HFWeights
+from hpcrun.runtime.parallel import DTYPES
+from hpcrun.runtime.planning import raw_bytes
+from hpcrun.runtime.sharded import state_shapes
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_save
+
+_Progress = Callable[[int], None]
+
+
+def kind_of(source: Path) -> str:
+    """`hpcrun`, `dcp` or `hf`, by the files in a directory; UsageError for anything else."""
+    if not source.is_dir():
+        raise UsageError(
+            f"{source}: is no directory; give one that `ckpt export`, torch or transformers made"
+        )
+    saved = read_save(source)
+    if (isinstance(saved, Saved) and saved.format_version == FORMAT_VERSION) or (
+        isinstance(saved, Unreadable) and (source / RECORD).exists()
+    ):
+        return "hpcrun"
+    if (source / METADATA).is_file():
+        return "dcp"
+    if (source / SINGLE).is_file() or (source / INDEX).is_file():
+        return "hf"
+    raise UsageError(
+        f"{source}: is nothing that can be imported; known by {RECORD} (hpcrun), {METADATA} (torch's"
+        f" distributed checkpoint), {SINGLE} or {INDEX} (Hugging Face)"
+    )
+
+
+def import_hpcrun(
+    source: Path,
+    checkpoints: Path,
+    job: JobSpec,
+    step: int | None,
+    progress: _Progress = lambda _size: None,
+) -> Saved:
+    """A copy of a committed generation, every byte of which is proved."""
+    saved = read_save(source)
+    if isinstance(saved, Unreadable):
+        raise UsageError(f"{source}: is damaged: {saved.problem}; import another copy")
+    assert saved is not None
+    if step not in (None, saved.step):
+        raise UsageError(f"--step {step}: {source} is of step {saved.step}; leave --step out")
+    with Generation(saved) as generation:
+        stored = generation.manifest.tensors
+    _check(
+        source,
+        job,
+        {name: tensor.shape for name, tensor in stored.items()},
+        lambda name: stored[name].dtype,
+    )
+    check_newest(checkpoints, saved.step)
+    return copy_in(saved, checkpoints, progress)
+
+
+def import_dcp(
+    source: Path,
+    checkpoints: Path,
+    job: JobSpec,
+    step: int | None,
+    progress: _Progress = lambda _size: None,
+) -> Saved:
+    """A state that torch's distributed checkpoint holds under the names of ours (model., optimizer.)."""
+    found, note = TorchCheckpoint(source), _note(source)
+    told = note.step if note else None
+    if told is None and step is None:
+        raise UsageError(f"{source}: does not say of which step it is; give --step N")
+    if told is not None and step not in (None, told):
+        raise UsageError(f"--step {step}: {source} is of step {told}; leave --step out")
+    number = step if told is None else told
+    assert number is not None
+    if found.others:
+        raise UsageError(f"{source}: also holds {found.others[0]}, which is no tensor; save it without")
+    shapes = found.shapes()
+    _check(source, job, shapes, lambda name: str(found.dtype(name)).removeprefix("torch."))
+    world = note.world_size if note else 1
+    if note is None:
+        # Random state belongs to a world of known size; without it a run begins with that of its seed.
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
+    position = note.position if note else _position(job, number)
+    state = _State(number, position, world, shapes, found.dtype, found.read)
+    return _write(state, checkpoints, progress)
+
+
+def import_hf(
+    source: Path,
+    checkpoints: Path,
+    job: JobSpec,
+    step: int | None,
+    progress: _Progress = lambda _size: None,
+) -> Saved:
+    """Weights alone, as the state before the first step: what `model.weights` would make of them."""
+    if step not in (None, 0):
+        raise UsageError(
+            f"--step {step}: {source} holds weights alone, and no step but 0 begins without moments; leave"
+            " --step out"
+        )
+    model = job.model
+    assert model is not None
+    weights, dtype = HFWeights(source), _dtype(job)
+    weights.check(model)
+    shapes = state_shapes(model)
+
+    def read(name: str) -> Tensor:
+        if name.startswith("optimizer."):
+            return torch.zeros(shapes[name], dtype=dtype)
+        return weights.read(name.removeprefix("model.")).to(dtype)
+
+    return _write(_State(0, 0, 1, shapes, lambda _name: dtype, read), checkpoints, progress)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What is to be written, a tensor at a time."""
+
+    step: int
+    position: int
+    world_size: int
+    shapes: dict[str, tuple[int, ...]]
+    dtype: Callable[[str], torch.dtype]
+    read: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What an export of ours says beside torch's files."""
+
+    step: int
+    position: int
+    world_size: int
+
+
+def _note(source: Path) -> _Note | None:
+    saved = read_save(source)
+    if isinstance(saved, Saved):
+        return _Note(saved.step, saved.position, saved.world_size)
+    try:
+        told = json.loads((source / NOTE).read_text(encoding="utf-8"))
+        fields = [told[name] for name in ("step", "position", "world_size")]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{source / NOTE}: cannot be read: {error}; export again, or remove it") from None
+    if not all(isinstance(one, int) and one >= least for one, least in zip(fields, (0, 0, 1), strict=True)):
+        raise UsageError(f"{source / NOTE}: makes no sense; export again, or remove it and give --step")
+    return _Note(*fields)
+
+
+def _position(job: JobSpec, step: int) -> int:
+    """The samples that a run of the job has consumed after so many steps."""
+    if job.train.gbs is None:
+        raise UsageError("train.gbs: is not known, nor how many samples were consumed; set it in the job")
+    return step * job.train.gbs
+
+
+def _dtype(job: JobSpec) -> torch.dtype:
+    """The type that weights and moments of a job are kept in."""
+    return torch.float64 if DTYPES[job.train.precision] == torch.float64 else torch.float32
+
+
+def _check(
+    source: Path, job: JobSpec, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], str]
+) -> None:
+    """UsageError unless a state is just the job's: no tensor more or less, each in shape and type."""
+    model = job.model
+    if model is None:
+        raise UsageError("the job is a command and no model of ours; there is nothing to import into it")
+    there = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
+    for name in shapes.keys() - there.keys():
+        if dtype_of(name) != "uint8" or len(shapes[name]) != 1:
+            raise UsageError(f"{source}: {name} is no random state; export or save it again")
+    expected, wanted = state_shapes(model), str(_dtype(job)).removeprefix("torch.")
+    for complaint, names in (
+        ("lacks", [name for name in expected if name not in there]),
+        ("also holds", [name for name in there if name not in expected]),
+        ("has another shape of", [n for n in expected if n in there and there[n] != expected[n]]),
+        (f"has, not in {wanted},", [name for name in there if dtype_of(name) != wanted]),
+    ):
+        if not names:
+            continue
+        first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
+        what = f": {list(there[first])} instead of {list(expected[first])}" if "shape" in complaint else ""
+        raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
+
+
+def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
+    """Write and commit a state, in as many parts as its world has ranks."""
+    check_newest(checkpoints, state.step)
+    draft = begin(checkpoints, state.step, 0)
+    try:
+        parts, tails, start = list[Part](), [], 0
+        for number in range(state.world_size):
+            names = [name for at, name in enumerate(state.shapes) if at % state.world_size == number]
+            pieces = [piece for name in names for piece in _pieces(state, name)]
+            contents = _contents(state, names, progress)
+            part = write_part(draft.file(0), draft.generation, number, pieces, contents, start=start)
+            parts.append(part)
+            tails.append(read_tail(draft.file(0), part, number, draft.generation))
+            start += padded(part.size_bytes, PART_ALIGN)
+        tensors_of_all = collect(tails)
+        return commit(
+            draft,
+            parts,
+            render_tensors(tensors_of_all),
+            structure_digest(tensors_of_all),
+            step=state.step,
+            position=state.position,
+            world_size=state.world_size,
+            attempt=0,
+        )
+    except BaseException:
+        discard(draft)
+        raise
+
+
+def _pieces(state: _State, name: str) -> Iterator[Piece]:
+    """A tensor as chunks that a reader can prove one by one."""
+    shape, dtype = state.shapes[name], str(state.dtype(name)).removeprefix("torch.")
+    for box in cut(shape, ITEM_BYTES[dtype], CHUNK_BYTES):
+        yield Piece(name, dtype, shape, box.offsets, box.sizes)
+
+
+def _contents(state: _State, names: list[str], progress: _Progress) -> Iterator[memoryview]:
+    """The bytes of the pieces in turn, one tensor in memory at a time."""
+    for name in names:
+        tensor = state.read(name)
+        for piece in _pieces(state, name):
+            slices = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+            yield raw_bytes(tensor[slices].contiguous())
+        progress(tensor.nbytes)

@@ -1,0 +1,44 @@
+"""A fault may cost the newest save, but nothing else than a saved state is ever loaded: the quick cases.
+
+`benchmarks/checkpoint_faults.py` plays all of them, and at length.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.faults import CASES, SkippedError
+from tests.checkpoint.injuries import INJURIES
+from tests.checkpoint.node_faults import NODE_CASES
+
+WHOLE = {**CASES, **NODE_CASES}
+QUICK = [
+    *INJURIES,
+    "one byte flipped",
+    "cut short",
+    "disk really full",
+    "writer stopped and lost",
+    "rank killed before its part",
+    "read-only directory",
+    "stale temporary files",
+    "lost node",
+    "lost rack",
+    "more lost than the parity survives",
+    "one replacement node",
+    "permuted hosts",
+]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_nothing_but_a_saved_state_is_loaded_after(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="restoring needs torch: pip install 'hpcrun-slurm[train]'")
+    try:
+        told = WHOLE[name](tmp_path, True)
+    except SkippedError as reason:
+        pytest.skip(str(reason))
+    assert told.faults > 0
+    assert told.silent == 0, told
+    assert told.happened, "and it is said what was wrong"
+    assert "nothing, and says so" not in told.recovered, told

@@ -1,0 +1,263 @@
+"""Repair: whatever is damaged comes back from other copies bit by bit, or nothing is changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpcrun.checkpoint.arena import arena_folder
+from hpcrun.checkpoint.commit import set_aside
+from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
+from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
+from hpcrun.checkpoint.levels import HeldPart, Holding, Load, SealedPart, Stamp
+from hpcrun.checkpoint.local import LocalStation
+from hpcrun.checkpoint.nearby import holdings_here
+from hpcrun.checkpoint.partrecord import PartRecord, render_part_record
+from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.repair import Repair, damaged_generations, repair
+from hpcrun.checkpoint.verify import damages
+from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
+from tests.checkpoint.generations import save
+from tests.checkpoint.injuries import INJURIES, Injury, flip
+
+
+def snapshot(path: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+def chunk_at(saved: Saved, name: str, index: int = 0) -> tuple[Path, int]:
+    """The file of a chunk, and where its bytes begin there."""
+    with Generation(saved) as generation:
+        _, place = generation.manifest.tensors[name].chunks[index]
+        part = generation.manifest.parts[place.part]
+    return saved.path / f"data-{part.file:05d}.bin", part.start + place.at + HEADER_BYTES
+
+
+def mended(path: Path, *others: Path, dry_run: bool = False) -> Repair:
+    told = repair(path, [DirectoryCopy(other) for other in others], dry_run=dry_run)
+    assert told is not None
+    return told
+
+
+@pytest.mark.parametrize("injury", INJURIES.values(), ids=INJURIES)
+def test_every_injury_is_repaired_from_a_copy(tmp_path: Path, injury: Injury) -> None:
+    root = tmp_path / "run"
+    other = save(root, 2, files=2)
+    saved = save(root, 4, files=2)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    before, earlier = snapshot(saved.path), snapshot(other.path)
+    injury(saved.path, other.path)
+    told = mended(saved.path, tmp_path / "copy")
+    assert (told.problem, told.missing) == (None, [])
+    assert told.repaired == saved.path
+    assert snapshot(saved.path) == before, "bit by bit what was written"
+    assert snapshot(other.path) == earlier
+    assert saved_steps(root) == [other, saved]
+    assert len(list(root.glob("damaged-step-00000004.*"))) == 1, "the damaged files are kept"
+    assert repair(saved.path) is None, "there is nothing left to do"
+
+
+def test_without_another_copy_a_damaged_chunk_stays_and_nothing_is_changed(tmp_path: Path) -> None:
+    saved = save(tmp_path, 4)
+    path, at = chunk_at(saved, "model.a", 1)
+    flip(path, at)
+    before = snapshot(saved.path)
+    told = mended(saved.path)
+    assert told.problem == "1 piece is whole in no copy"
+    assert told.missing == ["model.a[20:40, 0:16] (part 1, data-00000.bin)"]
+    assert told.repaired is None
+    assert snapshot(saved.path) == before
+    assert [one.name for one in tmp_path.iterdir()] == [saved.path.name]
+
+
+def test_two_damaged_copies_make_one_whole_save(tmp_path: Path) -> None:
+    """The one was set aside; the other has lost something else."""
+    root = tmp_path / "run"
+    saved = save(root, 4, files=2)
+    before = snapshot(saved.path)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    path, at = chunk_at(saved, "model.a")
+    flip(path, at)
+    aside = set_aside(saved.path)
+    os.truncate(tmp_path / "copy" / "data-00001.bin", 100)
+    (tmp_path / "copy" / MANIFEST).unlink()
+    assert damaged_generations(root) == [aside]
+    told = mended(aside, tmp_path / "copy")
+    assert told.mended == [("model.a[0:20, 0:16]", str(tmp_path / "copy"))]
+    assert told.taken["its own files"] > told.taken[str(tmp_path / "copy")] > 0
+    assert snapshot(saved.path) == before
+    assert aside.is_dir()
+
+
+def test_what_headers_lost_is_made_again_without_any_copy(tmp_path: Path) -> None:
+    """Headers follow from the list of chunks, that list from the headers, the manifest from both."""
+    saved = save(tmp_path, 4, files=2)
+    before = snapshot(saved.path)
+    with Generation(saved) as generation:
+        part = generation.manifest.parts[1]
+        (chunk,) = [place for _, place in generation.manifest.tensors["model.a"].chunks if place.part == 1]
+    for file, at, what in (
+        ("data-00000.bin", 3, "headers of part 0"),
+        ("data-00001.bin", part.start + part.tail_at + HEADER_BYTES + 9, "tail of part 1"),
+        ("data-00001.bin", part.start + chunk.at + 8, "headers of part 1"),
+        (MANIFEST, 300, MANIFEST),
+    ):
+        flip(saved.path / file, at)
+        told = mended(saved.path)
+        assert [one for one, _ in told.mended] == [what]
+        assert snapshot(saved.path) == before
+
+
+def test_files_that_are_whole_are_not_copied(tmp_path: Path) -> None:
+    saved = save(tmp_path, 4, files=2)
+    inode = (saved.path / "data-00001.bin").stat().st_ino
+    flip(saved.path / "data-00000.bin", 3)
+    mended(saved.path)
+    assert (saved.path / "data-00001.bin").stat().st_ino == inode
+
+
+def held(saved: Saved, number: int, path: Path, at: int = 0) -> Holding:
+    """A part of a save as a node keeps it, in a file of its own."""
+    with Generation(saved) as generation:
+        part = generation.manifest.parts[number]
+    data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
+    path.write_bytes(bytes(at) + data[part.start : part.start + part.size_bytes] + b"more")
+    stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+    return Holding(stamp, "local", f"node{number}", (HeldPart(number, str(path), at, part),))
+
+
+def test_parts_that_nodes_keep_repair_a_save(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saved = save(root, 4, files=2)
+    before = snapshot(saved.path)
+    holdings = [held(saved, 0, tmp_path / "a"), held(saved, 1, tmp_path / "b", 4096)]
+    (saved.path / "data-00001.bin").unlink()
+    told = repair(saved.path, [HeldCopy(one) for one in holdings])
+    assert told is not None
+    assert told.repaired
+    assert told.taken["local of node1"] > 0
+    assert "local of node0" not in told.taken
+    assert snapshot(saved.path) == before
+
+
+def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None:
+    saved = save(tmp_path / "run", 4, files=2)
+    with Generation(saved) as generation:
+        parts = generation.manifest.parts
+    stamp = Stamp(saved.generation, 4, 32, 2, 1)
+    for number, part in enumerate(parts):
+        data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
+        image = memoryview(data)[part.start : part.start + part.size_bytes]
+        load = Load(stamp, (SealedPart(number, part, image, ""),))
+        LocalStation(str(tmp_path / "disk"), "sweep/1", f"node{number}").store(load)
+    slot = arena_folder(tmp_path, "sweep/1", "node0") / "slot-0-0.bin"
+    slot.parent.mkdir(parents=True, mode=0o700)
+    slot.write_bytes((saved.path / "data-00000.bin").read_bytes())
+    slot.with_suffix(".json").write_text(render_part_record(PartRecord(stamp, 0, parts[0])))
+    found = holdings_here("sweep/1", str(tmp_path / "disk"), tmp_path)
+    assert [(one.level, one.node) for one in found] == [
+        ("memory", "node0"),
+        ("local", "node0"),
+        ("local", "node1"),
+    ]
+    before = snapshot(saved.path)
+    for path in saved.path.glob("data-*"):
+        path.unlink()
+    told = repair(saved.path, [HeldCopy(one) for one in found])
+    assert told is not None
+    assert told.taken.keys() == {"memory of node0", "local of node1"}
+    assert snapshot(saved.path) == before
+    assert holdings_here("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
+
+
+def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saved = save(root, 4, files=2)
+    before = snapshot(saved.path)
+    holding = held(saved, 0, tmp_path / "a")
+    for name in (RECORD, MANIFEST):
+        (saved.path / name).unlink()
+    told = repair(saved.path)
+    assert told is not None
+    assert told.problem == f"{RECORD} is damaged, and no other copy has it"
+    told = repair(saved.path, [HeldCopy(holding)], [holding.stamp])
+    assert told is not None
+    assert told.problem is None
+    assert [what for what, _ in told.mended] == [MANIFEST, RECORD]
+    (found,) = saved_steps(root)
+    assert replace(found, written=saved.written) == saved
+    assert (saved.path / MANIFEST).read_bytes() == before[MANIFEST]
+    with Generation(found) as generation:
+        assert damages(generation, 2) == []
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saved = save(root, 4, files=2)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    flip(*chunk_at(saved, "model.a"))
+    before = snapshot(saved.path)
+    told = mended(saved.path, tmp_path / "copy", dry_run=True)
+    assert (told.problem, told.repaired) == (None, None)
+    assert told.mended
+    assert snapshot(saved.path) == before
+    assert [one.name for one in root.iterdir()] == [saved.path.name]
+
+
+def test_a_copy_of_another_save_gives_nothing(tmp_path: Path) -> None:
+    """The same layout and sizes, every hash right, but of another state."""
+    saved, other = save(tmp_path / "run", 4), save(tmp_path / "other", 6)
+    flip(*chunk_at(saved, "model.scalar"))
+    assert mended(saved.path, other.path).problem == "1 piece is whole in no copy"
+
+
+def test_a_save_that_no_file_can_name_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000004"
+    path.mkdir()
+    (path / RECORD).write_text("{")
+    (path / "data-00000.bin").write_bytes(bytes(5000))
+    told = mended(path)
+    assert told.problem == "no file says which generation it is of"
+    assert [one.path for one in read_saves(tmp_path)[1]] == [path]
+
+
+def test_a_full_disk_leaves_the_damaged_save_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    saved = save(root, 4, files=2)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    flip(*chunk_at(saved, "model.a"))
+    before = snapshot(saved.path)
+
+    def full(*_: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    for call in ("pwrite", "ftruncate", "fsync"):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, full)
+            with pytest.raises(OSError, match="No space left"):
+                mended(saved.path, tmp_path / "copy")
+        assert snapshot(saved.path) == before
+        assert [one.name for one in root.iterdir()] == [saved.path.name]
+
+
+def test_verification_in_parallel_finds_the_same(tmp_path: Path) -> None:
+    saved = save(tmp_path, 4, files=2, ranks=5)
+    hit: list[Callable[[], tuple[Path, int]]] = [
+        lambda: chunk_at(saved, "model.a"),
+        lambda: chunk_at(saved, "model.a", 3),
+        lambda: chunk_at(saved, "model.b", 1),
+    ]
+    for one in [find() for find in hit]:
+        flip(*one)
+    with Generation(saved) as generation:
+        one_by_one, sizes = list(generation.damages()), list[int]()
+        assert damages(generation, 4, sizes.append) == one_by_one
+        assert sum(sizes) == sum(tensor.size_bytes for tensor in generation.manifest.tensors.values())
+    assert len(one_by_one) == 3
