@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
 from hpcrun.checkpoint.local import LocalStation
+from hpcrun.checkpoint.objectstation import ObjectStation
 from hpcrun.checkpoint.storage import Storage
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
@@ -121,13 +122,25 @@ def _parity(around: Surroundings) -> Station | None:
     return None if around.neighbour is None else around.neighbour.station(around)
 
 
+def _object(around: Surroundings) -> Station | None:
+    spec = around.spec.object
+    if spec is None:
+        return None
+    return ObjectStation(spec, around.run.id, around.run.checkpoints, hurry=around.hurry)
+
+
 def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:
     from hpcrun.checkpoint.neighbour import Neighbourhood  # which itself knows of surroundings
 
     return Neighbourhood(around, holdings)
 
 
-FACTORIES: dict[Level, Factory] = {"local": _local, "parity": _parity, "durable": _durable}
+FACTORIES: dict[Level, Factory] = {
+    "local": _local,
+    "parity": _parity,
+    "durable": _durable,
+    "object": _object,
+}
 """A level that is missing here is not offered."""
 
 OPEN_NEIGHBOUR: OpenNeighbour | None = _open_neighbour
