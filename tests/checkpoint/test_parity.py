@@ -257,7 +257,9 @@ def test_damaged_parity_gives_no_part(make: Make) -> None:
     loads = stored(nodes, (1, 1, 1))
     path = next(nodes.every[0].folder.glob("parity-*.bin"))
     flip(path, 100, 1000)
-    with pytest.raises(DamagedError, match=r"n2: cannot be made again, .*damaged: .*part 2: "):
+    with pytest.raises(
+        DamagedError, match=r"n2: cannot be made again: .*part 2: .*; n0: parity block 0 in .* its hash"
+    ):
         again(nodes, (2,), loads, nodes.every[1])
     assert not list(nodes.every[1].folder.glob("rebuilt-*"))
 
