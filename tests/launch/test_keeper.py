@@ -86,15 +86,14 @@ class Site:
         return None if told is None else parse_plan(told)
 
     def orders(self, node: str, verb: str) -> list[dict[str, Any]]:
+        self.keeper._workers.inventory([node])  # the answer comes after all that was ordered before
         lines = (self.path / f"{node}.log").read_text().splitlines()
         return [one for line in lines if (one := json.loads(line))["do"] == verb]
 
     def say(self, node: str, **message: Any) -> None:
         """Have a node's worker say something, and the keeper hear it."""
-        count = len(self.nodes.drained())
-        assert count == 0
         self.nodes.drain(node, {"do": "say", "message": message})
-        self.nodes.rest(5.0)
+        self.keeper._workers.inventory([node])
         self.keeper.look()
 
     def named(self, event: str) -> list[dict[str, Any]]:
@@ -156,6 +155,7 @@ def test_what_cannot_be_rebuilt_is_done_without(site: Site) -> None:
     assert plan is not None
     assert (plan.save, plan.lost_steps) == (str(site.run.checkpoints / "step-00000005"), 15)
     assert "step 20 cannot be rebuilt on spare: it has no room" in site.notes
+    assert len(site.orders("spare", "rebuild")) == 1
 
 
 def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
