@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("HPCRUN_DRAIN", str(tmp_path / "here" / "drain.sock"))
     return Place(tmp_path)
 
@@ -110,7 +109,7 @@ def test_a_planned_generation_that_is_damaged_ends_the_attempt_and_is_told(place
 
 def test_another_job_is_a_mistake_and_tells_nothing_against_the_state(place: Place) -> None:
     place.expected["model.c"] = (3,)
-    with pytest.raises(UsageError, match="step 7: lacks model.c"):
+    with pytest.raises(UsageError, match=r"step 7: lacks model\.c"):
         place.restore(place.plan)
     assert not place.attempt.unrestored.exists()
 
