@@ -56,6 +56,8 @@ class Desk(Listener):
             if self._drain is None:
                 raise ValueError("the worker has no arena yet")
             known = self._ranks.get(rank)
+            if known is not None and known.send is not send:
+                self.leave(rank, known.send)  # it has come again before its end was noticed
             if known is None or known.send is not send:
                 known = self._ranks[rank] = _Rank(send)
             handle = {
@@ -69,7 +71,7 @@ class Desk(Listener):
             if handle is None:
                 raise ValueError(f"unknown verb {message['do']}")
             handle(self._drain, rank, known, message)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
             send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
             return None
         return rank
