@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE, UsageError
+from hpcrun.launch.shim import NODE_MARK
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
@@ -46,6 +47,9 @@ if [ "${{node%%.*}}" != "${{placed%%.*}}" ]; then
     give_up "is to stand on $placed, and the launcher has put it on $node" {misplaced}
     exit {misplaced}
 fi
+case ${{HPCRUN_DRAIN:-}} in *"{mark}"*)
+    export HPCRUN_DRAIN="${{HPCRUN_DRAIN%%"{mark}"*}}$placed${{HPCRUN_DRAIN##*"{mark}"}}" ;;
+esac
 # Values of this node alone, but where somebody has set another one than all ranks get.
 tab=$(printf '\t')
 ours=$(sed -n "/^${{node%%.*}}$tab/p;/^rank:$RANK$tab/p" "$attempt/settings.tsv" 2>/dev/null)
@@ -149,6 +153,7 @@ def _script(attempt: Attempt, placement: Placement) -> str:
         attempt=shlex.quote(path),
         quoted=shlex.quote(json.dumps(path)[1:-1]),
         ranks=len(placement.ranks),
+        mark=NODE_MARK,
         ranks_per_node=placement.per_node,
         bound_by=placement.bound_by,
         died=EXIT_RANKS_DIED,
