@@ -125,6 +125,10 @@ class SavesBehind:
         flight.stall_s = time.monotonic() - begin
         return True
 
+    def has_restored(self, generation: str) -> None:
+        """All ranks go on from this generation: what is older is needed no more."""
+        self._published = generation or None
+
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
         flight, self._current = self._current, None

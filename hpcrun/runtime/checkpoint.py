@@ -43,6 +43,7 @@ class Restored:
     """Steps between this state and the newest one passed over."""
     saved: Saved | None = None
     """Where it came from, if that is a save in the run directory."""
+    generation: str = ""
 
 
 class Checkpointer:
@@ -167,7 +168,8 @@ class Checkpointer:
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(saved.step, saved.position, passed_over, newest - saved.step, saved)
+        lost = newest - saved.step
+        return Restored(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
     def load_from(
         self,
@@ -201,7 +203,8 @@ class Checkpointer:
                 raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(stamp.step, stamp.position, list(passed_over), lost_steps)
+        passed_by = list(passed_over)
+        return Restored(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""

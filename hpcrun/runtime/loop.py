@@ -133,6 +133,8 @@ class Trainer:
             return 0, 0
         optimizer.loaded(restored.step)
         self._saved_step = restored.step
+        if self._behind is not None:
+            self._behind.has_restored(restored.generation)
         told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
         self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
         return restored.step, restored.position
