@@ -131,6 +131,7 @@ class SavesBehind:
 
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
+        self._listen()
         flight, self._current = self._current, None
         if flight is None or self._snapshot is None:
             return
