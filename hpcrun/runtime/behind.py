@@ -125,12 +125,13 @@ class SavesBehind:
         flight.stall_s = time.monotonic() - begin
         return True
 
-    def goes_on_from(self, generation: str) -> None:
-        """All ranks have loaded this generation: what nodes hold besides it from before may make room."""
-        self._published = generation
+    def has_restored(self, generation: str) -> None:
+        """All ranks go on from this generation: what is older is needed no more."""
+        self._published = generation or None
 
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
+        self._listen()
         flight, self._current = self._current, None
         if flight is None or self._snapshot is None:
             return
