@@ -180,7 +180,7 @@ class Arena:
             for rank in [rank for rank, number in wanted.items() for _ in range(number)]:
                 made.append(self._make(rank, padded(sizes[rank], PART_ALIGN)))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFAULT):
                 raise
             for slot in made:
                 slot.path.unlink()
@@ -230,9 +230,12 @@ class Arena:
         mine = self.slots.get(rank, [])
         if not mine:
             return f"rank {rank} has reserved no slot"
+        for slot in mine:
+            if slot.state == "claimed":  # for a save that the ranks have not gone on with
+                slot.empty()
         why = []
         for slot in sorted(mine, key=_age):
-            if slot.in_flight or slot.state in ("claimed", "filled"):
+            if slot.in_flight or slot.state == "filled":
                 why.append(f"{slot.path.name} is on its way to the next level")
                 continue
             stamp = slot.record.stamp if slot.record is not None else None

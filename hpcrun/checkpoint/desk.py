@@ -4,6 +4,7 @@ reserve   slots for this rank, decided when all ranks of the node have asked, fo
 plan      what it will put into them, once for each structure
 claim     a slot for the next save; `busy` where none can be given without losing something
 filled    the bytes are in place
+lost      they will not be: nobody needs to wait for this rank's part
 degrade   the save that was just refused a slot is wanted more than the oldest one's next levels
 """
 
@@ -55,6 +56,8 @@ class Desk(Listener):
             if self._drain is None:
                 raise ValueError("the worker has no arena yet")
             known = self._ranks.get(rank)
+            if known is not None and known.send is not send:
+                self.leave(rank, known.send)  # it has come again before its end was noticed
             if known is None or known.send is not send:
                 known = self._ranks[rank] = _Rank(send)
             handle = {
@@ -62,6 +65,7 @@ class Desk(Listener):
                 "plan": self._plan,
                 "claim": self._claim,
                 "filled": self._filled,
+                "lost": self._lost,
                 "degrade": self._degrade,
             }.get(message["do"])
             if handle is None:
@@ -96,7 +100,8 @@ class Desk(Listener):
             count = min(wish[1] for wish in decided.values())
             given = drain.arena.reserve(sizes, count, drain.is_elsewhere)
             for one, slots in given.items():
-                answers[one] = {"kind": "reserved", "slots": [str(slot.path) for slot in slots]}
+                names = [str(slot.path) for slot in slots]
+                answers[one] = {"kind": "reserved", "slots": names, "levels": drain.levels}
         except (SiteError, OSError) as error:
             answers = {one: {"kind": "refused", "why": str(error)} for one in ranks}
         for one, answer in answers.items():
@@ -136,6 +141,13 @@ class Desk(Listener):
             drain.fail(stamp, f"rank {rank}: {problem}")
             return
         drain.fill(slot, plan, stamp, levels)
+
+    def _lost(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+        stamp = Stamp(**message["stamp"])
+        for slot in drain.arena.slots.get(rank, []):
+            if slot.state == "claimed":
+                slot.empty()
+        drain.fail(stamp, f"rank {rank}: {message['why']}")
 
     def _degrade(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
         if known.refused:

@@ -6,6 +6,7 @@ chose differently would wait for each other. All else happens in the worker's ow
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ _KEEPS_WHOLE: frozenset[Level] = frozenset({"local", "durable", "object"})
 """Levels that have a node's parts themselves, and not only what others need to make them again."""
 _OWN: tuple[Level, ...] = ("local", "parity")
 """Levels that each node cleans up for itself."""
+_TIDY: tuple[Level, ...] = (*_OWN, "durable")
+"""Levels where old states are deleted when a new one is stored: afterwards, nobody waits for that."""
 _BEHIND = "left behind: a newer save was due"
 
 
@@ -107,6 +110,11 @@ class Drain:
             self.published = None
         self._stations, self._missing = stations, missing
         self._checkpoints, self._hurry = checkpoints, hurry
+
+    @property
+    def levels(self) -> list[Level]:
+        """Those below memory that it has stations for."""
+        return [level for level in LEVELS if level in self._stations]
 
     def settle(self) -> None:
         """Take note of what the other threads have done."""
@@ -249,7 +257,7 @@ class Drain:
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
             station = stations.get(level)
             if station is None:
-                problem = missing.get(level, f"this worker has no level {level}")
+                problem = missing.get(level) or f"this worker has no level {level}"
             elif problem is None:
                 try:
                     facts = station.store(load)
@@ -259,8 +267,9 @@ class Drain:
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
             stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
             self._post(partial(self._note, stored))
-            if level in _OWN and station is not None and problem is None:
-                station.retain(self._worth_keeping(station.holdings(), load.stamp))
+            if level in _TIDY and station is not None and problem is None:
+                with contextlib.suppress(OSError, SiteError):  # it is tried again after the next
+                    station.retain(self._worth_keeping(station.holdings(), load.stamp))
 
     def _worth_keeping(self, held: Sequence[Holding], stamp: Stamp) -> set[str]:
         """The newest published generation and what is newer; where none is published, the newest two."""

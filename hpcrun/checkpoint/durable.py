@@ -67,8 +67,8 @@ class Patience:
 
     others_s: float = 900.0
     """For the parts of all nodes, or for the commit."""
-    vanished_s: float = 60.0
-    """For the final name once the files are gone from the other: a network file system shows it late."""
+    shown_s: float = 120.0
+    """For what others are known to have done: a network file system shows names and sizes late."""
     first_s: float = 0.02
     most_s: float = 1.0
 
@@ -112,6 +112,7 @@ class DurableStation:
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._hurry = hurry or threading.Event()
+        self._has_committed = False
         self._known: tuple[dict[int, str], str, str] | None = None
         """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
 
@@ -158,7 +159,10 @@ class DurableStation:
         return ()
 
     def retain(self, generations: Collection[str]) -> None:
-        """Nothing: what is kept here is decided by the commit of the next."""
+        """Delete what is not to be kept, if a commit was made here; which that is the job says, not these."""
+        if self._has_committed:
+            self._has_committed = False
+            retire(self._checkpoints, self._keep, keep_every=self._keep_every)
 
     def _draft(self, stamp: Stamp) -> Draft:
         return draft_of(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
@@ -198,6 +202,7 @@ class DurableStation:
         """When the records of all parts are there; the records themselves do not stay."""
         told = self._await_parts(draft, stamp)
         parts = [told.parts[number] for number in range(stamp.world_size)]
+        self._await_files(draft, parts)
         if self._known is None or self._known[0] != told.shapes:
             tensors = collect(
                 read_tail(draft.file(part.file), part, number, draft.generation)
@@ -219,7 +224,7 @@ class DurableStation:
             world_size=facts["world_size"],
             attempt=stamp.attempt,
         )
-        retire(self._checkpoints, self._keep, keep_every=self._keep_every)
+        self._has_committed = True
 
     def _await_parts(self, draft: Draft, stamp: Stamp) -> _Told:
         """Of all nodes together."""
@@ -236,6 +241,16 @@ class DurableStation:
                     _check_failed(draft.aside / name, stamp)
         return whole
 
+    def _await_files(self, draft: Draft, parts: Sequence[Part]) -> None:
+        """In their full sizes; opening a file is what makes a network file system ask its server."""
+        wanted = dict[int, int]()
+        for part in parts:
+            wanted[part.file] = max(wanted.get(part.file, 0), part.start + part.size_bytes)
+        for _ in self._looks(f"all bytes in {draft.aside}", self._patience.shown_s):
+            wanted = {file: size for file, size in wanted.items() if _size(draft.file(file)) != size}
+            if not wanted:
+                break
+
     def _await_commit(self, draft: Draft, stamp: Stamp) -> None:
         vanished: float | None = None
         for _ in self._looks(f"step {stamp.step} to be committed by the node of rank 0"):
@@ -246,17 +261,18 @@ class DurableStation:
                 vanished = None
                 continue
             vanished = time.monotonic() if vanished is None else vanished
-            if time.monotonic() - vanished > self._patience.vanished_s:
+            if time.monotonic() - vanished > self._patience.shown_s:
                 raise SiteError(f"{draft.aside}: was removed before it was committed")
 
-    def _looks(self, what: str) -> Iterator[None]:
+    def _looks(self, what: str, most_s: float | None = None) -> Iterator[None]:
         """A turn for each look at what others have done; SiteError when it has been too long."""
-        deadline = time.monotonic() + self._patience.others_s
+        most_s = self._patience.others_s if most_s is None else most_s
+        deadline = time.monotonic() + most_s
         pause = self._patience.first_s
         while True:
             yield
             if time.monotonic() > deadline:
-                raise SiteError(f"waited {self._patience.others_s:g} s in vain for {what}")
+                raise SiteError(f"waited {most_s:g} s in vain for {what}")
             if self._hurry.wait(pause):
                 yield
                 raise SiteError(f"no longer waiting for {what}: the attempt is over")
@@ -299,6 +315,17 @@ def _open_direct(path: Path) -> int | None:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
+            raise
+        return None
+
+
+def _size(path: Path) -> int | None:
+    """Of a file, as its server has it; None where it is not there (yet)."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
             raise
         return None
 

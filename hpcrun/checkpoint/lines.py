@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import select
+import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _MOST_BYTES = 256 << 20
@@ -67,6 +70,39 @@ class Lines:
         while self._outgoing and (left := deadline - time.monotonic()) > 0:
             select.select([], [self.writing], [], left)
             self.flush()
+
+
+def connect(folder: Path, name: str) -> socket.socket:
+    """To the Unix socket of this name in a folder; OSError where nobody listens."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short_name(folder) as short:
+            connection.connect(f"{short}/{name}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(folder: Path, name: str) -> socket.socket:
+    """Never waiting, open to this user alone; what stood under this name is removed."""
+    (folder / name).unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    with _short_name(folder) as short:
+        listening.bind(f"{short}/{name}")
+    (folder / name).chmod(0o600)
+    listening.listen(128)
+    return listening
+
+
+@contextlib.contextmanager
+def _short_name(folder: Path) -> Iterator[str]:
+    """A socket's path may have 107 bytes at most, and names of runs and nodes are long."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def _value(line: bytes | bytearray) -> Any:

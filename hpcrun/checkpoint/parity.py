@@ -32,7 +32,7 @@ from hpcrun.checkpoint.blocks import (
     spans,
     write_holding,
 )
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, encode
+from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode
 from hpcrun.checkpoint.files import AsideFile, read_at
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
@@ -91,15 +91,20 @@ class ParityStation:
         peers: Peers,
         server: PeerServer,
         *,
+        hurry: threading.Event | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """`members`: the nodes of the set in order, this one among them; `folder`: this node's arena."""
+        """`members`: the nodes of the set in order, this one among them; `folder`: this node's arena.
+
+        `hurry` is set when nobody is to be waited for any more. SiteError: a library is missing.
+        """
+        code_for(len(members) - parity, parity)
         self._folder, self._node, self._members, self._parity = folder, node, tuple(members), parity
         self._index = self._members.index(node)
         self._peers, self._patience_s = peers, patience_s
         self._rounds: dict[str, _Round] = {}
         self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._hurry = hurry or threading.Event()
         remove_leftovers(folder)
         server.on("standing", self._tell_standing)
         server.on("block", self._give_block)
@@ -112,7 +117,7 @@ class ParityStation:
         try:
             with ThreadPoolExecutor(len(self._members), thread_name_prefix="parity") as pool:
                 return self._go_through(
-                    one, _Together(pool, lambda: one.standing == "failed" or self._closed.is_set()), begin
+                    one, _Together(pool, lambda: one.standing == "failed" or self._hurry.is_set()), begin
                 )
         except (HpcrunError, OSError) as error:
             self._fail(one, str(error), isinstance(error, _FailedError))
@@ -134,15 +139,12 @@ class ParityStation:
 
     def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
         """This node will not store these parts of a generation: the others need not wait for it."""
+        was_done = self._done_before(stamp) is not None
         with self._changed:
-            if stamp.generation not in self._rounds:
+            if stamp.generation not in self._rounds and not was_done:
                 parts = ", ".join(map(str, numbers))
                 said = f"{self._node}: leaves out part {parts} of step {stamp.step}: {why}"
                 self._remember(_Round(stamp, Member(self._node, ()), "failed", said))
-
-    def close(self) -> None:
-        """What is being made is given up, and the others are told."""
-        self._closed.set()
 
     def _go_through(self, one: _Round, together: _Together, begin: float) -> dict[str, Any]:
         told = self._await_all(one, "open", together, self._patience_s)
@@ -306,7 +308,7 @@ class ParityStation:
             if standing in _ORDER and _ORDER.index(standing) >= _ORDER.index(wanted):
                 return Member(node, tuple((number, Part(**part)) for number, part in told["parts"]))
         raise SiteError(
-            f"{self._node}: its worker ends" if self._closed.is_set() else "another member has failed"
+            f"{self._node}: the attempt is over" if self._hurry.is_set() else "another member has failed"
         )
 
     def _tell_standing(self, request: dict[str, Any]) -> Reply:
@@ -388,7 +390,9 @@ class _Together:
         return self._pool.submit(work)
 
     def begin(self, works: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        """Start them; what is given back waits for all."""
+        """Start them; what is given back waits for all. SiteError: it is over."""
+        if self.is_over():
+            raise SiteError("given up, as the attempt is over or another member has failed")
         futures = [self._pool.submit(work) for work in works]
         return lambda: self.all(futures)
 

@@ -128,11 +128,10 @@ class PeerServer:
             serve.start()
 
     def _meet(self, number: int, connection: socket.socket) -> None:
-        try:
-            welcome = self._proves(connection)
-        except OSError:
-            welcome = False
-        frames = Frames(connection, self._timeout_s, self._throttle) if welcome else None
+        frames: Frames | None = None
+        with contextlib.suppress(OSError):
+            if self._proves(connection):
+                frames = Frames(connection, self._timeout_s, self._throttle)
         with self._lock:
             self._strangers.pop(number, None)
             if frames is not None and not self._closed.is_set():
@@ -221,6 +220,15 @@ class Peers:
                 raise FrameError(f"it has {told.get('size')} of {len(into)} bytes")
             for at in range(0, len(into), FRAME_BYTES):
                 frames.receive(into[at : at + FRAME_BYTES])
+
+    def know(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+        """From now on others are reached there; connections to where they were are let go of."""
+        with self._lock:
+            moved = [node for node in self._idle if self._addresses.get(node) != addresses.get(node)]
+            left = [frames for node in moved for frames in self._idle.pop(node)]
+            self._addresses = dict(addresses)
+        for frames in left:
+            frames.close()
 
     def close(self) -> None:
         """Let go of all connections."""

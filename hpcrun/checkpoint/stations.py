@@ -38,6 +38,8 @@ class Surroundings:
     """Of the run: what those who talk to each other prove to know."""
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set when the attempt is over: nobody is waited for any more."""
+    address: str = ""
+    """Of this node, where its worker listens for the others; empty: it does not."""
     neighbour: Neighbour | None = None
     """This worker's own side of the talk between nodes."""
 
@@ -55,6 +57,7 @@ def parse_surroundings(told: Mapping[str, Any], arena: Path) -> Surroundings:
             int(told.get("parity", 0)),
             {node: (str(one[0]), int(one[1])) for node, one in told.get("peers", {}).items()},
             bytes.fromhex(told.get("secret", "")),
+            address=str(told.get("address") or ""),
         )
     except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -76,6 +79,9 @@ class Neighbour(Protocol):
 
     def reconfigure(self, around: Surroundings) -> None:
         """The set, the peers or the attempt are others now."""
+
+    def station(self, around: Surroundings) -> Station | None:
+        """The station that keeps parity, where this node is in a set; SiteError where it cannot."""
 
     def rebuild(self, order: Mapping[str, Any]) -> Holding:
         """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
@@ -106,8 +112,18 @@ def _durable(around: Surroundings) -> Station | None:
     )
 
 
-FACTORIES: dict[Level, Factory] = {"local": _local, "durable": _durable}
+def _parity(around: Surroundings) -> Station | None:
+    return None if around.neighbour is None else around.neighbour.station(around)
+
+
+def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:
+    from hpcrun.checkpoint.neighbour import Neighbourhood  # which itself knows of surroundings
+
+    return Neighbourhood(around, holdings)
+
+
+FACTORIES: dict[Level, Factory] = {"local": _local, "parity": _parity, "durable": _durable}
 """A level that is missing here is not offered."""
 
-OPEN_NEIGHBOUR: OpenNeighbour | None = None
-"""Where nodes keep nothing for each other there is none."""
+OPEN_NEIGHBOUR: OpenNeighbour | None = _open_neighbour
+"""It listens where the host has named an address and a secret."""

@@ -27,10 +27,11 @@ from typing import Any
 
 from hpcrun.checkpoint import stations
 from hpcrun.checkpoint.arena import SHM, SOCKET, Arena, make_folder
+from hpcrun.checkpoint.blocks import parity_holdings
 from hpcrun.checkpoint.desk import Desk
 from hpcrun.checkpoint.drain import Drain
 from hpcrun.checkpoint.levels import Holding, Level, Station
-from hpcrun.checkpoint.lines import Lines
+from hpcrun.checkpoint.lines import Lines, listen
 from hpcrun.checkpoint.stations import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
 from hpcrun.errors import SiteError
 from hpcrun.specs.rundir import RunDir
@@ -136,7 +137,8 @@ class Worker:
             folder = make_folder(self._root, run.path, run.id, str(order["node"]))
             self._take_over(folder)
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
-            self._listen(folder / SOCKET)
+            self._listening = listen(folder, SOCKET)
+            self._selector.register(self._listening, selectors.EVENT_READ)
         around = parse_surroundings(order, self._drain.arena.folder)
         before = self._around
         if before is not None and (before.run, before.node) != (around.run, around.node):
@@ -200,7 +202,11 @@ class Worker:
 
     def _holdings(self) -> list[Holding]:
         drain = self._opened()
-        return drain.holdings(self._around.node if self._around is not None else "")
+        found = drain.holdings(self._around.node if self._around is not None else "")
+        if not any(one.level == "parity" for one in found):
+            # Also a node that is in no set now may keep what others need.
+            found += parity_holdings(drain.arena.folder)
+        return found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
         """Beside everything else: it takes as long as the network does."""
@@ -219,19 +225,6 @@ class Worker:
         told = {"problem": str(error)} if error is not None else {"holding": rebuilding.result().as_json()}
         self._answers.put({"kind": "rebuilt", "id": number} | told)
         os.eventfd_write(self._woken, 1)
-
-    def _listen(self, path: Path) -> None:
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        path.unlink(missing_ok=True)
-        # A Unix socket's path may be no longer than 107 bytes; that of an open directory is short.
-        descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self._listening.bind(f"/proc/self/fd/{descriptor}/{path.name}")
-        finally:
-            os.close(descriptor)
-        path.chmod(0o600)
-        self._listening.listen(128)
-        self._selector.register(self._listening, selectors.EVENT_READ)
 
     def _welcome(self) -> None:
         assert self._listening is not None

@@ -84,7 +84,9 @@ def place(
     if policy == "none":
         nodes = usable[:slots]
     else:
-        nodes, method = job.arrange(_by_table(fabric, usable), keep_whole=policy == "pack")
+        # Spares are not to tempt ranks back into one rack.
+        chosen = usable[:slots] if policy == "spread" else usable
+        nodes, method = job.arrange(_by_table(fabric, chosen), keep_whole=policy == "pack")
     at_work = set(nodes)
     left = [node for node in usable if node not in at_work]
     kept = _spares(fabric, nodes, left, spares)
@@ -122,7 +124,7 @@ def order(
         degrees,
         traffic,
         spares=max(0, usable - -(-ranks // per_node)),
-        policy="none" if policy == "none" else "pin",
+        policy=policy if policy in ("none", "spread") else "pin",
         avoid=avoid,
     )
 

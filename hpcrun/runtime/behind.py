@@ -29,10 +29,12 @@ from hpcrun.specs.saves import saved_steps
 Tell = Callable[[dict[str, Any]], None]
 """Takes a line for metrics.jsonl."""
 
-_PLANNED_ELSE, _GONE, _BUSY, _UNTOLD, _REFUSED = 1, 2, 4, 8, 16
+_NEW, _GONE, _BUSY, _UNTOLD, _REFUSED, _HOPES, _SINGLE = (1 << bit for bit in range(7))
 _WINDOW, _FLAGS = 24, 8
 """A rank speaks of so many saves, and before them of so many flags, in the bits of one union."""
 _LOOK_S, _NOTE_EVERY_S = 0.05, 2.0
+_IN_VAIN = 20
+"""Looks for a slot while no save is on its way to anywhere."""
 
 
 class Home(Protocol):
@@ -43,9 +45,6 @@ class Home(Protocol):
 
     def socket(self) -> Path:
         """The path of its socket; a worker of our own that has ended is started again."""
-
-    def offers(self, level: Level) -> bool:
-        """Whether it can store at a level."""
 
     def close(self) -> None:
         """Nobody here needs it any more."""
@@ -88,6 +87,10 @@ class SavesBehind:
         self._snapshot: Snapshot | None = None
         self._plan: WritePlan | None = None
         self._key, self._known = 0, False
+        self._offered: list[str] = []
+        self._is_single = False
+        """Some node has memory for one state only, which must not lose its place before it has another."""
+        self._reported: set[tuple[int, str]] = set()
         self._seed, self._serial = "", 0
         self._node, self._local_ranks = "", list[int]()
         self._flights: dict[int, Flight] = {}
@@ -120,6 +123,10 @@ class SavesBehind:
         flight.stall_s = time.monotonic() - begin
         return True
 
+    def goes_on_from(self, generation: str) -> None:
+        """All ranks have loaded this generation: what nodes hold besides it from before may make room."""
+        self._published = generation
+
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
         flight, self._current = self._current, None
@@ -133,9 +140,15 @@ class SavesBehind:
         except DrainGoneError as error:
             self._hang_up(str(error))
         except SiteError as error:
-            self._fail(flight, "memory", str(error))
+            why = str(error)
+            self._fail(flight, "memory", why)
+            self._try(lambda: self._lose(flight, why))
         else:
             self._tell_of_copy(flight, copied)
+
+    def _lose(self, flight: Flight, why: str) -> None:
+        if self._link is not None:
+            self._link.lost(asdict(flight.stamp), why)
 
     def _tell_of_copy(self, flight: Flight, copied: Copied) -> None:
         if self._control.rank == 0:
@@ -192,6 +205,7 @@ class SavesBehind:
     def _levels(self, step: int, *, lasting: bool) -> list[Level]:
         spec, found = self._spec, list[Level]()
         durable = lasting or not spec.durable.every or step % spec.durable.every == 0
+        durable |= self._is_single and spec.local is None
         if spec.local is not None:
             found.append("local")
         if spec.parity.scheme != "none":
@@ -200,37 +214,39 @@ class SavesBehind:
             found.append("durable")
         if spec.object is not None and (step % spec.object.every == 0 if spec.object.every else durable):
             found.append("object")
-        return [level for level in found if self._home.offers(level)]
+        return [level for level in found if level in self._offered]
 
     def _get_ready(self, step: int, entries: dict[str, Tensor]) -> bool:
         """Whether every rank has a worker, slots, and a plan for this state that its worker knows."""
         self._listen()
         key = structure_key(entries)
         bits, why = self._try(self._connect)
-        if self._plan is None or self._plan.key != key:
-            bits |= _PLANNED_ELSE
-        told = self._meet(bits)
+        is_other = self._plan is None or self._plan.key != key
+        told = self._meet(bits | (0 if self._known and not is_other else _NEW))
         if told & _GONE:
             return self._give_up(step, why)
         if not self._seed:
             self._seed = self._control.everywhere(lambda: secrets.token_hex(16))
             nodes = self._control.allgather(self._node)
             self._local_ranks = [rank for rank, node in enumerate(nodes) if node == self._node]
-        if told & _PLANNED_ELSE:
-            self._plan, self._known = plan_write(entries, self._control, key, self._node), False
+        if not told & _NEW:
+            return True
+        # A worker answers when all ranks of its node have come to it.
+        self._plan, self._known = plan_write(entries, self._control, key, self._node), False
         bits, why = self._try(self._reserve)
-        return not self._meet(bits) & (_GONE | _REFUSED) or self._give_up(step, why)
+        told = self._meet(bits)
+        self._is_single = bool(told & _SINGLE)
+        return not told & (_GONE | _REFUSED) or self._give_up(step, why)
 
-    def _try(self, action: Callable[[], None]) -> tuple[int, str]:
-        """What this rank has to tell the others of an attempt to talk to its worker."""
+    def _try(self, action: Callable[[], int | None]) -> tuple[int, str]:
+        """What this rank has to tell the others of an attempt to talk to its worker: flags, and a problem."""
         try:
-            action()
+            return action() or 0, ""
         except DrainGoneError as error:
             self._hang_up(str(error))
             return _GONE, str(error)
         except SiteError as error:
             return _REFUSED, str(error)
-        return 0, ""
 
     def _give_up(self, step: int, why: str) -> bool:
         """Tell why this rank cannot take part in a save, if it is this one; every rank comes here."""
@@ -254,20 +270,21 @@ class SavesBehind:
         # Nodes that are only pretended share a host, but not a worker.
         self._node = f"{self._control.node} {socket}"
 
-    def _reserve(self) -> None:
+    def _reserve(self) -> int:
         """See to it that there are slots for the plan, and that the worker knows it."""
-        if self._known or self._link is None or self._plan is None:
-            return
         plan = self._plan
+        if self._link is None or plan is None:
+            return 0
         if self._snapshot is not None:
             self._snapshot.close()
             self._snapshot = None
         asked = (plan.part_bytes, self._spec.memory, self._local_ranks, self._control.size)
-        paths = self._link.reserve(*asked)
+        paths, self._offered = self._link.reserve(*asked)
         self._snapshot = Snapshot(paths, plan.part_bytes, self._control.rank)
         self._key += 1
         self._link.plan(self._key, [list(piece) for piece in plan.pieces], plan.file, plan.start)
         self._known = True
+        return _SINGLE if len(paths) == 1 else 0
 
     def _claim(self, step: int, generation: str, *, wait: bool) -> int | None:
         """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
@@ -275,16 +292,21 @@ class SavesBehind:
         busy = ""
         behind = "wait" if wait and self._spec.behind == "skip" else self._spec.behind
 
-        def claim() -> None:
+        def claim() -> int:
             nonlocal slot, busy
             if slot is None and self._link is not None:
                 answer = self._link.claim(generation, step, self._published)
                 slot, busy = (answer, "") if isinstance(answer, int) else (None, answer)
+            hopes = any(flight.ahead for flight in self._flights.values())
+            return (_BUSY if slot is None else 0) | (_HOPES if hopes else 0)
 
-        tries = 0
+        tries = in_vain = 0
         while True:
             bits, why = self._try(claim)
-            told = self._meet(bits or (_BUSY if slot is None else 0))
+            told = self._meet(bits)
+            in_vain += not told & _HOPES
+            if told & _BUSY and in_vain > _IN_VAIN:
+                told, why = told | _REFUSED, busy
             if told & (_GONE | _REFUSED):
                 self._give_up(step, why)
                 return None
@@ -320,8 +342,7 @@ class SavesBehind:
         if told & _UNTOLD:
             untold, self._untold = self._untold, []
             for record in [one for rank in self._control.allgather(untold) for one in rank]:
-                if self._control.rank == 0:
-                    self._tell(record)
+                self._tell_failure(record)
         self._warn_of_same(
             [one for one in serials if not told >> (_FLAGS + _WINDOW + self._serial - one) & 1]
         )
@@ -356,7 +377,9 @@ class SavesBehind:
             flight.is_sealed = True
             self._compare(flight)
         elif kind == "failed" or (kind == "stored" and told.get("problem")):
-            self._fail(flight, level, str(told.get("why") or told.get("problem")))
+            # All ranks of the node are told the same.
+            is_speaker = self._control.rank == self._local_ranks[0]
+            self._fail(flight, level, str(told.get("why") or told.get("problem")), is_told=is_speaker)
         elif kind == "stored" and level not in flight.outcomes:
             flight.outcomes[level] = None
             if self._control.rank == 0:
@@ -372,13 +395,14 @@ class SavesBehind:
         before = self._flights.get(flight.serial - 1)
         flight.is_new = before is None or before.content != flight.content
 
-    def _fail(self, flight: Flight, level: str, why: str) -> None:
+    def _fail(self, flight: Flight, level: str, why: str, *, is_told: bool = True) -> None:
         """This save does not reach a level; one that memory does not have reaches none."""
         if level in flight.outcomes:
             return
         for one in [level, *(flight.ahead if level == "memory" else [])]:
             flight.outcomes[one] = why
-        self._report_failure(flight.stamp.step, level, why)
+        if is_told:
+            self._report_failure(flight.stamp.step, level, why)
 
     def _hang_up(self, why: str) -> None:
         """The worker is gone: what it had not stored yet is marked failed at once."""
@@ -394,9 +418,16 @@ class SavesBehind:
         place = f"rank {self._control.rank} on {self._control.node}: "
         record = {"kind": "save_failed", "step": step, "level": level, "why": place + why}
         if self._control.rank == 0:
-            self._tell(record)
+            self._tell_failure(record)
         else:
             self._untold.append(record)
+
+    def _tell_failure(self, record: dict[str, Any]) -> None:
+        """On rank 0, once for a save and a level: many ranks may have seen it fail."""
+        which = (record["step"], record["level"])
+        if self._control.rank == 0 and which not in self._reported:
+            self._reported.add(which)
+            self._tell(record)
 
     def _arrives(self, step: int, flight: Flight | None) -> bool:
         """On rank 0: wait until a save is in the run directory; whether it got there."""

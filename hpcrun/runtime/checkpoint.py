@@ -45,6 +45,7 @@ class Restored:
     """Steps between this state and the newest one passed over."""
     saved: Saved | None = None
     """Where it came from, if that is a save in the run directory."""
+    generation: str = ""
 
 
 class Checkpointer:
@@ -171,7 +172,8 @@ class Checkpointer:
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(saved.step, saved.position, passed_over, newest - saved.step, saved)
+        lost_steps = newest - saved.step
+        return Restored(saved.step, saved.position, passed_over, lost_steps, saved, saved.generation)
 
     def load_from(
         self,
@@ -205,7 +207,9 @@ class Checkpointer:
                 raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(stamp.step, stamp.position, list(passed_over), lost_steps)
+        return Restored(
+            stamp.step, stamp.position, list(passed_over), lost_steps, generation=stamp.generation
+        )
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""

@@ -15,7 +15,6 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder, remove_folder
-from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.errors import SiteError
 from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.launch.world import without_world
@@ -37,10 +36,6 @@ class AgentHome:
     def socket(self) -> Path:
         """The path that the agent has set."""
         return self._socket
-
-    def offers(self, level: Level) -> bool:
-        """Agents offer everything that the job asks for."""
-        return level in LEVELS
 
     def close(self) -> None:
         """Nothing: it outlives us."""
@@ -68,10 +63,6 @@ class OwnHome:
             self._reap()
             self._start()
         return self._folder / SOCKET
-
-    def offers(self, level: Level) -> bool:
-        """All but parity."""
-        return level != "parity"
 
     def close(self) -> None:
         """End the worker and give the memory back; whoever wants all of it stored has waited for that."""

@@ -45,13 +45,15 @@ class DrainLink:
             self._socket.close()
             raise DrainGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
 
-    def reserve(self, size_bytes: int, slots: int, local_ranks: list[int], part_count: int) -> list[Path]:
-        """Memory for parts of this size; SiteError where the node has none for them."""
+    def reserve(
+        self, size_bytes: int, slots: int, local_ranks: list[int], part_count: int
+    ) -> tuple[list[Path], list[str]]:
+        """Memory for parts of this size, and the levels below it; SiteError where the node has no memory."""
         words: dict[str, Any] = {"size_bytes": size_bytes, "slots": slots, "ranks": local_ranks}
         answer = self._ask("reserve", _RESERVE_S, **words, part_count=part_count)
         if answer["kind"] != "reserved":
             raise SiteError(f"no memory for saves on this node: {_why(answer)}")
-        return [Path(one) for one in answer["slots"]]
+        return [Path(one) for one in answer["slots"]], list(answer["levels"])
 
     def plan(self, key: int, pieces: list[Any], file: int, start: int) -> None:
         """Tell what a filled slot will hold, and where that belongs in the run directory."""
@@ -71,6 +73,10 @@ class DrainLink:
     def filled(self, slot: int, key: int, stamp: dict[str, Any], levels: list[str]) -> None:
         """A slot holds all bytes of this rank's part of a generation."""
         self._send("filled", slot=slot, key=key, stamp=stamp, levels=levels)
+
+    def lost(self, stamp: dict[str, Any], why: str) -> None:
+        """A slot that was claimed will not be filled, and this rank has no part of that generation."""
+        self._send("lost", stamp=stamp, why=why)
 
     def degrade(self) -> None:
         """Let older generations go no further than they have come."""

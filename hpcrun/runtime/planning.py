@@ -59,7 +59,9 @@ class WritePlan:
     def contents(self, state: dict[str, Tensor]) -> Iterator[memoryview]:
         """The bytes of the pieces in turn; without a copy where they lie in order on the host."""
         for piece, slices in zip(self.pieces, self.slices, strict=True):
-            yield raw_bytes(local_of(state[piece.tensor])[slices].contiguous().cpu())
+            taken = local_of(state[piece.tensor]).detach()[slices]
+            # Torch also keeps a sign or a conjugate as a mark on the memory of another tensor.
+            yield raw_bytes(taken.resolve_conj().resolve_neg().contiguous().cpu())
 
 
 def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:

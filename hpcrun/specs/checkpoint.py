@@ -34,6 +34,9 @@ class ParitySpec(_Section):
         " auto: xor where the nodes allow it",
     )
     set_size: int = Field(default=8, ge=2, le=64, description="nodes of an erasure set, about")
+    bandwidth_MBps: float | None = Field(
+        default=None, gt=0, description="the most that a node sends to others; default: no limit"
+    )
     survive: str | None = Field(
         default=None,
         pattern=r"^[a-z][a-z0-9_-]{0,31}$",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,7 @@ class Node:
         self.memory: list[Holding] = []
         self.station: ParityStation | None = None
         self.peers: Peers | None = None
+        self.hurry = threading.Event()
         Shelf(self.server, self.held)
 
     def join(self, members: Sequence[Node], parity: int, patience_s: float = 20.0) -> None:
@@ -38,7 +40,14 @@ class Node:
         self.peers = Peers(self.who, addresses, timeout_s=5.0)
         names = [one.name for one in members]
         self.station = ParityStation(
-            self.folder, self.name, names, parity, self.peers, self.server, patience_s=patience_s
+            self.folder,
+            self.name,
+            names,
+            parity,
+            self.peers,
+            self.server,
+            hurry=self.hurry,
+            patience_s=patience_s,
         )
 
     def seal(self, load: Load) -> Load:
@@ -57,8 +66,7 @@ class Node:
 
     def die(self) -> None:
         """Nothing of it answers any more."""
-        if self.station is not None:
-            self.station.close()
+        self.hurry.set()
         self.server.close()
         if self.peers is not None:
             self.peers.close()

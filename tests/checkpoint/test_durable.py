@@ -26,7 +26,7 @@ from tests.checkpoint.generations import save
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.loads import load_of, with_attempt
 
-QUICK = Patience(others_s=20, vanished_s=0.2, first_s=0.005, most_s=0.02)
+QUICK = Patience(others_s=20, shown_s=0.2, first_s=0.005, most_s=0.02)
 RANKS = ((0, 1), (2, 3))
 
 
@@ -152,6 +152,31 @@ def test_who_is_late_may_still_be_part_of_what_others_commit(tmp_path: Path) -> 
     assert whole_steps(tmp_path) == ([2], [])
 
 
+def test_bytes_of_others_that_show_late_are_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
+    """A network file system may know a file by the size that it had a moment ago."""
+    leader, other = loads(2)
+    with pytest.raises(SiteError, match="in vain"):
+        station(tmp_path, replace(QUICK, others_s=0.02)).store(other)
+    data = tmp_path / ".step-00000002.1" / "data-00001.bin"
+    whole = data.read_bytes()
+    data.write_bytes(whole[:-4096])
+    late = threading.Timer(0.1, data.write_bytes, [whole])
+    late.start()
+    station(tmp_path, replace(QUICK, shown_s=20)).store(leader)
+    late.join()
+    assert whole_steps(tmp_path) == ([2], [])
+
+
+def test_bytes_of_others_that_never_show_fail_the_save(tmp_path: Path) -> None:
+    leader, other = loads(2)
+    with pytest.raises(SiteError, match="in vain"):
+        station(tmp_path, replace(QUICK, others_s=0.02)).store(other)
+    os.truncate(tmp_path / ".step-00000002.1" / "data-00001.bin", 4096)
+    with pytest.raises(SiteError, match=r"waited 0\.2 s in vain for all bytes in"):
+        station(tmp_path).store(leader)
+    assert saved_steps(tmp_path) == []
+
+
 def test_when_the_attempt_is_over_nobody_is_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
     hurry = threading.Event()
     waiting = beside.submit(station(tmp_path, hurry=hurry).store, loads(2)[0])
@@ -210,6 +235,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     one = station(tmp_path, keep=1, keep_every=4)
     for step in range(1, 11):
         one.store(load_of(step, range(2), 2, 0))
+        one.retain(())
     assert [saved.step for saved in saved_steps(tmp_path)] == [4, 8, 10]
 
 

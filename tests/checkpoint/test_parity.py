@@ -157,12 +157,13 @@ def test_a_member_that_is_killed_while_others_encode_fails_them(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = make(3, 1, patience_s=0.5)
-    gone = threading.Event()
+    first, gone = threading.Lock(), list[int]()
 
     def slow(*arguments: object) -> None:
-        if not gone.is_set():
-            gone.set()
-            nodes.every[2].die()
+        with first:
+            if not gone:
+                gone.append(2)
+                nodes.every[2].die()
         encode(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr("hpcrun.checkpoint.parity.encode", slow)

@@ -8,17 +8,17 @@ import mmap
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.arena import arena_folder
+from hpcrun.checkpoint.arena import SOCKET, arena_folder
 from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.lines import connect
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of
@@ -110,9 +110,7 @@ class Rank(Talk):
     def __init__(self, host: Host, rank: int, ranks: Sequence[int], world_size: int, file: int = 0) -> None:
         self.rank, self.ranks, self.world_size = rank, tuple(ranks), world_size
         self.pieces, self.plan = plans_of(ranks, world_size, file)[tuple(ranks).index(rank)]
-        self._socket = socket.socket(socket.AF_UNIX)
-        with folder_of(host.arena) as folder:
-            self._socket.connect(f"{folder}/drain.sock")
+        self._socket = connect(host.arena, SOCKET)
         super().__init__(self._socket.fileno())
         host.ranks.append(self)
         self.slots: list[str] = []
@@ -176,13 +174,3 @@ def ranks_of(host: Host, ranks: Sequence[int], world_size: int, file: int = 0, s
     for rank in found:
         rank.have_slots()
     return found
-
-
-@contextlib.contextmanager
-def folder_of(path: Path) -> Iterator[str]:
-    """A short name of a folder, for sockets."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)

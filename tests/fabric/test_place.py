@@ -205,6 +205,12 @@ def test_spread_takes_nodes_of_as_many_racks_as_there_are() -> None:
     assert set(racks_of(simple(fabric, fabric.nodes, 5, policy="spread"))) == {"a", "b", "c"}
 
 
+def test_spread_keeps_its_nodes_apart_though_there_are_spares() -> None:
+    fabric = tree({"a": 4, "b": 4}, LEAF, Level("spine", 1e9, 1.0))
+    placed = simple(fabric, fabric.nodes, 4, spares=4, policy="spread")
+    assert racks_of(placed) == {"a": 2, "b": 2}
+
+
 def test_pin_takes_the_given_nodes_and_orders_them() -> None:
     fabric = tree({"a": 4, "b": 4})
     found = simple(fabric, ["a-00", "b-00", "a-01", "b-01"], 4, policy="pin")

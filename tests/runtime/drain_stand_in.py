@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.format import Piece
 from hpcrun.checkpoint.levels import Load, SealedPart, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal
+from hpcrun.errors import SiteError
 
 
 class StandIn:
@@ -25,6 +27,7 @@ class StandIn:
         self.said: list[dict[str, Any]] = []
         self.stores = threading.Event()
         self.stores.set()
+        self.one_by_one = threading.Lock()
         self.refuses = ""
         self._server: socket.socket | None = None
         self._lines: list[socket.socket] = []
@@ -33,9 +36,6 @@ class StandIn:
 
     def socket(self) -> Path:
         return self.folder / "drain.sock"
-
-    def offers(self, level: str) -> bool:
-        return level == "durable"
 
     def close(self) -> None:
         """Nothing of a rank's."""
@@ -50,13 +50,12 @@ class StandIn:
     def kill(self) -> None:
         """As a SIGKILL looks from the ranks: lines end, nobody listens."""
         self.stores.set()
-        for one in [*self._lines, *([self._server] if self._server else [])]:
-            one.close() if one is not self._server else one.shutdown(socket.SHUT_RDWR)
-        for line in self._lines:
-            line.close()
-        if self._server:
-            self._server.close()
+        sockets = [*self._lines, *([self._server] if self._server else [])]
         self._server, self._lines = None, []
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
         self.socket().unlink(missing_ok=True)
         for thread in self._threads:
             thread.join(10)
@@ -67,7 +66,7 @@ class StandIn:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, server: socket.socket) -> None:
+    def _accept(self, server: Any) -> None:
         while True:
             try:
                 line, _ = server.accept()
@@ -105,7 +104,7 @@ class _Rank:
         self.paths = [self.worker.folder / f"slot-{told['rank']}-{k}.bin" for k in range(told["slots"])]
         for path in self.paths:
             path.write_bytes(bytes(told["size_bytes"]))
-        return {"kind": "reserved", "slots": [str(path) for path in self.paths]}
+        return {"kind": "reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
 
     def plan(self, told: dict[str, Any]) -> dict[str, Any]:
         pieces = [Piece(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
@@ -119,6 +118,9 @@ class _Rank:
                 self.sealed.pop(slot, None)
                 return {"kind": "claimed", "slot": slot}
         return {"kind": "busy", "why": "all slots are on their way"}
+
+    def lost(self, told: dict[str, Any]) -> None:
+        """Here every rank is alone."""
 
     def degrade(self, told: dict[str, Any]) -> None:
         self.worker.stores.set()
@@ -141,8 +143,9 @@ class _Rank:
         problem = None
         if "durable" in levels and self.worker._server is not None:
             try:
-                self.worker.station.store(load)
-            except OSError as error:
+                with self.worker.one_by_one:
+                    self.worker.station.store(load)
+            except (OSError, SiteError) as error:
                 problem = str(error)
         self.busy.pop(slot, None)
         try:

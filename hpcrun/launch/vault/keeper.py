@@ -91,6 +91,9 @@ class Keeper:
         if (plan.stamp is not None or plan.passed_over) and (self.has_levels or plan.poisoned):
             self._tell_of(attempt, plan, silent, time.monotonic() - begin)
         self._write(attempt, plan)
+        if self.has_levels:
+            # All else would only stand in the way of new saves.
+            self._workers.release([plan.stamp.generation] if plan.stamp else [])
         return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:

@@ -100,9 +100,9 @@ class Workers:
                 open_ones.pop(node, None)
         return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
 
-    def release(self, nodes: Collection[str], keep: Collection[str]) -> None:
-        """Let go of all but these generations."""
-        for node in nodes:
+    def release(self, keep: Collection[str]) -> None:
+        """Let go of all but these generations, on all nodes."""
+        for node in self.ready:
             self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
 
     @property

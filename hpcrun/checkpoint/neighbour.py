@@ -1,0 +1,91 @@
+"""A drain worker's side of the talk between nodes: it answers the others, keeps parity, and rebuilds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.parity import ParityStation
+from hpcrun.checkpoint.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.plan import parse_rebuild
+from hpcrun.checkpoint.rebuild import rebuild_members
+from hpcrun.checkpoint.stations import Surroundings
+from hpcrun.errors import SiteError
+
+
+class Neighbourhood:
+    """Open as soon as the host has named an address to listen at and the run's secret."""
+
+    def __init__(self, around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> None:
+        self.address, self.port = "", 0
+        self._holdings, self._arena = holdings, around.arena
+        self._door: tuple[str, bytes] | None = None
+        self._problem = ""
+        self._server: PeerServer | None = None
+        self._peers: Peers | None = None
+        self._station: ParityStation | None = None
+        self._station_for: tuple[object, ...] | None = None
+
+    def reconfigure(self, around: Surroundings) -> None:
+        """The set, the peers or the attempt are others now."""
+        door = (around.address, around.secret)
+        if door != self._door:
+            self.close()
+            self._problem = "this worker talks to no other nodes, as it was told no address and secret"
+            if all(door):
+                try:
+                    self._open(around)
+                except SiteError as error:
+                    self._problem = str(error)
+            self._door = door
+        if self._peers is not None:
+            self._peers.know(around.peers)
+
+    def station(self, around: Surroundings) -> ParityStation | None:
+        """The station of an attempt's set, the same one for as long as these are the same."""
+        if around.set is None or not around.parity:
+            return None
+        if self._server is None or self._peers is None:
+            raise SiteError(self._problem)
+        wanted = (around.attempt, around.set, around.parity)
+        if self._station is None or wanted != self._station_for:
+            self._station = ParityStation(
+                around.arena,
+                around.node,
+                around.set,
+                around.parity,
+                self._peers,
+                self._server,
+                hurry=around.hurry,
+            )
+            self._station_for = wanted
+        return self._station
+
+    def rebuild(self, order: Mapping[str, Any]) -> Holding:
+        """Make again what an order asks for; SiteError where that cannot be."""
+        if self._peers is None:
+            raise SiteError(self._problem)
+        try:
+            wanted = parse_rebuild(order.get("order", {}))
+        except ValueError as error:
+            raise SiteError(str(error)) from None
+        return rebuild_members(wanted, self._peers, wanted.node, self._arena)
+
+    def close(self) -> None:
+        """Listen no more, and ask no more."""
+        if self._server is not None:
+            self._server.close()
+        if self._peers is not None:
+            self._peers.close()
+        self._server = self._peers = self._station = None
+        self.address, self.port = "", 0
+
+    def _open(self, around: Surroundings) -> None:
+        who = Credentials(around.run.id, around.node, around.secret.hex())
+        most = around.spec.parity.bandwidth_MBps
+        bytes_per_s = most * 1e6 if most is not None else None
+        self._server = PeerServer(around.address, who, bytes_per_s=bytes_per_s)
+        self._peers = Peers(who, around.peers)
+        Shelf(self._server, self._holdings)
+        self.address, self.port = self._server.address, self._server.port

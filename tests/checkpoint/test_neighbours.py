@@ -1,0 +1,198 @@
+"""Drain workers as processes keep parity for one another; a lost node's parts are made again by another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.decide import decide
+from hpcrun.checkpoint.levels import Holding, parse_holding
+from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.checkpoint.prove import prove_part
+from hpcrun.specs.rundir import RunDir
+from tests.checkpoint.workers import Host, Rank, ranks_of
+
+SECRET = "5e" * 32
+ADDRESS = "127.0.0.1"
+
+
+class Neighbours:
+    """Workers of one set, a process each."""
+
+    def __init__(self, root: Path, names: str, parity: int) -> None:
+        path = root / "some-run"
+        (path / "checkpoints").mkdir(parents=True)
+        self.root, self.run, self.parity = root, RunDir(path), parity
+        self.hosts = {name: Host(root, self.run, name) for name in names}
+        self.members: list[str] | None = list(names)
+        self.ready: dict[str, dict[str, Any]] = {}
+
+    def configure(self, attempt: int = 1, secret: str = SECRET) -> None:
+        """As a supervisor does: once, and again when it is known where all listen."""
+        for _ in range(2):
+            peers = {name: (one["address"], one["port"]) for name, one in self.ready.items() if one["port"]}
+            for name, host in self.hosts.items():
+                is_member = self.members is not None and name in self.members
+                host.say(
+                    do="configure",
+                    run=str(self.run.path),
+                    node=name,
+                    attempt=attempt,
+                    spec={},
+                    set=self.members if is_member else None,
+                    parity=self.parity if is_member else 0,
+                    peers=peers,
+                    secret=secret,
+                    address=ADDRESS,
+                )
+            self.ready = {name: host.wait("ready") for name, host in self.hosts.items()}
+
+    def ranks(self, each: int) -> list[Rank]:
+        """So many ranks on each node, with slots."""
+        world, found = each * len(self.hosts), list[Rank]()
+        for number, host in enumerate(self.hosts.values()):
+            own = range(number * each, (number + 1) * each)
+            found += ranks_of(host, own, world, number)
+        return found
+
+    def lose(self, name: str) -> None:
+        """A node, with all that was in its memory."""
+        host = self.hosts.pop(name)
+        host.kill()
+        shutil.rmtree(host.arena)
+        del self.ready[name]
+
+    def holdings(self) -> list[Holding]:
+        """All that is left."""
+        return [parse_holding(one) for host in self.hosts.values() for one in host.holdings()]
+
+    def plan(self) -> RestorePlan:
+        """What the next attempt would go on from."""
+        return decide(self.holdings(), [], [], [], {}, list(self.hosts))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def rebuild_all(neighbours: Neighbours, plan: RestorePlan) -> list[Holding]:
+    """Give the orders of a plan."""
+    made = []
+    for number, order in enumerate(plan.rebuilds):
+        host = neighbours.hosts[order.node]
+        host.say(do="rebuild", id=number, order=json.loads(json.dumps(asdict(order))))
+        told = host.wait("rebuilt", id=number)
+        assert "problem" not in told, told
+        made.append(parse_holding(told["holding"]))
+    return made
+
+
+@pytest.fixture
+def three(root: Path) -> Iterator[Neighbours]:
+    made = Neighbours(root, "abc", 1)
+    made.configure()
+    yield made
+    for host in made.hosts.values():
+        host.kill()
+
+
+def save_all(ranks: list[Rank], step: int, levels: tuple[str, ...] = ("parity",), **more: Any) -> None:
+    for rank in ranks:
+        rank.save(step, levels, **more)
+    for rank in ranks:
+        rank.wait("sealed")
+        for level in levels:
+            rank.wait("stored", level=level)
+
+
+def test_a_lost_node_s_parts_are_made_again_by_another(three: Neighbours) -> None:
+    assert all(one["levels"] == ["memory", "parity", "durable"] for one in three.ready.values())
+    ranks = three.ranks(2)
+    save_all(ranks, 2)
+    save_all(ranks, 4, published=2)
+    told = three.hosts["a"].wait("stored")
+    assert (told["problem"], told["facts"]["set"]) == (None, ["a", "b", "c"])
+    (held,) = [one for one in three.holdings() if (one.level, one.node, one.stamp.step) == ("memory", "b", 4)]
+    lost = {one.number: one for one in held.parts}
+    bytes_of = {n: Path(one.path).read_bytes()[: one.part.size_bytes] for n, one in lost.items()}
+    three.lose("b")
+    three.hosts["d"] = Host(three.root, three.run, "d")
+    three.configure(attempt=2)
+    plan = three.plan()
+    assert plan.stamp is not None
+    assert (plan.stamp.step, [one.node for one in plan.rebuilds]) == (4, ["d"])
+    (made,) = rebuild_all(three, plan)
+    assert {one.number for one in made.parts} == set(lost)
+    for part in made.parts:
+        prove_part(part, bytes.fromhex(plan.stamp.generation))
+        assert Path(part.path).read_bytes()[part.at :][: part.part.size_bytes] == bytes_of[part.number]
+    again = three.plan()
+    assert again.rebuilds == ()
+    assert [one.number for one in again.sources] == list(range(6))
+
+
+def test_a_worker_that_died_comes_back_and_keeps_what_it_had(three: Neighbours) -> None:
+    ranks = three.ranks(1)
+    save_all(ranks, 2)
+    three.hosts["b"].kill()
+    three.hosts["b"] = Host(three.root, three.run, "b")
+    three.configure()
+    assert {(one.level, one.node) for one in three.holdings()} == {
+        (level, node) for level in ("memory", "parity") for node in "abc"
+    }
+    for rank in ranks:
+        rank.close()
+    save_all(three.ranks(1), 4)
+    assert {one.stamp.step for one in three.holdings() if one.level == "parity"} == {2, 4}
+
+
+def test_the_same_attempt_goes_on_undisturbed_when_all_are_told_anew(three: Neighbours) -> None:
+    ranks = three.ranks(1)
+    for rank in ranks[:2]:
+        rank.save(2, ["parity"])
+        rank.wait("sealed")
+    three.configure()
+    ranks[2].save(2, ["parity"])
+    for rank in ranks:
+        rank.wait("stored", level="parity")
+
+
+def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighbours) -> None:
+    ranks = three.ranks(1)
+    three.lose("c")
+    for rank in ranks[:2]:
+        rank.save(2, ["parity", "durable"])
+    for name in "ab":
+        three.hosts[name].wait("sealed")
+    three.configure(attempt=2)
+    for name in "ab":
+        told = three.hosts[name].wait("stored", level="parity")
+        assert told["problem"], told
+    assert not [one for one in three.holdings() if one.level == "parity"]
+
+
+def test_where_no_secret_was_told_nobody_listens(root: Path) -> None:
+    neighbours = Neighbours(root, "ab", 1)
+    try:
+        neighbours.configure(secret="")
+        for one in neighbours.ready.values():
+            assert (one["port"], one["address"]) == (0, "")
+            assert "was told no address and secret" in one["missing"]["parity"]
+    finally:
+        for host in neighbours.hosts.values():
+            host.kill()
+
+
+def test_an_order_that_makes_no_sense_is_answered(three: Neighbours) -> None:
+    host = three.hosts["a"]
+    host.say(do="rebuild", id=7, order={"members": 3})
+    assert "no order to rebuild" in host.wait("rebuilt", id=7)["problem"]
+    host.say(do="rebuild", id=8)
+    assert "no order to rebuild" in host.wait("rebuilt", id=8)["problem"]

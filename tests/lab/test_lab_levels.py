@@ -1,0 +1,66 @@
+"""Runs whose saves are in memory alone lose a node or a whole rack, and go on without the run directory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrun.specs.records import read_lines
+from hpcrun.specs.rundir import RunDir
+from tests.lab.desk import Desk, records, story
+
+JOB = """
+name: levels
+model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
+data: {text: python-stdlib, pattern: "a*.py", seq_len: 32, holdout: 0}
+parallel: {dp_shard: 4}
+train: {steps: 60, mbs: 1, gbs: 4}
+checkpoint: {every: 5, memory: 2, durable: {every: 100000}, parity: {scheme: xor}}
+resources: {nodes: 4, spares: 4, mem: 2G, placement: spread}
+"""
+
+
+def steps(run: RunDir) -> dict[int, float]:
+    """The loss of each step, as the newest attempt has it."""
+    return {line["step"]: line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"}
+
+
+def events(run: RunDir, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(run.events) if line["event"] == name]
+
+
+def stored(run: RunDir, level: str) -> list[int]:
+    """The steps that a level has from all nodes."""
+    found = events(run, "checkpoint")
+    return [line["step"] for line in found if line["level"] == level and "problem" not in line]
+
+
+@pytest.mark.parametrize("what", ["node", "rack"])
+def test_what_lost_nodes_held_comes_out_of_memory_and_parity(desk: Desk, what: str) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
+    (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
+    run = desk.submit("job.yaml")
+    desk.until(lambda: len(stored(run, "parity")) > 1, run)
+    racks = [{node.name for node in rack} for rack in desk.lab.racks]
+    first = records(run, "attempts/1/placement.json")[0]["nodes"]
+    assert [len(rack & {*first}) for rack in racks] == [2, 2], records(run, "attempts/1/placement.json")
+    # The first node has the batch shell and the supervisor.
+    lost = [first[-1]] if what == "node" else sorted(racks[1] if first[0] in racks[0] else racks[0])
+    for node in lost:
+        desk.lab.node(node).power_off()
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    (restored,) = events(run, "restore")
+    assert restored["levels"] == ["memory", "parity"], story(run)
+    assert restored["rebuilt"] == len({*lost} & {*first})
+    assert restored["step"] >= 10
+    second = records(run, "attempts/2/placement.json")[0]["nodes"]
+    assert not {*lost} & {*second}
+    assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000060"]
+    assert stored(run, "durable") == [60]
+    assert steps(run) == steps(undisturbed)
+    # The agents give the memory back when they leave, which is a moment after the end of the run.
+    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    for node in second:
+        assert desk.lab.node(node).run(["ls", "-A", "/dev/shm"]).stdout == ""
