@@ -139,12 +139,17 @@ class Drain:
 
     def _sealed(self, slot: Slot, plan: SlotPlan, stamp: Stamp, sealing: Future[Any]) -> None:
         gathering = self._gathering.get(stamp.generation)
-        if (error := sealing.exception()) is not None:
+        error = sealing.exception()
+        if error is None:
+            try:
+                slot.hold(PartRecord(stamp, plan.number, sealing.result()))
+            except OSError as problem:
+                error = problem
+        if error is not None:
             slot.empty()
             slot.in_flight = False
             self.fail(stamp, f"rank {plan.number} cannot be sealed: {error}")
             return
-        slot.hold(PartRecord(stamp, plan.number, sealing.result()))
         self._listener.sealed(slot.rank, stamp)
         if gathering is None:  # another rank of the node has none
             slot.in_flight = False

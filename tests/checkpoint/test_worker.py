@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,18 @@ def test_a_worker_waits_for_the_one_before_it(start: MakeHost, run: RunDir, tmp_
     after.wait("ready")
     assert [one["stamp"]["step"] for one in after.holdings()] == [2]
     after.kill()
+
+
+def test_an_arena_that_is_taken_away_fails_the_save_and_nothing_else(start: MakeHost, run: RunDir) -> None:
+    host = start()
+    (rank,) = ranks_of(host, (0,), 1)
+    claimed = rank.claim(2)
+    shutil.rmtree(host.arena)
+    rank.tell_filled(claimed["slot"], 2, ["durable"])
+    assert "rank 0 cannot be sealed: " in rank.wait("failed", level="memory")["why"]
+    assert host.wait("failed")["step"] == 2
+    assert host.holdings() == []
+    assert host.end() == 0
 
 
 def test_long_names_of_runs_and_nodes(start: MakeHost) -> None:
