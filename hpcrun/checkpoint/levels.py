@@ -6,7 +6,7 @@ part of a generation is the same bytes (see `hpcrun.checkpoint.format`), so that
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -108,7 +108,16 @@ class Holding:
         return asdict(self)
 
 
-def parse_holding(told: dict[str, Any]) -> Holding:
+def parse_members(told: Sequence[Any]) -> tuple[Member, ...]:
+    """The members of an erasure set as another process tells of them."""
+    return tuple(
+        Member(one["node"], tuple((number, Part(**part)) for number, part in one["parts"])) for one in told
+    )
+
+
+def parse_holding(
+    told: dict[str, Any], members: Callable[[Sequence[Any]], tuple[Member, ...]] = parse_members
+) -> Holding:
     """A holding as another process tells of it; ValueError where it makes no sense."""
     try:
         parity = told["parity"]
@@ -120,14 +129,7 @@ def parse_holding(told: dict[str, Any]) -> Holding:
             None
             if parity is None
             else HeldParity(
-                **{
-                    **parity,
-                    "members": tuple(
-                        Member(one["node"], tuple((number, Part(**part)) for number, part in one["parts"]))
-                        for one in parity["members"]
-                    ),
-                    "hashes": tuple(parity["hashes"]),
-                }
+                **{**parity, "members": members(parity["members"]), "hashes": tuple(parity["hashes"])}
             ),
         )
     except (KeyError, TypeError) as error:

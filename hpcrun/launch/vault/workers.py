@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from hpcrun.checkpoint.holdings import HoldingReader
 from hpcrun.checkpoint.levels import Holding, parse_holding
 from hpcrun.checkpoint.plan import Rebuild
 from hpcrun.launch.agents.nodes import Nodes
@@ -70,14 +71,13 @@ class Workers:
         number = next(self._numbers)
         for node in nodes:
             self._nodes.drain(node, {"do": "inventory", "id": number})
-        found, open_ones = list[Holding](), dict.fromkeys(nodes)
+        found, open_ones, reader = list[Holding](), dict.fromkeys(nodes), HoldingReader()
         for node, message in self._await("inventory", {number}, open_ones, timeout_s):
-            for one in message.get("holdings", ()):
-                holding = _holding(node, one)
-                if isinstance(holding, str):
-                    self.news.append((node, {"kind": "log", "text": holding}))
+            for one in reader.read({**one, "node": node} for one in message.get("holdings", ())):
+                if isinstance(one, str):
+                    self.news.append((node, {"kind": "log", "text": f"it tells of a holding: {one}"}))
                 else:
-                    found.append(holding)
+                    found.append(one)
             if not message.get("more"):
                 open_ones.pop(node, None)
         return found, list(open_ones)

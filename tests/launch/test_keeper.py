@@ -1,0 +1,289 @@
+"""What the supervisor makes of what nodes hold; their workers say what files tell them to."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
+from hpcrun.checkpoint.plan import RestorePlan, parse_plan
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.vault import host as hosts
+from hpcrun.launch.vault import workers
+from hpcrun.launch.vault.hosts import Hosts
+from hpcrun.launch.vault.keeper import Keeper
+from hpcrun.launch.vault.poison import read_poison, tells_against
+from hpcrun.launch.vault.story import Story
+from hpcrun.launch.vault.undurable import Undurable
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.rundir import RunDir
+from tests.checkpoint.generations import save
+from tests.launch.pretended import PretendedNodes
+
+NODES = ("a", "b", "c")
+PROGRAM = Path(__file__).with_name("drain_program.py")
+
+
+def stamp(step: int) -> Stamp:
+    return Stamp(f"{step:032x}", step, 8 * step, 3, 1)
+
+
+def part(step: int, number: int) -> Part:
+    return Part(number, 0, 4096, 3000, 900, f"{step:08x}{number:08x}")
+
+
+def held(step: int, number: int, level: Any = "memory") -> Holding:
+    one = HeldPart(number, f"/arena/{NODES[number]}", 0, part(step, number))
+    return Holding(stamp(step), level, NODES[number], (one,))
+
+
+def parity(step: int, number: int) -> Holding:
+    members = tuple(Member(node, ((n, part(step, n)),)) for n, node in enumerate(NODES))
+    return Holding(
+        stamp(step), "parity", NODES[number], (), HeldParity("/p", members, 1, number, ("0" * 16,))
+    )
+
+
+class Site:
+    """A run on three nodes and a spare, and its keeper."""
+
+    def __init__(self, path: Path, **section: Any) -> None:
+        self.path = path
+        self.run = RunDir(path / "run")
+        self.run.path.mkdir()
+        self.nodes = PretendedNodes([*NODES, "spare"])
+        self.nodes._hosts = Hosts(self.run)
+        self.notes: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        checkpoint = CheckpointSpec.model_validate({"memory": 2, **section})
+        spec = JobSpec.model_construct(checkpoint=checkpoint)
+        self.keeper = Keeper(self.run, spec, self.nodes, self.tell, self.notes.append)
+
+    def tell(self, attempt: Any, event: str, **more: Any) -> None:
+        self.events.append({"event": event, "attempt": attempt.number, **more})
+
+    def holds(self, *holdings: Holding) -> None:
+        """From now on these are in the memory of the nodes that they name."""
+        for node in self.nodes.names:
+            own = [one.as_json() for one in holdings if one.node == node]
+            (self.path / f"{node}.json").write_text(json.dumps(own))
+
+    def prepare(self, number: int = 1, nodes: tuple[str, ...] = NODES) -> RestorePlan | None:
+        attempt = self.run.attempt(number).create()
+        self.environ = self.keeper.prepare(attempt, Placement(nodes), {})
+        told = json.loads(attempt.restore.read_text()) if attempt.restore.exists() else None
+        return None if told is None else parse_plan(told)
+
+    def orders(self, node: str, verb: str) -> list[dict[str, Any]]:
+        lines = (self.path / f"{node}.log").read_text().splitlines()
+        return [one for line in lines if (one := json.loads(line))["do"] == verb]
+
+    def say(self, node: str, **message: Any) -> None:
+        """Have a node's worker say something, and the keeper hear it."""
+        count = len(self.nodes.drained())
+        assert count == 0
+        self.nodes.drain(node, {"do": "say", "message": message})
+        self.nodes.rest(5.0)
+        self.keeper.look()
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [one for one in self.events if one["event"] == event]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(hosts, "COMMAND", (sys.executable, str(PROGRAM), str(tmp_path)))
+    monkeypatch.setattr(hosts, "_FIRST_PAUSE_S", 0.05)
+    made = Site(tmp_path)
+    yield made
+    made.nodes.close()
+
+
+def test_the_first_attempt_has_workers_and_nothing_to_go_on_from(site: Site) -> None:
+    assert site.prepare() is None
+    assert site.environ["HPCRUN_DRAIN"].endswith("/run/{node}/drain.sock")
+    peers = json.loads(site.run.attempt(1).peers.read_text())
+    assert set(peers["nodes"]) == {*NODES, "spare"}
+    last = site.orders("b", "configure")[-1]
+    assert (last["attempt"], last["set"], last["parity"]) == (1, ["a", "b", "c"], 1)
+    assert last["peers"] == peers["nodes"]
+    assert site.orders("spare", "configure")[-1]["set"] is None
+    assert "any one node" in site.named("erasure sets")[0]["message"]
+    assert site.named("restore") == []
+
+
+def test_memory_is_gone_on_from_and_all_else_is_let_go(site: Site) -> None:
+    site.holds(*(held(20, n) for n in range(3)), held(25, 0))
+    plan = site.prepare(2)
+    assert plan is not None
+    assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory",), 5)
+    (event,) = site.named("restore")
+    assert (event["step"], event["levels"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
+    assert site.orders("a", "release")[-1]["keep"] == [stamp(20).generation]
+    assert site.keeper.step() == 20
+
+
+def test_a_lost_node_is_rebuilt_on_the_spare(site: Site) -> None:
+    site.holds(*(one(20, n) for n in (0, 2) for one in (held, parity)))
+    (site.path / "rebuilt.json").write_text(json.dumps(held(20, 1, "memory").as_json()))
+    site.nodes._gone.add("b")
+    plan = site.prepare(2, ("a", "spare", "c"))
+    assert plan is not None
+    assert (plan.levels, plan.rebuilds) == (("memory", "parity"), ())
+    assert [one.node for one in plan.sources] == ["a", "spare", "c"]
+    assert site.named("restore")[0]["rebuilt"] == 1
+    (order,) = site.orders("spare", "rebuild")
+    assert order["order"]["lost"] == [1]
+
+
+def test_what_cannot_be_rebuilt_is_done_without(site: Site) -> None:
+    site.holds(*(one(20, n) for n in (0, 2) for one in (held, parity)), *(held(10, n) for n in (0, 2)))
+    (site.path / "spare.cannot").touch()
+    save(site.run.checkpoints, 5)
+    site.nodes._gone.add("b")
+    plan = site.prepare(2, ("a", "spare", "c"))
+    assert plan is not None
+    assert (plan.save, plan.lost_steps) == (str(site.run.checkpoints / "step-00000005"), 15)
+    assert "step 20 cannot be rebuilt on spare: it has no room" in site.notes
+
+
+def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers.Workers.inventory, "__defaults__", (0.5,))
+    monkeypatch.setattr(workers.Workers.open, "__defaults__", (1.5,))
+    site.holds(*(held(20, n) for n in range(3)))
+    (site.path / "b.silent").touch()
+    (site.path / "c.late").touch()
+    assert site.prepare(2) is None
+    assert any("no drain worker has come up on c" in note for note in site.notes)
+    assert any(note.startswith("b did not say in time") for note in site.notes)
+    assert "nothing that was saved is whole: starting from the beginning" in site.notes
+
+
+def test_where_every_save_is_damaged_nothing_starts(site: Site) -> None:
+    saved = save(site.run.checkpoints, 5)
+    (saved.path / "data-00000.bin").write_bytes(b"")
+    with pytest.raises(SiteError, match=r"no save can be gone on from: .*step-00000005: is damaged"):
+        site.prepare()
+
+
+def test_a_loss_that_must_be_survived_is_refused_at_first_and_made_do_without_later(tmp_path: Path) -> None:
+    site = Site(tmp_path, parity={"survive": "leaf"})
+    with pytest.raises(UsageError, match="survive"):
+        site.keeper._sets(site.run.attempt(1), Placement(NODES), {})
+    assert site.keeper._sets(site.run.attempt(2), Placement(NODES), {}).sets == (NODES,)
+    assert site.notes[0].endswith("this attempt goes on without that")
+
+
+def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> None:
+    site.prepare()
+    told = asdict(stamp(5))
+    for node in NODES:
+        assert site.keeper.step() == 0
+        site.say(node, kind="sealed", **told)
+    assert site.keeper.step() == 5
+    assert site.keeper.step(is_node_lost=True) == 0
+    for node, seconds in zip(NODES, (1.0, 3.0, 2.0), strict=True):
+        site.say(
+            node, kind="stored", stamp=told, level="parity", seconds=seconds, size_bytes=10, problem=None
+        )
+    assert site.keeper.step(is_node_lost=True) == 5
+    found = [
+        (one["level"], one["step"], one.get("seconds"), one.get("size_bytes"))
+        for one in site.named("checkpoint")
+    ]
+    assert found == [("memory", 5, None, None), ("parity", 5, 3.0, 30)]
+
+
+def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> None:
+    site.prepare()
+    told = asdict(stamp(5))
+    site.say("a", kind="sealed", **told)
+    configured = len(site.orders("c", "configure"))
+    site.nodes.drain("b", {"do": "die"})
+    deadline = time.monotonic() + 20
+    while len(site.orders("c", "configure")) == configured and time.monotonic() < deadline:
+        site.nodes.rest(0.05)
+        site.keeper.look()
+    (died,) = site.named("drain died")
+    assert (died["node"], died["wait_status"]) == ("b", 3)
+    (failed,) = site.named("checkpoint")
+    assert failed["problem"] == "b: its drain worker died: something went wrong"
+    # The others have been told where the new one listens.
+    new = site.orders("c", "configure")[-1]["peers"]["b"]
+    assert new != site.orders("c", "configure")[configured - 1]["peers"]["b"]
+
+
+def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site) -> None:
+    site.holds(*(held(20, n) for n in range(3)))
+    site.prepare(2)
+
+    def ended(number: int, step: int | None, **more: Any) -> Outcome:
+        return Outcome(site.run, number, "failed", 5, "it fell", step, **more)
+
+    site.keeper.after(ended(2, 21))
+    assert read_poison(site.run) == {stamp(20).generation: 1}
+    site.prepare(3)
+    site.keeper.after(ended(3, 20, lost=("a",)))
+    site.keeper.after(ended(3, 24))
+    assert read_poison(site.run) == {stamp(20).generation: 1}
+    site.keeper.after(ended(3, None))
+    assert [one["count"] for one in site.named("poison")] == [1, 2]
+    site.holds(*(held(20, n) for n in range(3)), *(held(15, n) for n in range(3)))
+    plan = site.prepare(4)
+    assert plan is not None
+    assert plan.stamp == stamp(15)
+    unrestored = site.run.attempt(4).unrestored
+    unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
+    site.keeper.after(ended(4, None))
+    assert read_poison(site.run)[stamp(15).generation] == 2
+
+
+def test_what_tells_against_a_state(tmp_path: Path) -> None:
+    def failed(step: int | None, status: Any = "failed") -> Outcome:
+        return Outcome(RunDir(tmp_path), 1, status, 5, "", step)
+
+    assert [tells_against(failed(step), 20, 20) for step in (None, 20, 23, 24)] == [True, True, True, False]
+    assert not tells_against(failed(22), 20, 22)
+    assert not tells_against(failed(22, "interrupted"), 20, 20)
+
+
+def test_a_run_without_durable_saves_is_told_once_and_again_after_one(tmp_path: Path) -> None:
+    now = [1000.0]
+    run = RunDir(tmp_path)
+    watch = Undurable(run, CheckpointSpec(max_undurable="10m"), lambda: now[0])
+    watch.begin()
+    now[0] += 599
+    assert watch.look() is None
+    now[0] += 2
+    told = watch.look()
+    assert told is not None
+    assert told.endswith("for more than 10m no save has reached the run directory; there is none yet")
+    now[0] += 60
+    assert watch.look() is None
+    now[0] = time.time()
+    saved = save(run.checkpoints, 5)
+    assert saved.written is not None
+    now[0] = saved.written + 599
+    assert watch.look() is None
+    now[0] += 10
+    assert "the newest is of step 5" in str(watch.look())
+    assert Undurable(run, CheckpointSpec(), lambda: now[0] + 1e9).look() is None
+
+
+def test_only_so_many_generations_are_followed() -> None:
+    story = Story(["a"])
+    for step in range(1, 100):
+        assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
+    assert len(story._shares) == 16
+    assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
