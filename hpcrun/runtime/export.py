@@ -50,10 +50,10 @@ def export_hf(
     spec = load_job(run.spec).spec.model
     if spec is None:
         raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
-    names = [f"model.{name}" for name in parameter_shapes(spec)]
+    shapes = {f"model.{name}": shape for name, shape in parameter_shapes(spec).items()}
     tensors = (
         (name.removeprefix("model."), _narrowed(name, tensor, DTYPES[dtype]))
-        for name, tensor in _tensors(saved, names, progress)
+        for name, tensor in _tensors(saved, shapes, progress)
     )
     write_hf(spec, tensors, directory, DTYPES[dtype], shard_bytes)
 
@@ -101,23 +101,33 @@ class _Lazy(DefaultSavePlanner):
         return tensor
 
 
-def _tensors(saved: Saved, names: list[str], progress: _Progress) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a save in turn, whole and proved."""
+def _tensors(
+    saved: Saved, shapes: dict[str, tuple[int, ...]], progress: _Progress
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a save in turn, whole and proved; UsageError where it has another model than expected."""
     if saved.format_version == 1:
         whole = torchformat.load_whole(saved, "model.")
-        yield from ((name, whole[name]) for name in names if name in whole)
+        _check(saved, shapes, {name: tuple(tensor.shape) for name, tensor in whole.items()})
+        yield from ((name, whole[name]) for name in shapes)
         return
     with Generation(saved) as generation:
         stored = generation.manifest.tensors
-        for name in names:
-            if name not in stored:
-                raise UsageError(
-                    f"{saved.path}: lacks {name}; its run trained another model than its spec.yaml"
-                )
+        _check(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})
+        for name in shapes:
             tensor = torch.empty(stored[name].shape, dtype=getattr(torch, stored[name].dtype))
             load_into(generation, {name: tensor})
             progress(tensor.nbytes)
             yield name, tensor
+
+
+def _check(saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
+    wrong = next((name for name in wanted if stored.get(name) != wanted[name]), None)
+    if wrong is not None:
+        found = list(stored[wrong]) if wrong in stored else "nothing"
+        raise UsageError(
+            f"{saved.path}: has {found} of {wrong}, but the run's spec.yaml says {list(wanted[wrong])};"
+            " was it changed after the save?"
+        )
 
 
 def _narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -337,6 +337,13 @@ def test_a_number_that_does_not_fit_the_type_is_not_lost(
     assert run(*words, "bfloat16").exit_code == 0
 
 
+def test_a_job_that_was_changed_after_the_save_is_named(saved_run: RunDir, tmp_path: Path) -> None:
+    saved_run.spec.write_text(saved_run.spec.read_text().replace("ffn: 24", "ffn: 32"))
+    said = refused("export", saved_run.id, "--out", tmp_path / "hf")
+    assert "has [24, 16] of model.layers.0.mlp.gate_proj.weight" in said
+    assert "spec.yaml says [32, 16]; was it changed after the save?" in said
+
+
 def test_no_more_than_a_tensor_is_in_memory(saved_run: RunDir, tmp_path: Path) -> None:
     """Seen from the reading: a tensor is asked for when the one before is in its file."""
     sizes = list[int]()
