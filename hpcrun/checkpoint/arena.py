@@ -191,7 +191,7 @@ class Arena:
         return True
 
     def _make(self, rank: int, size_bytes: int) -> Slot:
-        """A new slot with all its pages, so that no copy has to wait for one, nor can fail for want of it."""
+        """A new slot with all its pages: no copy into it can fail for want of one."""
         number = 0
         while (path := self.folder / f"slot-{rank}-{number}.bin").exists():
             number += 1
@@ -200,7 +200,6 @@ class Arena:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
             memory = mmap.mmap(descriptor, size_bytes)
-            _populate(memory)
         except OSError:
             path.unlink()
             raise
@@ -277,16 +276,25 @@ def _age(slot: Slot) -> tuple[int, int]:
     return (stamp.attempt, stamp.step) if stamp is not None else (-1, -1)
 
 
-def _populate(memory: mmap.mmap) -> None:
-    """Give fresh memory its pages in this process; older kernels know no call for it."""
+def map_slot(path: Path) -> mmap.mmap:
+    """A rank's own view of a slot, with all its pages in place, so that no copy has to wait for one.
+
+    What the slot holds stays as it is.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        memory = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
     try:
         memory.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
+        # Older kernels know no call for it; a look at each page brings it in as well.
         for begin in range(0, len(memory), _BLOCK_BYTES):
-            end = min(len(memory), begin + _BLOCK_BYTES)
-            memory[begin:end] = bytes(end - begin)
+            memory[begin : begin + _BLOCK_BYTES : mmap.PAGESIZE]
+    return memory
 
 
 def _reopen(path: Path, rank: int) -> Slot:

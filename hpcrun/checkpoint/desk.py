@@ -71,7 +71,7 @@ class Desk(Listener):
             if handle is None:
                 raise ValueError(f"unknown verb {message['do']}")
             handle(self._drain, rank, known, message)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
             send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
             return None
         return rank

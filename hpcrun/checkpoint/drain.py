@@ -29,6 +29,8 @@ _KEEPS_WHOLE: frozenset[Level] = frozenset({"local", "durable", "object"})
 """Levels that have a node's parts themselves, and not only what others need to make them again."""
 _OWN: tuple[Level, ...] = ("local", "parity")
 """Levels that each node cleans up for itself."""
+_TIDY: tuple[Level, ...] = (*_OWN, "durable")
+"""Levels where old states are deleted when a new one is stored: afterwards, nobody waits for that."""
 _BEHIND = "left behind: a newer save was due"
 
 
@@ -137,12 +139,17 @@ class Drain:
 
     def _sealed(self, slot: Slot, plan: SlotPlan, stamp: Stamp, sealing: Future[Any]) -> None:
         gathering = self._gathering.get(stamp.generation)
-        if (error := sealing.exception()) is not None:
+        error = sealing.exception()
+        if error is None:
+            try:
+                slot.hold(PartRecord(stamp, plan.number, sealing.result()))
+            except OSError as problem:
+                error = problem
+        if error is not None:
             slot.empty()
             slot.in_flight = False
             self.fail(stamp, f"rank {plan.number} cannot be sealed: {error}")
             return
-        slot.hold(PartRecord(stamp, plan.number, sealing.result()))
         self._listener.sealed(slot.rank, stamp)
         if gathering is None:  # another rank of the node has none
             slot.in_flight = False
@@ -265,7 +272,7 @@ class Drain:
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
             stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
             self._post(partial(self._note, stored))
-            if level in _OWN and station is not None and problem is None:
+            if level in _TIDY and station is not None and problem is None:
                 with contextlib.suppress(OSError, SiteError):  # it is tried again after the next
                     station.retain(self._worth_keeping(station.holdings(), load.stamp))
 

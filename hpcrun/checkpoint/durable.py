@@ -112,6 +112,7 @@ class DurableStation:
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._hurry = hurry or threading.Event()
+        self._has_committed = False
         self._known: tuple[dict[int, str], str, str] | None = None
         """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
 
@@ -158,7 +159,10 @@ class DurableStation:
         return ()
 
     def retain(self, generations: Collection[str]) -> None:
-        """Nothing: what is kept here is decided by the commit of the next."""
+        """Delete what is not to be kept, if a commit was made here; which that is the job says, not these."""
+        if self._has_committed:
+            self._has_committed = False
+            retire(self._checkpoints, self._keep, keep_every=self._keep_every)
 
     def _draft(self, stamp: Stamp) -> Draft:
         return draft_of(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
@@ -220,7 +224,7 @@ class DurableStation:
             world_size=facts["world_size"],
             attempt=stamp.attempt,
         )
-        retire(self._checkpoints, self._keep, keep_every=self._keep_every)
+        self._has_committed = True
 
     def _await_parts(self, draft: Draft, stamp: Stamp) -> _Told:
         """Of all nodes together."""

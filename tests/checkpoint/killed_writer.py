@@ -50,7 +50,9 @@ def drain_and_retire(root: Path) -> None:
     """The same by a drain worker, over the node's own disk."""
     load = load_of(6, range(2), 2, 0)
     LocalStation(str(root.with_name("disk")), "run", "n1").store(load)
-    DurableStation(root, keep=2).store(load)
+    station = DurableStation(root, keep=2)
+    station.store(load)
+    station.retain(())
 
 
 def save_over_damage(root: Path) -> None:

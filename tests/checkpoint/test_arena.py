@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.arena import Arena, Slot, make_folder, remove_folder, sweep
+from hpcrun.checkpoint.arena import Arena, Slot, make_folder, map_slot, remove_folder, sweep
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.partrecord import PartRecord
@@ -283,9 +283,15 @@ def test_the_end_of_a_run_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_kernels_without_the_call_get_their_pages_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("advice", [23, 9999])
+def test_a_rank_s_view_has_its_pages_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
-    monkeypatch.setattr("hpcrun.checkpoint.arena._MADV_POPULATE_WRITE", 9999)
-    (slot,) = Arena(folder_in(tmp_path)).reserve({0: 4096}, 1, nowhere)[0]
-    assert bytes(slot.image(4096)) == bytes(4096)
+    """Also with kernels that do not know the call."""
+    monkeypatch.setattr("hpcrun.checkpoint.arena._MADV_POPULATE_WRITE", advice)
+    (slot,) = Arena(folder_in(tmp_path)).reserve({0: 8192}, 1, nowhere)[0]
+    slot.memory[:] = bytes(range(256)) * 32
+    view = map_slot(slot.path)
+    assert view[:] == slot.memory[:]
+    view[4096] = 99
+    assert slot.memory[4096] == 99

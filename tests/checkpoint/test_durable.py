@@ -235,6 +235,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     one = station(tmp_path, keep=1, keep_every=4)
     for step in range(1, 11):
         one.store(load_of(step, range(2), 2, 0))
+        one.retain(())
     assert [saved.step for saved in saved_steps(tmp_path)] == [4, 8, 10]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,7 @@ def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
             rank.wait("sealed")
             rank.wait("stored", level="durable")
         published = step
+    assert [host.end() for host in hosts] == [0, 0]
     assert whole_steps(run.checkpoints) == ([4, 6], [])
     assert [one.world_size for one in saved_steps(run.checkpoints)] == [4, 4]
 
@@ -128,6 +130,18 @@ def test_a_worker_waits_for_the_one_before_it(start: MakeHost, run: RunDir, tmp_
     after.kill()
 
 
+def test_an_arena_that_is_taken_away_fails_the_save_and_nothing_else(start: MakeHost, run: RunDir) -> None:
+    host = start()
+    (rank,) = ranks_of(host, (0,), 1)
+    claimed = rank.claim(2)
+    shutil.rmtree(host.arena)
+    rank.tell_filled(claimed["slot"], 2, ["durable"])
+    assert "rank 0 cannot be sealed: " in rank.wait("failed", level="memory")["why"]
+    assert host.wait("failed")["step"] == 2
+    assert host.holdings() == []
+    assert host.end() == 0
+
+
 def test_long_names_of_runs_and_nodes(start: MakeHost) -> None:
     host = start("node-" + "x" * 120)
     (rank,) = ranks_of(host, (0,), 1)
@@ -161,7 +175,7 @@ def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run:
     for rank in new:
         rank.wait("stored", level="durable")
     assert {one["stamp"]["step"] for one in again.holdings()} == {2, 6}, "the published one was spared"
-    assert whole_steps(run.checkpoints)[0] == [6]
+    assert whole_steps(run.checkpoints)[0][-1:] == [6]
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.002, 0.01, 0.03, 0.1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import select
 import signal
@@ -16,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.arena import SOCKET, arena_folder
+from hpcrun.checkpoint.arena import SOCKET, arena_folder, map_slot
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.lines import connect
 from hpcrun.specs.rundir import RunDir
@@ -140,8 +139,7 @@ class Rank(Talk):
 
     def copy(self, slot: int, step: int) -> None:
         """The bytes of a step, at their places."""
-        with open(self.slots[slot], "r+b") as file:  # noqa: PTH123
-            memory = mmap.mmap(file.fileno(), 0)
+        memory = map_slot(Path(self.slots[slot]))
         view = memoryview(memory)
         fill(view, self.plan, [content_of(piece, step) for piece in self.pieces])
         view.release()
