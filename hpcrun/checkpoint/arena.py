@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -331,10 +332,26 @@ def remove_folder(folder: Path) -> None:
         folder.parents[1].rmdir()
 
 
+def _is_served(node: Path) -> bool:
+    """Whether a worker lives there: it holds a lock on its folder."""
+    try:
+        descriptor = os.open(node, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def sweep(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
     """Remove the arenas of runs that are over, by their directories; which folders, and their sizes.
 
-    What belongs to others, or does not say which run it is of, is left alone.
+    What belongs to others, or does not say which run it is of, is left alone, and so is what a worker serves:
+    ranks that have started it for themselves have no supervisor whose life could be seen.
     """
     top = root / f"hpcrun-{os.getuid()}"
     try:
@@ -349,7 +366,7 @@ def sweep(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
             run = Path(json.loads((folder / _RUN).read_text(encoding="utf-8")))
         except (OSError, SiteError, ValueError, TypeError):
             continue
-        if not is_alive(run):
+        if not is_alive(run) and not any(_is_served(node) for node in folder.iterdir()):
             found[folder] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):

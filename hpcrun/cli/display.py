@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hpcrun.launch.watch.savelines import describe_save
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -51,8 +53,8 @@ class Lines:
             self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
         elif kind == "start":
             self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
-        elif kind == "save":
-            self.note(f"step {step}: saved in {record.get('seconds', 0.0):.1f} s")
+        elif text := describe_save(record):
+            self.note(text)
         elif kind == "restore" and isinstance(record.get("passed_over"), list) and record["passed_over"]:
             for problem in record["passed_over"]:
                 self.note(f"passed over: {problem}")

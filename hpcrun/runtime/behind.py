@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from hpcrun.checkpoint.commit import draft_of
 from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
 from hpcrun.errors import SiteError
 from hpcrun.runtime.checkpoint import Checkpointer
@@ -123,12 +125,13 @@ class SavesBehind:
         flight.stall_s = time.monotonic() - begin
         return True
 
-    def goes_on_from(self, generation: str) -> None:
-        """All ranks have loaded this generation: what nodes hold besides it from before may make room."""
-        self._published = generation
+    def has_restored(self, generation: str) -> None:
+        """All ranks go on from this generation: what is older is needed no more."""
+        self._published = generation or None
 
     def fence(self) -> None:
         """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
+        self._listen()
         flight, self._current = self._current, None
         if flight is None or self._snapshot is None:
             return
@@ -442,6 +445,16 @@ class SavesBehind:
         saves = saved_steps(self._direct.root)
         return any(one.step == step and one.generation == flight.stamp.generation for one in saves)
 
+    def _written(self, flight: Flight) -> int:
+        """What all nodes have written so far, as far as their files show it."""
+        stamp = flight.stamp
+        aside = draft_of(self._direct.root, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation)).aside
+        size = 0
+        for path in aside.glob("data-*.bin"):
+            with suppress(OSError):
+                size += path.stat().st_blocks * 512
+        return size
+
     def _say_how_far(self, flight: Flight) -> None:
         now = time.time()
         if now - max(flight.begun, self._said_at) >= _NOTE_EVERY_S:
@@ -452,6 +465,7 @@ class SavesBehind:
                     "step": flight.stamp.step,
                     "levels": list(flight.ahead),
                     "bytes": flight.size_bytes,
+                    "done_bytes": self._written(flight) if "durable" in flight.ahead else None,
                     "seconds": now - flight.begun,
                 }
             )

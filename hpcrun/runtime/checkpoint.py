@@ -172,8 +172,8 @@ class Checkpointer:
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
             _set_rng_state(random_state)
-        lost_steps = newest - saved.step
-        return Restored(saved.step, saved.position, passed_over, lost_steps, saved, saved.generation)
+        lost = newest - saved.step
+        return Restored(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
     def load_from(
         self,
@@ -207,9 +207,8 @@ class Checkpointer:
                 raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
         if random_state is not None:
             _set_rng_state(random_state)
-        return Restored(
-            stamp.step, stamp.position, list(passed_over), lost_steps, generation=stamp.generation
-        )
+        passed_by = list(passed_over)
+        return Restored(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""

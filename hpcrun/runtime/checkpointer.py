@@ -137,8 +137,8 @@ class Checkpointer:
         if restored is None:
             return None
         loading.finish()
-        if self._behind is not None:
-            self._behind.goes_on_from(restored.generation)
+        if self._behind is not None and not only:
+            self._behind.has_restored(restored.generation)
         for problem in restored.passed_over if self._control.rank == 0 else ():
             _say(f"passed over: {problem}")
         return restored.step

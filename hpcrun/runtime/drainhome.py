@@ -56,6 +56,7 @@ class OwnHome:
         self._node = f"{control.node}-{xxh3_64_hexdigest(str(run).encode())[:8]}"
         self._folder = arena_folder(SHM, RunDir(run).id, self._node)
         self._child: subprocess.Popen[bytes] | None = None
+        self._listener: threading.Thread | None = None
 
     def socket(self) -> Path:
         """The path of the socket; on the first rank of the node a worker listens there on return."""
@@ -103,12 +104,14 @@ class OwnHome:
         out, is_ready = self._child.stdout, threading.Event()
 
         def listen() -> None:
-            for line in out:
-                with suppress(ValueError):
-                    if json.loads(line).get("kind") == "ready":
-                        is_ready.set()
+            with out:
+                for line in out:
+                    with suppress(ValueError):
+                        if json.loads(line).get("kind") == "ready":
+                            is_ready.set()
 
-        threading.Thread(target=listen, name="hpcrun-drain", daemon=True).start()
+        self._listener = threading.Thread(target=listen, name="hpcrun-drain", daemon=True)
+        self._listener.start()
         for _ in range(int(_READY_S / 0.1)):
             if is_ready.wait(0.1):
                 return
@@ -129,7 +132,9 @@ class OwnHome:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
-        self._child = None
+        if self._listener is not None:
+            self._listener.join()
+        self._child = self._listener = None
 
 
 def find_home(

@@ -136,10 +136,10 @@ class Trainer:
         if restored is None:
             return 0, 0
         optimizer.loaded(restored.step)
-        if self._behind is not None:
-            self._behind.goes_on_from(restored.generation)
         # What came out of memory alone is yet to be saved for good.
         self._saved_step = restored.step if restored.saved is not None else 0
+        if self._behind is not None:
+            self._behind.has_restored(restored.generation)
         told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
         self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
         return restored.step, restored.position

@@ -56,6 +56,9 @@ class Snapshot:
         self._slots = [_map(path, size_bytes) for path in paths]
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._layouts: dict[int, Layout] = {}
+        self._names: list[str] = []
+        self._cuts: list[tuple[str, tuple[slice, ...] | None]] = []
+        """Of each piece: its tensor, and what of it, if not all; no tensor is kept from save to save."""
         self._job: _Job | None = None
         self._side: Any = None
         self._thread = _one_thread()
@@ -66,14 +69,12 @@ class Snapshot:
         """Begin to copy a plan's pieces of these entries into a slot; nothing may change until the fence."""
         assert self._job is None, "a copy is started before the fence of the one before"
         views = self._views_for(slot, key, plan)
-        locals_ = {name: local_of(entries[name]).detach() for name in {p.tensor for p in plan.pieces}}
-        sources = [
-            local if slices is None else local[slices]
-            for local, slices in (
-                (locals_[piece.tensor], _cut_of(locals_[piece.tensor], slices))
-                for piece, slices in zip(plan.pieces, plan.slices, strict=True)
-            )
-        ]
+        with torch.no_grad():
+            locals_ = {name: local_of(entries[name]) for name in self._names}
+            if not self._cuts:
+                slices = zip(plan.pieces, plan.slices, strict=True)
+                self._cuts = [(piece.tensor, _cut_of(locals_[piece.tensor], cut)) for piece, cut in slices]
+            sources = [locals_[name] if cut is None else locals_[name][cut] for name, cut in self._cuts]
         versions = [(n, t, t._version) for n, t in locals_.items() if not t.is_inference()]
         ready = self._ready(sources)
         copying = self._thread.submit(_copy, views, sources, ready, self._side)
@@ -125,7 +126,8 @@ class Snapshot:
             return known
         if key not in self._layouts:
             self._layouts = {key: lay_out(self._rank, plan.pieces)}
-            self._views = {}
+            self._names = list(dict.fromkeys(piece.tensor for piece in plan.pieces))
+            self._views, self._cuts = {}, []
         layout = self._layouts[key]
         assert layout.size_bytes <= self.size_bytes, "a part that is longer than its slot"
         whole = self._slots[slot].whole

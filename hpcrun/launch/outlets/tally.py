@@ -15,6 +15,7 @@ from typing import Any
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.launch.record.ledger import BUCKETS
 from hpcrun.launch.record.timeline import gap_between, is_count, job_of
+from hpcrun.launch.watch.savelines import is_kept
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
@@ -105,6 +106,8 @@ class Tally:
 
     def _line(self, line: Record, kind: str) -> None:
         step, now = line.get("step"), float(line["time"])
+        if is_count(step) and is_kept(line):
+            self.saved_step, self.saved_at = step, now
         if not is_count(step) or kind not in ("start", "step", "save", "eval"):
             return
         seconds = _seconds(line.get("step_time_s" if kind == "step" else "seconds"))
@@ -120,8 +123,6 @@ class Tally:
             self._pass(now, "restore")
         else:
             self._pass(now, between, {"save": "checkpoint", "eval": "eval"}[kind], seconds)
-        if kind == "save":
-            self.saved_step, self.saved_at = step, now
 
     def _step(self, line: Record, step: int, now: float, seconds: float, between: str) -> None:
         is_new = step > self.reached

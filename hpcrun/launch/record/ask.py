@@ -16,6 +16,7 @@ from hpcrun.launch.record.farsignal import signal_successor
 from hpcrun.launch.record.follow import Pace, Watch, told
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.record.view import View
+from hpcrun.launch.watch.savelines import is_kept
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import LineReader
@@ -100,8 +101,8 @@ def wait_for_saves(
 
 def _saved(reader: LineReader) -> str:
     for line in reader.read():
-        if line.get("kind") == "save":
-            seconds = line.get("seconds")
+        if is_kept(line):
+            seconds = line.get("lag_s", line.get("seconds"))
             took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
             return f"step {line.get('step')} was saved{took}"
     return ""

@@ -13,6 +13,7 @@ from hpcrun.hostlist import fold
 from hpcrun.launch.hydra import describe_status
 from hpcrun.launch.record.follow import Pace, until_over
 from hpcrun.launch.record.timeline import is_count
+from hpcrun.launch.watch.savelines import describe_save, is_kept
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
@@ -122,10 +123,11 @@ class Teller:
         texts = {
             "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",
-            "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}",
+            "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}" if is_kept(line) else "",
             "eval": f"step {step}: eval loss {_figure(line.get('eval_loss'))}",
         }
-        return Entry(line["time"], line["attempt"], kind, texts[kind]) if texts.get(kind) else None
+        text = texts[kind] if kind in texts else "" if kind == "draining" else describe_save(line)
+        return Entry(line["time"], line["attempt"], kind, text) if text else None
 
 
 def story(run: RunDir) -> list[Entry]:

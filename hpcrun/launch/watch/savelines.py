@@ -1,0 +1,48 @@
+"""The lines of metrics.jsonl about saves, in words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_QUIET_LEVELS = ("memory", "local", "parity")
+"""Reached many times an hour; worth a line only where it fails."""
+
+
+def is_kept(line: Mapping[str, Any]) -> bool:
+    """Whether a line says that a step is in the run directory."""
+    kind, level = line.get("kind"), line.get("level")
+    return (kind == "save" and level is None) or (kind == "stored" and level == "durable")
+
+
+def describe_save(line: Mapping[str, Any]) -> str:
+    """What a line about a save says; empty for other lines, and for what is not worth telling."""
+    kind, level, step = line.get("kind"), line.get("level"), line.get("step")
+    if kind == "save" and level is None:
+        return f"step {step}: saved{_seconds(line.get('seconds'), ' in')}"
+    if kind == "stored" and level not in _QUIET_LEVELS:
+        where = "" if level == "durable" else f" ({level})"
+        return f"step {step}: saved{where}{_seconds(line.get('lag_s'), ' after')} beside training"
+    if kind == "save_failed":
+        return f"step {step}: was not saved ({level}): {line.get('why')}"
+    if kind == "save_skipped":
+        return f"step {step}: is not saved, the save before is still being stored ({line.get('why')})"
+    if kind == "save_unchanged":
+        return f"step {step}: warning: {line.get('why')}"
+    if kind == "draining":
+        return f"step {step}: {_how_far(line)}{_seconds(line.get('seconds'), ' after')}"
+    return ""
+
+
+def _how_far(line: Mapping[str, Any]) -> str:
+    done, size = line.get("done_bytes"), line.get("bytes")
+    where = ", ".join(map(str, line.get("levels") or []))
+    if not isinstance(size, int | float) or not size:
+        return f"on its way to {where}"
+    if not isinstance(done, int | float):
+        return f"{size / 1e9:.2f} GB on their way to {where}"
+    return f"{done / 1e9:.2f} of {size / 1e9:.2f} GB written ({min(1.0, done / size):.0%}), to {where}"
+
+
+def _seconds(value: Any, word: str) -> str:
+    return f"{word} {value:.1f} s" if isinstance(value, int | float) else ""

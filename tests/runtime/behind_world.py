@@ -1,0 +1,182 @@
+"""The ranks of tests/runtime/test_behind_world.py: saves behind training in one world, with a real worker.
+
+Run as a program in a world of several ranks: `behind_world.py DIRECTORY`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hpcrun.checkpoint.compare import differences
+from hpcrun.checkpoint.read import Generation
+from hpcrun.launch.world import detect_world
+from hpcrun.runtime.behind import SavesBehind
+from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.drainhome import OwnHome
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.saves import Saved, saved_steps
+from tests.runtime.save_world import Counted, empty_like, full, laid_out, same, shapes, wholes
+
+
+class Desk:
+    """What a scenario works with on each rank."""
+
+    def __init__(self, root: Path, control: Control, **options: Any) -> None:
+        self.root, self.control = root, control
+        self.checkpoints = root / "checkpoints"
+        spec = CheckpointSpec.model_validate({"memory": 2, **options})
+        self.told: list[dict[str, Any]] = []
+        self.home = OwnHome(root, spec, control, 1)
+        self.direct = Checkpointer(self.checkpoints, control, attempt=1, keep=9)
+        self.saves = SavesBehind(spec, self.direct, control, self.home, self.told.append)
+
+    def saved(self, step: int) -> Saved:
+        (found,) = [one for one in saved_steps(self.checkpoints) if one.step == step]
+        return found
+
+    def kinds(self) -> list[Any]:
+        return [[one["kind"], one["step"]] for one in self.told if one["kind"] != "draining"]
+
+    def signal(self, number: int) -> None:
+        """To the worker, which the first rank has started."""
+        child = self.home._child
+        if child is not None:
+            os.kill(child.pid, number)
+            if number == signal.SIGKILL:
+                child.wait()
+        self.control.barrier()
+
+
+def equal(root: Path, control: Control, mesh: DeviceMesh) -> Any:
+    """The same bits as a save that all waited for: uneven pieces, none, and six rows over four ranks."""
+    desk = Desk(root, control)
+    whole = wholes() | {"model.six": torch.arange(6.0)}
+    state = laid_out(whole, mesh, Shard(0))
+    begun = desk.saves.save(1, 10, state)
+    desk.saves.fence()
+    desk.saves.settle()
+    desk.direct.save(2, 20, state)
+    found = []
+    if control.rank == 0:
+        with Generation(desk.saved(1)) as one, Generation(desk.saved(2)) as other:
+            found = [one.name for one in differences(one, other)] + list(one.damages())
+    again = empty_like(whole, mesh, Shard(0))
+    (root / "other").mkdir(exist_ok=True)
+    if control.rank == 0:
+        desk.saved(2).path.rename(root / "other" / "2")
+    control.barrier()
+    restored = Checkpointer(desk.checkpoints, control, attempt=2, keep=1).restore(again, shapes(whole))
+    desk.saves.close()
+    return [begun, found, restored is not None and restored.step, same(full(again), whole)]
+
+
+def changed(root: Path, control: Control, mesh: DeviceMesh) -> Any:
+    """One rank changes its state too early: that save is lost for all, and no other."""
+    desk = Desk(root, control)
+    state: dict[str, Any] = {"model.a": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(0)])}
+    for step in (1, 2):
+        assert desk.saves.save(step, step, state)
+        if control.rank == 2 and step == 1:
+            state["model.a"].to_local().add_(1)
+        desk.saves.fence()
+    desk.saves.settle()
+    steps = [one.step for one in saved_steps(desk.checkpoints)]
+    desk.saves.close()
+    why = [one["why"] for one in desk.told if one["kind"] == "save_failed"]
+    return [desk.kinds(), steps, why]
+
+
+def killed(root: Path, control: Control, mesh: DeviceMesh) -> Any:
+    """The worker dies with a save in its hands: that one fails, the next one finds another worker."""
+    desk = Desk(root, control)
+    state: dict[str, Any] = {"model.a": distribute_tensor(torch.zeros(64, 64), mesh, [Shard(0)])}
+    assert desk.saves.save(1, 1, state)
+    desk.signal(signal.SIGSTOP)
+    desk.saves.fence()
+    desk.signal(signal.SIGKILL)
+    begun = desk.saves.save(2, 2, state)
+    desk.saves.fence()
+    desk.signal(signal.SIGSTOP)
+    desk.signal(signal.SIGKILL)
+    desk.saves.save_lasting(3, 3, state)
+    steps = [one.step for one in saved_steps(desk.checkpoints)]
+    desk.saves.close()
+    failed = [one for one in desk.kinds() if one[0] == "save_failed"]
+    return [begun, failed[:1], steps[-1]]
+
+
+def steady(root: Path, control: Control, mesh: DeviceMesh) -> Any:
+    """What a rank sends for a save, besides a few bits, the first time and later."""
+    counted: Any = Counted(control)
+    desk = Desk(root, counted)
+    sizes = []
+    for step in (1, 2, 3, 4):
+        before = counted.size_bytes
+        assert desk.saves.save(step, step, {f"model.{n}": torch.full((10,), float(step)) for n in range(100)})
+        desk.saves.fence()
+        sizes.append(counted.size_bytes - before)
+    desk.saves.settle()
+    desk.saves.close()
+    return sizes
+
+
+def alike(root: Path, control: Control, mesh: DeviceMesh) -> Any:
+    """One rank has no slot, the others have: all leave the save out, and all go on with the next one."""
+    desk = Desk(root, control, behind="skip")
+    state = {"model.a": torch.zeros(64)}
+    begun = [desk.saves.save(1, 1, state)]
+    desk.saves.fence()
+    link = desk.saves._link
+    assert link is not None
+    claim = link.claim
+    if control.rank == 1:
+        vars(link)["claim"] = lambda *_: "all slots are on their way"
+    begun.append(desk.saves.save(2, 2, state))
+    vars(link)["claim"] = claim
+    state["model.a"].add_(1)
+    begun.append(desk.saves.save(3, 3, state))
+    desk.saves.fence()
+    desk.saves.settle()
+    desk.saves.close()
+    skipped = [one for one in desk.kinds() if one[0] == "save_skipped"]
+    return [control.allgather(begun), skipped, [one.step for one in saved_steps(desk.checkpoints)]]
+
+
+SCENARIOS = (equal, changed, killed, steady, alike)
+
+
+def main(directory: str) -> None:
+    """All scenarios in one world."""
+    control = connect(detect_world(os.environ))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=control.store(), rank=control.rank, world_size=control.size)
+    mesh = init_device_mesh("cpu", (control.size,))
+    told = {}
+    for scenario in SCENARIOS:
+        root = Path(directory) / scenario.__name__
+        if control.rank == 0:
+            root.mkdir()
+        control.barrier()
+        begin = time.monotonic()
+        told[scenario.__name__] = scenario(root, control, mesh)
+        sys.stderr.write(f"{scenario.__name__}: {time.monotonic() - begin:.1f} s\n")
+    control.barrier()
+    if control.rank == 0:
+        print(json.dumps(told))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

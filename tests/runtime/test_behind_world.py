@@ -1,0 +1,62 @@
+"""Saves behind training over several ranks, with a real drain worker: what one world told of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-launcher", "fork", "-n", str(RANKS)]
+    program = Path(__file__).with_name("behind_world.py")
+    done = subprocess.run(
+        [*mpiexec, sys.executable, str(program), str(tmp_path_factory.mktemp("world"))],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_save_behind_training_holds_the_same_bits_as_one_that_is_waited_for(told: dict[str, Any]) -> None:
+    assert told["equal"] == [True, [], 1, True]
+
+
+def test_what_one_rank_changes_too_early_costs_that_save_alone(told: dict[str, Any]) -> None:
+    kinds, steps, (why,) = told["changed"]
+    assert steps == [2]
+    assert ["save_failed", 1] in kinds
+    assert ["stored", 2] in kinds
+    assert "rank 2" in why
+    assert "model.a was changed while it was copied" in why
+
+
+def test_a_killed_worker_costs_the_save_it_held_and_another_takes_its_place(told: dict[str, Any]) -> None:
+    assert told["killed"] == [True, [["save_failed", 1]], 3]
+
+
+def test_a_steady_save_sends_nothing_but_a_few_bits(told: dict[str, Any]) -> None:
+    first, *later = told["steady"]
+    assert first > 1000
+    assert later == [0, 0, 0]
+
+
+def test_all_ranks_leave_a_save_out_or_none(told: dict[str, Any]) -> None:
+    begun, skipped, steps = told["alike"]
+    assert begun == [[True, False, True]] * RANKS
+    assert skipped == [["save_skipped", 2]]
+    assert steps == [1, 3]
