@@ -262,7 +262,7 @@ class Drain:
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
             station = stations.get(level)
             if station is None:
-                problem = missing.get(level, f"this worker has no level {level}")
+                problem = missing.get(level) or f"this worker has no level {level}"
             elif problem is None:
                 try:
                     facts = station.store(load)

@@ -226,6 +226,16 @@ class Code:
 
 
 class _Xor(Code):
+    def __init__(self, data: int, parity: int) -> None:
+        super().__init__(data, parity)
+        try:
+            import numpy  # noqa: F401 - to be told before there is something to store
+        except ImportError:
+            raise SiteError(
+                "checkpoint.parity: XOR needs numpy, which is not installed here; install"
+                " hpcrun-slurm[parity] on every node, or set scheme: partner"
+            ) from None
+
     def encode(self, chunks: Sequence[memoryview]) -> list[memoryview]:
         return [_xor(chunks)]
 
@@ -257,25 +267,25 @@ class _ReedSolomon(Code):
         self._headers: dict[int, list[bytes]] = {}
 
     def encode(self, chunks: Sequence[memoryview]) -> list[memoryview]:
-        made = [bytearray(len(chunks[0])) for _ in range(self.parity)]
-        for begin, end, size in self._steps(len(chunks[0])):
-            stripe = b"".join(_filled(chunk[begin:end], size) for chunk in chunks)
-            for into, fragment in zip(made, self._driver.encode(stripe)[self.data :], strict=True):
-                into[begin:end] = memoryview(fragment)[_FRAGMENT_HEADER_BYTES:][: end - begin]
-        return [memoryview(one) for one in made]
+        # Making the parities as if they were lost is quicker than encoding, which copies the chunks as well.
+        return self._make(dict(enumerate(chunks)), range(self.data, self.data + self.parity))
 
     def rebuild(self, pieces: Mapping[int, memoryview], lost: int) -> memoryview:
+        return self._make(pieces, [lost])[0]
+
+    def _make(self, pieces: Mapping[int, memoryview], lost: Sequence[int]) -> list[memoryview]:
         length = len(next(iter(pieces.values())))
-        made = bytearray(length)
+        made = [bytearray(length) for _ in lost]
         for begin, end, size in self._steps(length):
             headers = self._headers_of(size)
+            # The library believes a header's size: each fragment must be just as long.
             fragments = [
                 b"".join((headers[piece], _filled(buffer[begin:end], size)))
                 for piece, buffer in pieces.items()
             ]
-            (fragment,) = self._driver.reconstruct(fragments, [lost])
-            made[begin:end] = memoryview(fragment)[_FRAGMENT_HEADER_BYTES:][: end - begin]
-        return memoryview(made)
+            for into, fragment in zip(made, self._driver.reconstruct(fragments, list(lost)), strict=True):
+                into[begin:end] = memoryview(fragment)[_FRAGMENT_HEADER_BYTES:][: end - begin]
+        return [memoryview(one) for one in made]
 
     def _steps(self, length: int) -> Iterator[tuple[int, int, int]]:
         """(begin, end, size of a fragment) of the pieces that the library gets."""

@@ -32,7 +32,7 @@ class Neighbourhood:
         door = (around.address, around.secret)
         if door != self._door:
             self.close()
-            self._problem = "no address and secret were told, over which nodes could talk to each other"
+            self._problem = "this worker talks to no other nodes, as it was told no address and secret"
             if all(door):
                 try:
                     self._open(around)
@@ -64,12 +64,12 @@ class Neighbourhood:
 
     def rebuild(self, order: Mapping[str, Any]) -> Holding:
         """Make again what an order asks for; SiteError where that cannot be."""
-        try:
-            wanted = parse_rebuild(order["order"])
-        except (KeyError, ValueError) as error:
-            raise SiteError(f"{error}") from None
         if self._peers is None:
             raise SiteError(self._problem)
+        try:
+            wanted = parse_rebuild(order.get("order", {}))
+        except ValueError as error:
+            raise SiteError(str(error)) from None
         return rebuild_members(wanted, self._peers, wanted.node, self._arena)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from hpcrun.checkpoint.blocks import (
     spans,
     write_holding,
 )
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, encode
+from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode
 from hpcrun.checkpoint.files import AsideFile, read_at
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
@@ -96,8 +96,9 @@ class ParityStation:
     ) -> None:
         """`members`: the nodes of the set in order, this one among them; `folder`: this node's arena.
 
-        `hurry` is set when nobody is to be waited for any more.
+        `hurry` is set when nobody is to be waited for any more. SiteError: a library is missing.
         """
+        code_for(len(members) - parity, parity)
         self._folder, self._node, self._members, self._parity = folder, node, tuple(members), parity
         self._index = self._members.index(node)
         self._peers, self._patience_s = peers, patience_s

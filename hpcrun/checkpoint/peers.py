@@ -128,11 +128,10 @@ class PeerServer:
             serve.start()
 
     def _meet(self, number: int, connection: socket.socket) -> None:
-        try:
-            welcome = self._proves(connection)
-        except OSError:
-            welcome = False
-        frames = Frames(connection, self._timeout_s, self._throttle) if welcome else None
+        frames: Frames | None = None
+        with contextlib.suppress(OSError):
+            if self._proves(connection):
+                frames = Frames(connection, self._timeout_s, self._throttle)
         with self._lock:
             self._strangers.pop(number, None)
             if frames is not None and not self._closed.is_set():

@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from xxhash import xxh3_64
+
 from hpcrun.checkpoint.blocks import places, rebuilt_path, spans, write_holding
-from hpcrun.checkpoint.erasure import Geometry, Lack, Wanted, rebuild
+from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
 from hpcrun.checkpoint.files import AsideFile, read_at
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import HeldPart, Holding, Member
@@ -68,14 +70,31 @@ class _Again:
             return self.make(frozenset())
         except DamagedError as error:
             first = error
-        # One of the sources is not what it should be, and does not know: try without each of them.
-        for source in list(self._used):
+        # One of the sources is not what it should be: those first that are known not to be, then each.
+        bad = {source: why for source in list(self._used) if (why := self._what_is_wrong(source))}
+        for source in [*bad, *(one for one in self._used if one not in bad)]:
             try:
                 return self.make(frozenset({source}))
             except (Lack, DamagedError):
                 continue
-        node = self._member.node
-        raise DamagedError(f"{node}: cannot be made again, as what is left of its set is damaged: {first}")
+        said = "; ".join([f"{self._member.node}: cannot be made again: {first}", *bad.values()])
+        raise DamagedError(said)
+
+    def _what_is_wrong(self, source: _Source) -> str:
+        """What a source's own hash says against it; only parity has one for the whole."""
+        if source.parity is None:
+            return ""
+        keeper, size, digest = self._survivors[source.member], self._geometry.chunk_bytes, xxh3_64()
+        buffer = memoryview(bytearray(min(WINDOW_BYTES, size)))
+        try:
+            for at in range(0, size, WINDOW_BYTES):
+                self._fetch(Wanted(source.member, source.parity, at, buffer[: size - at]))
+                digest.update(buffer[: size - at])
+        except _GoneError as gone:
+            return str(gone)
+        if digest.hexdigest() == keeper.hashes[source.parity]:
+            return ""
+        return f"{keeper.node}: parity block {source.parity} in {keeper.path} does not match its hash"
 
     def make(self, without: frozenset[_Source]) -> tuple[HeldPart, ...]:
         """Make and prove it; sources that turn out to be gone are done without as well."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from hpcrun.checkpoint.erasure import Geometry, Lack, Wanted, code_for, encode, rebuild
+from hpcrun.errors import SiteError
 
 
 class Set:
@@ -154,13 +156,15 @@ def test_stored_parity_is_what_it_was() -> None:
     assert bytes(code_for(3, 1).encode([memoryview(bytes([n])) for n in (1, 2, 7)])[0]) == bytes([1 ^ 2 ^ 7])
 
 
-def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "pyeclib.ec_iface", None)
+@pytest.mark.parametrize(
+    ("module", "shape", "instead"), [("pyeclib.ec_iface", (4, 2), "xor"), ("numpy", (4, 1), "partner")]
+)
+def test_without_a_library_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, module: str, shape: tuple[int, int], instead: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
     code_for.cache_clear()
-    from hpcrun.errors import SiteError
-
-    with pytest.raises(SiteError, match=r"install hpcrun-slurm\[parity\] on every node, or set scheme: xor"):
-        code_for(4, 2)
-    code_for(4, 1)
+    said = rf"install hpcrun-slurm\[parity\] on every node, or set scheme: {instead}"
+    with pytest.raises(SiteError, match=said):
+        code_for(*shape)
+    assert code_for(1, 2).parity == 2

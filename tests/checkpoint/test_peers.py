@@ -18,7 +18,7 @@ from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.frames import FRAME_BYTES, Frames, Throttle
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Stamp
 from hpcrun.checkpoint.peers import Credentials, PeerError, Peers, PeerServer, Reply, Shelf
-from hpcrun.proof import await_line, fresh_nonce, render_line
+from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, render_line
 
 HERE = "127.0.0.1"
 GENERATION = "ab" * 16
@@ -124,6 +124,16 @@ def test_who_does_not_know_the_secret_of_this_run_is_shown_out(
         assert peers.ask("n1", {"do": "echo", "word": "b"})["said"] == "b"
 
 
+@pytest.mark.parametrize("said", [{}, {"node": "n0", "nonce": "1" * 32, "proof": "0" * 64}])
+def test_who_proves_nothing_gets_no_answer_whatever_it_asks(server: PeerServer, said: dict[str, str]) -> None:
+    with socket.create_connection((server.address, server.port), timeout=5.0) as connection:
+        await_line(connection, time.monotonic() + 5)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(render_line(said))
+            Frames(connection, 5.0).say({"do": "echo", "word": "a"})
+            assert connection.recv(1000) == b""
+
+
 def test_a_node_that_is_not_the_one_meant_is_found_out() -> None:
     other = PeerServer(HERE, who("n2"))
     try:
@@ -154,6 +164,10 @@ def test_strangers_who_say_nothing_do_not_keep_others_out(server: PeerServer) ->
         crowd[0].sendall(b"GET / HTTP/1.1\r\n" * 500)
         with asking(server) as peers:
             assert peers.ask("n1", {"do": "echo", "word": "in"})["said"] == "in"
+        crowd[3].settimeout(HANDSHAKE_S / 2)
+        with contextlib.suppress(ConnectionError):
+            while crowd[3].recv(100):
+                pass  # it is shown out before its time, as too many others came
     finally:
         for one in crowd:
             one.close()

@@ -51,7 +51,8 @@ def test_no_set_has_two_nodes_of_a_rack_and_sizes_are_even(
 
 def test_nodes_that_do_not_come_rack_by_rack_are_put_so_first() -> None:
     leaf = racks(2, 2)
-    chosen = choose_sets(["n0", "n2", "n1", "n3"], {"leaf": leaf}, survive="leaf")
+    chosen = choose_sets(["n0", "n2", "n1", "n3"], {"leaf": leaf}, scheme="xor", survive="leaf")
+    assert [len(nodes) for nodes in chosen.sets] == [2, 2]
     assert {frozenset(map(str, (leaf[node] for node in nodes))) for nodes in chosen.sets} == {
         frozenset({"r0", "r1"})
     }

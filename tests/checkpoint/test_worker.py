@@ -284,7 +284,7 @@ def test_nonsense_is_answered(start: MakeHost) -> None:
     host.say(what=1)
     assert host.wait("error")
     host.say(do="rebuild", id=4)
-    assert host.wait("rebuilt", id=4)["problem"] == "this worker talks to no other nodes"
+    assert "this worker talks to no other nodes" in host.wait("rebuilt", id=4)["problem"]
     rank = Rank(host, 0, (0,), 1)
     for order in ({"do": "sing"}, {"do": "plan", "key": "k"}, {"do": "claim"}):
         rank.say(**order)
