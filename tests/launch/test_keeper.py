@@ -247,7 +247,7 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     unrestored = site.run.attempt(4).unrestored
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
-    assert read_poison(site.run)[stamp(15).generation] == 2
+    assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 2
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:
