@@ -113,6 +113,9 @@ class NetworkSpec(_Section):
         default=None,
         description="what `hpcrun doctor --all --json` has told of the nodes, for values by node",
     )
+    policy: Directory | None = Field(
+        default=None, description="what `hpcrun tune policy add` has written: tuning by measured gain"
+    )
 
 
 class LevelSpec(_Section):

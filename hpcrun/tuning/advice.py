@@ -43,8 +43,9 @@ class Situation:
     interfaces: tuple[str, ...] | None = None
     """Those of this host, where it is one of the job's nodes."""
     measured: tuple[Setting, ...] = ()
-    """Tuning that sweeps on this cluster support for such a job: the figures as reason, the sweep as source.
+    """Tuning that the measured policy supports for such a job: the figures as reason, its row as source.
 
+    Those of one source were measured together: all of them are set, or none.
     Nothing else may set a variable that is no fact of the system; what is refused here, a note tells."""
 
 
@@ -100,7 +101,7 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
     """What is measured and may be set; and what may not, with the reason."""
     kind = _kind(situation.cluster) if situation.cluster else None
     kept, notes = _in_version(situation.measured, situation.nccl)
-    allowed = []
+    allowed, lost = [], {one.source: one.name for one in situation.measured if one not in kept}
     for one in kept:
         if kind is not None and kind.has_script:
             why = f"the script of {kind.title} sets it, and its checker refuses others"
@@ -112,9 +113,14 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
             why = _wrong(one, situation.nccl)
         if why:
             notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
+            lost[one.source] = one.name
         else:
             allowed.append(one)
-    return allowed, notes
+    for one in allowed:
+        if one.source in lost:
+            why = f"it was measured together with {lost[one.source]}"
+            notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
+    return [one for one in allowed if one.source not in lost], notes
 
 
 def _wrong(one: Setting, nccl: Version | None) -> str:
