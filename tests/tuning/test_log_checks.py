@@ -67,3 +67,15 @@ def test_queue_pairs_are_counted_where_flows_are_hashed() -> None:
 @pytest.mark.parametrize("name", ["nccl-2.18", "nccl-2.22", "nccl-2.29-sockets", "nccl-2.31"])
 def test_other_logs_say_nothing(name: str) -> None:
     assert told(read(name)) == []
+
+
+def test_two_proxies_on_a_node_share_its_sends() -> None:
+    start = "a:1:1 [0] NCCL INFO Channel 00/1"
+    lines = [
+        f"{start} : {rank}[0] -> {rank + 8}[0] [send] via NET/IB/0({rank // 4 * 4})/GDRDMA"
+        for rank in range(8)
+        if rank % 4
+    ]
+    head = "a:1:1 [0] NCCL INFO comm 0x5a rank 0 nRanks 16 nNodes 2 localRanks 8 localRank 0 MNNVL 0"
+    assert told("\n".join([head, *lines])) == []
+    assert len(told("\n".join([head, *lines]).replace("(4)", "(0)"))) == 1
