@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcrun.tuning.nccl_changes import Change
-    from hpcrun.tuning.nccl_diagnosis import Finding
+    from hpcrun.tuning.nccl_diagnosis import Diagnosis
     from hpcrun.tuning.nccl_log import NcclLog
     from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
     from hpcrun.tuning.predict import Ground, Kind, Prediction
@@ -376,7 +376,7 @@ def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
         print("changed     nothing that both logs have")
 
 
-def _print_findings(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Diagnosis]) -> None:
     for one in findings:
         meaning = one.meaning
         if meaning.level == "harmless":
