@@ -77,7 +77,14 @@ def add(
         nccl,
         collective,
     )
-    row = make_row(_read(ours), _read(theirs), stated)
+    runs = _read(ours), _read(theirs)
+    row = make_row(*runs, stated)
+    unchecked = [run.name for side in runs for run in side if run.found.unchecked]
+    if unchecked:
+        told = (
+            f"{len(unchecked)} outputs, such as {unchecked[0]}, do not tell whether results were right (-c 1)"
+        )
+        typer.echo(f"hpcrun: {told}", err=True)
     if not dry_run:
         rows = append_row(file, row)
         typer.echo(f"hpcrun: row {len(rows)} of {file}", err=True)

@@ -62,6 +62,13 @@ def test_outputs_become_a_row_that_says_what_it_supports() -> None:
     assert (found["rows"][0]["set"], found["rows"][0]["is_supported"]) == ({QPS: "4"}, True)
 
 
+def test_results_that_nobody_checked_are_told(site: Path) -> None:
+    assert "right" not in add("--dry-run").stderr
+    for path in site.glob("on-*.txt"):
+        path.write_text(path.read_text().replace("      0  ", "    N/A  ").replace("      0\n", "    N/A\n"))
+    assert "6 outputs, such as on-0.txt, do not tell whether results were right" in add("--dry-run").stderr
+
+
 def test_a_dry_run_writes_nothing(site: Path) -> None:
     assert json.loads(add("--dry-run", "--json").stdout)["row"]["is_supported"]
     assert not (site / "policy.yaml").exists()
