@@ -79,12 +79,7 @@ def add(
     )
     runs = _read(ours), _read(theirs)
     row = make_row(*runs, stated)
-    unchecked = [run.name for side in runs for run in side if run.found.unchecked]
-    if unchecked:
-        told = (
-            f"{len(unchecked)} outputs, such as {unchecked[0]}, do not tell whether results were right (-c 1)"
-        )
-        typer.echo(f"hpcrun: {told}", err=True)
+    _tell_unchecked([*runs[0], *runs[1]])
     if not dry_run:
         rows = append_row(file, row)
         typer.echo(f"hpcrun: row {len(rows)} of {file}", err=True)
@@ -151,6 +146,13 @@ def _read(names: Sequence[str]) -> list[Run]:
             raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
         runs.append(Run(os.fspath(name), parse_nccl_tests(text)))
     return runs
+
+
+def _tell_unchecked(runs: Sequence[Run]) -> None:
+    names = [run.name for run in runs if run.found.unchecked]
+    if names:
+        told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right (-c 1)"
+        typer.echo(f"hpcrun: {told}", err=True)
 
 
 def _lines(row: RowSpec) -> list[str]:

@@ -247,3 +247,17 @@ def test_a_file_whose_rows_are_not_its_end_is_left_alone() -> None:
         " measured: [{collective: a, size_bytes: 8, with_us: [1.0], without_us: [1.0]}]}]\n"  # fmt: skip
     with pytest.raises(UsageError, match=r"p\.yaml"):
         with_row(flow, row(), "p.yaml")
+
+
+def test_runs_on_several_numbers_of_nodes_become_one_row() -> None:
+    four = [_changed([run], nodes=("n01", "n02", "n03", "n04"), ranks=16)[0] for run in outputs(1.2)]
+    plain = [_changed([run], nodes=("n01", "n02", "n03", "n04"), ranks=16)[0] for run in outputs(1.0)]
+    found = make_row([*outputs(1.3), *four], [*outputs(1.0), *plain], STATED)
+    assert found.nodes == [2, 4]
+    assert {(one.nodes, len(one.with_us)) for one in found.measured} == {(2, 6), (4, 6)}
+    assert chosen(found, demand=Demand((2, 28, 9), 3, 4))[0] == {QPS: "4"}
+
+
+def test_a_name_that_is_no_variable_is_refused() -> None:
+    with pytest.raises(UsageError, match="set"):
+        make_row(outputs(1.3), outputs(1.0), replace(STATED, settings={"no name": "4"}))
