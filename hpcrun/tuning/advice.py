@@ -27,6 +27,7 @@ _UNREAD: Mapping[str, tuple[str, ...]] = {
     "tcp": _OF_VERBS,
 }
 """How variables begin that have no effect, by transport: classes and addresses are for RoCE alone."""
+_NOTHING = "nothing to set: the profile names no interface, devices or traffic class"
 _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
 
 
@@ -57,7 +58,11 @@ def advise(situation: Situation) -> Settings:
     found = _facts(situation)
     tuning, refused = _tuning(situation, {one.name for one in found.all()})
     measured = {one.name for one in tuning}
-    notes = (one for one in found.notes if one.partition(" is not set: ")[0] not in measured)
+    notes = (
+        one
+        for one in found.notes
+        if one.partition(" is not set: ")[0] not in measured and not (tuning and one == _NOTHING)
+    )
     return Settings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
 
 
@@ -88,7 +93,7 @@ def _facts(situation: Situation) -> Settings:
     by_node = {node: of for node, of in by_node.items() if of}
     notes += [*late, *idle, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
     if not everywhere and not by_node:
-        notes.insert(0, "nothing to set: the profile names no interface, devices or traffic class")
+        notes.insert(0, _NOTHING)
     return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
 
 

@@ -56,6 +56,7 @@ def make_row(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> RowS
     for run in runs:
         _must_be_sound(run)
     _must_be_as_said(ours, theirs, stated.settings)
+    _must_be_different(runs)
     releases = {run.name: run.found.nccl and show_version(run.found.nccl) for run in runs}
     nccl = _agreed(
         "NCCL", "--nccl X", releases, stated.nccl and show_version(parse_version(stated.nccl, "--nccl"))
@@ -112,6 +113,17 @@ def _must_be_as_said(ours: Sequence[Run], theirs: Sequence[Run], settings: Mappi
             told = run.found.env.get(name)
             if told is not None and _same(told, value):
                 raise UsageError(f"{run.name}: ran with {name}={told}; give its outputs to --with")
+
+
+def _must_be_different(runs: Sequence[Run]) -> None:
+    """No run counts twice: to the last digit no two are alike."""
+    seen: dict[tuple[object, ...], str] = {}
+    for run in runs:
+        before = seen.setdefault(tuple(run.found.times_us.items()), run.name)
+        if before != run.name:
+            raise UsageError(f"{run.name}: has the very times of {before}; a run counts once, give another")
+    if len(seen) < len(runs):
+        raise UsageError(f"{len(runs)} outputs hold {len(seen)} different runs; name each of them once")
 
 
 def _same(told: str, value: str) -> bool:
