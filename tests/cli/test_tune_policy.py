@@ -78,6 +78,7 @@ def test_the_job_gets_what_is_measured_and_its_log_proves_it() -> None:
     add()
     told = run("advise", "job.yaml", "--nccl-version", "2.28.3").stdout
     assert told.startswith(f"{QPS}=4  # 1.26 times as fast in all_reduce of 256 MiB on 2 nodes (95 %:")
+    assert "nothing to set" not in told
     assert "policy.yaml, row 1: 2026-11-30 by anna, 2 nodes x 4 ranks, NCCL 2.28.9, needs NCCL 2.28)" in told
     settings = parse_settings(
         json.loads(run("advise", "job.yaml", "--nccl-version", "2.28.3", "--json").stdout)
