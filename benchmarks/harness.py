@@ -65,23 +65,6 @@ def spread(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
-def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the median from order statistics (binomial; no assumption on the shape)."""
-    ordered, count = sorted(values), len(values)
-    below = 0.0
-    for k in range(count // 2 + 1):
-        below += _binomial(count, k)
-        if 2 * below > 1 - level:
-            return ordered[k], ordered[count - 1 - k]
-    return ordered[0], ordered[-1]
-
-
-def _binomial(count: int, k: int) -> float:
-    from math import comb
-
-    return float(comb(count, k)) / 2.0**count
-
-
 def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 

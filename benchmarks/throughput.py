@@ -19,6 +19,8 @@ from typing import Any
 
 import harness
 
+from hpcrun.formulas import median_interval
+
 RANKS, SEQ_LEN, MBS, GRAD_ACCUM, WARM = 2, 256, 4, 1, 4
 MODEL: dict[str, Any] = {"vocab": 256, "hidden": 256, "ffn": 768, "layers": 4, "heads": 8, "kv_heads": 4}
 MODES = {
@@ -141,7 +143,7 @@ def measure(report: harness.Report, mode: str, pairs: int, steps: int) -> None:
                 hpcrun_tokens_per_s=round(tokens / per_step["hpcrun"]),
                 ratio=ratios[-1],
             )
-    low, high = harness.median_interval(ratios)
+    low, high = median_interval(ratios)
     figure = f"{harness.spread(ratios)}, 95 % interval of the median [{low:.3f}, {high:.3f}], n = {pairs}"
     median = statistics.median(ratios)
     report.claim(f"tokens/s of hpcrun over plain {mode}", figure, "at least 0.97", median >= 0.97)

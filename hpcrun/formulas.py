@@ -5,6 +5,8 @@ Symbols: L layers, h hidden, f ffn, kd = kv_heads * head_dim, qd = heads * head_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import comb
 from typing import Protocol
 
 
@@ -103,3 +105,27 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         if part in device_name:
             return flops
     return None
+
+
+def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Confidence interval of the median by order statistics: binomial, whatever the values' shape.
+
+    From the k-th smallest to the k-th largest value it holds the median but with 2 P(B(n, 1/2) < k); k is the
+    largest with at most 1 - level of that. Values too few for any, below 6 at 95 %, give their whole range.
+    """
+    ordered, count = sorted(values), len(values)
+    low, outside = 0, 0.0
+    for k in range(count // 2):
+        outside += comb(count, k) / 2.0**count
+        if 2 * outside > 1 - level:
+            break
+        low = k
+    return ordered[low], ordered[count - 1 - low]
+
+
+def fewest_for_median(level: float = 0.95) -> int:
+    """How many values the median's interval takes at least: 6 for 95 %."""
+    count = 1
+    while 2 / 2.0**count > 1 - level:
+        count += 1
+    return count

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from math import comb
 from typing import Any
 
 import pytest
 
 from hpcrun.formulas import (
+    fewest_for_median,
     head_flops_per_token,
     layer_flops_per_token,
     layer_parameters,
+    median_interval,
     parameters,
     peak_flops,
     train_flops_per_token,
@@ -67,3 +70,18 @@ def test_a_step_is_three_forwards_of_blocks_and_head() -> None:
 )
 def test_peaks_are_known_or_none(device: str, precision: str, flops: float | None) -> None:
     assert peak_flops(device, precision) == flops
+
+
+@pytest.mark.parametrize("count", range(6, 60))
+def test_the_median_s_interval_is_the_narrowest_that_holds_it_in_95_of_100(count: int) -> None:
+    low, high = median_interval([float(one) for one in range(count, 0, -1)])
+    assert low + high == count + 1
+    k = int(low)
+    missed = [2 * sum(comb(count, below) for below in range(end)) / 2**count for end in (k, k + 1)]
+    assert missed[0] <= 0.05 < missed[1]
+
+
+def test_too_few_values_give_their_whole_range() -> None:
+    assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert median_interval([2.0]) == (2.0, 2.0)
+    assert (fewest_for_median(), fewest_for_median(0.99), fewest_for_median(0.5)) == (6, 8, 2)

@@ -25,7 +25,8 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 _Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[compare FILE...]", help="Reports of --json to compare; nothing: look at this node."
+        metavar="[compare FILE...|pairs NODES [FILE...]]",
+        help="Reports of --json to compare, or trials of pairs; nothing: look at this node.",
     ),
 ]
 _Root = Annotated[
@@ -51,6 +52,9 @@ _Nccl = Annotated[
 _Clock = Annotated[
     float | None, typer.Option(metavar="SECONDS", help="The time now since 1970, by a clock that you trust.")
 ]
+_AtLeast = Annotated[
+    float | None, typer.Option(metavar="GBPS", help="With pairs: slower is slow; default: 0.8 of the usual.")
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -65,17 +69,23 @@ def doctor(
     cluster: _Cluster = None,
     nccl_version: _Nccl = None,
     reference_time: _Clock = None,
+    at_least: _AtLeast = None,
     as_json: _Json = False,
     always_0: Annotated[bool, typer.Option("--always-0", hidden=True)] = False,
 ) -> None:
     """Look at this node's network without root: adapters, addresses, PCI links, PFC, limits, /dev/shm.
 
-    Also: doctor compare A.json B.json ..., which names the odd one out; doctor --counters FILE before a job
-    and doctor --since FILE after it. Ends with 1 where something is broken.
+    Also: doctor compare A.json B.json ..., which names the odd one out; doctor pairs n[01-16] OUTPUT...,
+    which says which two nodes to try next until a slow one is named; doctor --counters FILE before a job and
+    doctor --since FILE after it. Ends with 1 where something is broken.
     """
     if connect and not everywhere:
         raise UsageError("--connect goes with --all: it tries the nodes of an allocation")
-    if words:
+    if words and words[0] == "pairs":
+        from hpcrun.cli.doctor_pairs import pairs
+
+        findings = pairs(words[1:], at_least, as_json)
+    elif words:
         findings = _compare(words, cluster, as_json)
     elif everywhere:
         findings = _look_everywhere(cluster, nccl_version, connect, as_json)
@@ -217,7 +227,8 @@ def _compare(words: list[str], cluster: str | None, as_json: bool) -> list[Findi
 
     if words[0] != "compare":
         raise UsageError(
-            f"doctor {words[0]}: is not known; write doctor, or doctor compare A.json B.json ..."
+            f"doctor {words[0]}: is not known; write doctor, doctor compare A.json B.json ..., or doctor"
+            " pairs NODES [FILE...]"
         )
     profile, _ = _profile(cluster)
     reports: dict[str, dict[str, Any]] = {}

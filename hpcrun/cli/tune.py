@@ -6,6 +6,7 @@ import typer
 
 from hpcrun.cli.tune_advise import advise, checklist, uptake
 from hpcrun.cli.tune_lint import explain, lint
+from hpcrun.cli.tune_policy import app as policy
 from hpcrun.cli.tune_predict import predict, read
 from hpcrun.errors import UsageError
 
@@ -30,3 +31,4 @@ def refuse_a_command(context: typer.Context) -> None:
 
 for verb in (advise, lint, explain, predict, read, checklist, uptake):
     app.command()(verb)
+app.add_typer(policy, name="policy")

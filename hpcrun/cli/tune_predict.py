@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcrun.tuning.nccl_changes import Change
-    from hpcrun.tuning.nccl_diagnosis import Finding
+    from hpcrun.tuning.nccl_diagnosis import Diagnosis
     from hpcrun.tuning.nccl_log import NcclLog
     from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
     from hpcrun.tuning.predict import Ground, Kind, Prediction
@@ -84,6 +84,7 @@ def read(
     as_json: _Json = False,
 ) -> None:
     """What an NCCL log tells: version, ways, the algorithms really used, and what its warnings mean."""
+    from hpcrun.tuning.log_checks import judge_log
     from hpcrun.tuning.nccl_changes import changes
     from hpcrun.tuning.nccl_diagnosis import diagnose
     from hpcrun.tuning.nccl_log import parse_nccl_log
@@ -93,8 +94,11 @@ def read(
     moved = () if old is None else changes(old, log)
     findings = diagnose(log.lines)
     if as_json:
-        told = {} if old is None else {"before": old.version, "changes": [one.as_json() for one in moved]}
-        _print_json({**log.as_json(), **told, "findings": [one.as_json() for one in findings]})
+        told: dict[str, Any] = {} if old is None else {"before": old.version}
+        if old is not None:
+            told |= {"changes": [one.as_json() for one in moved]}
+        told |= {"findings": [one.as_json() for one in findings]}
+        _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in judge_log(log)]})
         return
     if not log.lines and log.version is None:
         print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
@@ -103,6 +107,8 @@ def read(
     if old is not None:
         _print_changes(moved, old, log)
     _print_findings(findings)
+    for one in judge_log(log):
+        print(f"{one.level:11} {one}")
 
 
 class _Asked:
@@ -370,7 +376,7 @@ def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
         print("changed     nothing that both logs have")
 
 
-def _print_findings(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Diagnosis]) -> None:
     for one in findings:
         meaning = one.meaning
         if meaning.level == "harmless":

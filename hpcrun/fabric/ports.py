@@ -102,14 +102,14 @@ class PciLink:
     """How its memory accesses are translated: identity, DMA, DMA-FQ; empty: unknown, or not at all."""
 
 
-def ports(root: Path = Path("/")) -> tuple[Port, ...]:
-    """The ports of every RDMA device."""
+def ports(root: Path = Path("/"), *, with_gids: bool = True) -> tuple[Port, ...]:
+    """The ports of every RDMA device; without their tables of GIDs, which are long, for a quick look."""
     found = []
     for device in entries_of(root / "sys/class/infiniband"):
         interfaces = tuple(path.name for path in entries_of(device / "device/net"))
         for port in entries_of(device / "ports"):
             if _NUMBER.fullmatch(port.name):
-                found.append(_port(device, port, interfaces))
+                found.append(_port(device, port, interfaces, with_gids=with_gids))
     return tuple(sorted(found, key=lambda one: (natural(one.device), one.number)))
 
 
@@ -119,7 +119,7 @@ def natural(name: str) -> tuple[str | int, ...]:
     return tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
 
 
-def _port(device: Path, port: Path, interfaces: tuple[str, ...]) -> Port:
+def _port(device: Path, port: Path, interfaces: tuple[str, ...], *, with_gids: bool) -> Port:
     rate = _RATE.match(line_of(port / "rate"))
     forced = _CLASS.match(line_of(device / "tc" / port.name / "traffic_class"))
     return Port(
@@ -129,7 +129,7 @@ def _port(device: Path, port: Path, interfaces: tuple[str, ...]) -> Port:
         _word(_STATE, line_of(port / "phys_state")),
         float(rate[1]) if rate else None,
         line_of(port / "link_layer"),
-        _gids(port),
+        _gids(port) if with_gids else (),
         interfaces,
         int(forced[1]) if forced and int(forced[1]) < 256 else None,
     )

@@ -34,9 +34,9 @@ def settle(
     try:
         nodes = placement.nodes
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
-        settings = advise_job(spec, cluster, nodes, here=here).but_for(environ, "environment")
-        if here:
-            settings = settings.but_for(nccl_files(Path("/"), environ), "nccl.conf of this node")
+        files = nccl_files(Path("/"), environ) if here else {}
+        settings = advise_job(spec, cluster, nodes, here=here, stands={**files, **environ})
+        settings = settings.but_for(environ, "environment").but_for(files, "nccl.conf of this node")
         settings = follow(settings)
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))

@@ -182,7 +182,7 @@ class Supervisor:
     def _preflight(self, attempt: Attempt, nodes: Nodes) -> Outcome | None:
         """Leave out the nodes that are not well; how the attempt ends where too few are left."""
         spec, cluster, allocation = self._prepared.spec, self._site.cluster, self._site.allocation
-        ask = admission.ask_for(spec, cluster, attempt.number, is_alone=self._site.is_here)
+        ask = admission.ask_for(spec, cluster, attempt.number, nodes.alive, is_alone=self._site.is_here)
         if ask is None:
             return None
         found = admission.admit(ask, nodes)

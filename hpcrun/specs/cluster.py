@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -98,6 +98,9 @@ class NetworkSpec(_Section):
     service_level: int | None = Field(
         default=None, ge=0, le=15, description="InfiniBand: service level of jobs"
     )
+    adaptive_routing_levels: list[Annotated[int, Field(ge=0, le=15)]] = Field(
+        default=[], description="InfiniBand: service levels that the subnet manager routes adaptively"
+    )
     address_family: Literal["ipv4", "ipv6"] | None = Field(
         default=None, description="RoCE: the addresses that adapters have; default: what NCCL takes, ipv4"
     )
@@ -112,6 +115,9 @@ class NetworkSpec(_Section):
     reports: Directory | None = Field(
         default=None,
         description="what `hpcrun doctor --all --json` has told of the nodes, for values by node",
+    )
+    policy: Directory | None = Field(
+        default=None, description="what `hpcrun tune policy add` has written: tuning by measured gain"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from hpcrun.fabric.ports import Port
 from hpcrun.specs.cluster import NetworkSpec
@@ -42,6 +42,45 @@ def bonded(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
                 "measure NCCL_IB_QPS_PER_CONNECTION=2 and 4; switches must hash on the UDP source port too"
             )
             yield Finding("warning", "port", port.name, text, remedy, "medium")
+
+
+def both_ports(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
+    """Adapters with two ports of which NCCL keeps to the first when rails are not to cross."""
+    if host.environ.get("NCCL_CROSS_NIC") != "0":
+        return
+    entries = parse_devices(host.environ.get("NCCL_IB_HCA", "")).entries
+    by_port = {entry[0] for entry in entries if len(entry) > 1}
+    ports: dict[str, list[str]] = {}
+    for port in used:
+        if port.is_active and port.device not in by_port:
+            ports.setdefault(port.device, []).append(port.name)
+    for device, names in ports.items():
+        if len(names) > 1:
+            text = f"has {len(names)} ports in use, and with NCCL_CROSS_NIC=0 NCCL keeps to the first"
+            remedy = f"name them, and from NCCL 2.30 on their rails: NCCL_IB_HCA=={','.join(names)}"
+            yield Finding("warning", "rail", device, text, remedy, "medium")
+
+
+def elsewhere_routed(
+    environ: Mapping[str, str], network: NetworkSpec, used: Sequence[Port]
+) -> Iterator[Finding]:
+    """InfiniBand whose adaptive routing lives on service levels that NCCL does not use."""
+    levels = network.adaptive_routing_levels
+    if not levels or number(environ.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 0:
+        return
+    level = number(environ.get("NCCL_IB_SL", ""))
+    level = (network.service_level or 0) if level is None or level < 0 else level
+    names = [port.name for port in used if port.layer == "InfiniBand"]
+    if names and level not in levels:
+        told = ", ".join(map(str, levels))
+        text = f"NCCL sends on service level {level}, and adaptive routing is on {told}: it does not get it"
+        yield Finding(
+            "warning",
+            "routing",
+            ", ".join(names),
+            text,
+            f"network.service_level: {levels[0]}, if jobs may use it",
+        )
 
 
 def unmapped(host: Host, network: NetworkSpec, used: Sequence[Port]) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ _UNREAD: Mapping[str, tuple[str, ...]] = {
     "tcp": _OF_VERBS,
 }
 """How variables begin that have no effect, by transport: classes and addresses are for RoCE alone."""
+_NOTHING = "nothing to set: the profile names no interface, devices or traffic class"
 _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
 
 
@@ -43,8 +44,9 @@ class Situation:
     interfaces: tuple[str, ...] | None = None
     """Those of this host, where it is one of the job's nodes."""
     measured: tuple[Setting, ...] = ()
-    """Tuning that sweeps on this cluster support for such a job: the figures as reason, the sweep as source.
+    """Tuning that the measured policy supports for such a job: the figures as reason, its row as source.
 
+    Those of one source were measured together: all of them are set, or none.
     Nothing else may set a variable that is no fact of the system; what is refused here, a note tells."""
 
 
@@ -56,7 +58,11 @@ def advise(situation: Situation) -> Settings:
     found = _facts(situation)
     tuning, refused = _tuning(situation, {one.name for one in found.all()})
     measured = {one.name for one in tuning}
-    notes = (one for one in found.notes if one.partition(" is not set: ")[0] not in measured)
+    notes = (
+        one
+        for one in found.notes
+        if one.partition(" is not set: ")[0] not in measured and not (tuning and one == _NOTHING)
+    )
     return Settings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
 
 
@@ -87,7 +93,7 @@ def _facts(situation: Situation) -> Settings:
     by_node = {node: of for node, of in by_node.items() if of}
     notes += [*late, *idle, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
     if not everywhere and not by_node:
-        notes.insert(0, "nothing to set: the profile names no interface, devices or traffic class")
+        notes.insert(0, _NOTHING)
     return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
 
 
@@ -100,7 +106,7 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
     """What is measured and may be set; and what may not, with the reason."""
     kind = _kind(situation.cluster) if situation.cluster else None
     kept, notes = _in_version(situation.measured, situation.nccl)
-    allowed = []
+    allowed, lost = [], {one.source: one.name for one in situation.measured if one not in kept}
     for one in kept:
         if kind is not None and kind.has_script:
             why = f"the script of {kind.title} sets it, and its checker refuses others"
@@ -112,9 +118,14 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
             why = _wrong(one, situation.nccl)
         if why:
             notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
+            lost[one.source] = one.name
         else:
             allowed.append(one)
-    return allowed, notes
+    for one in allowed:
+        if one.source in lost:
+            why = f"it was measured together with {lost[one.source]}"
+            notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
+    return [one for one in allowed if one.source not in lost], notes
 
 
 def _wrong(one: Setting, nccl: Version | None) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpcrun.fabric.ports import Interface, PciLink, Port
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.adapters import bonded, left_idle, unmapped
+from hpcrun.tuning.adapters import bonded, both_ports, elsewhere_routed, left_idle, unmapped
 from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
 from hpcrun.tuning.finding import Finding, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
@@ -363,7 +363,10 @@ def _affinity(question: Question) -> Iterator[Finding]:
     gpus = len(host.inside.gpus)
     if gpus and host.allowed and len(host.allowed) < 2 * gpus:
         text = f"{len(host.allowed)} CPU(s) for {gpus} GPUs: NCCL's proxy threads share cores with the ranks"
-        yield Finding("warning", "affinity", host.node, text, "ask for whole nodes, or bind looser", "medium")
+        remedy = "ask for whole nodes, or bind looser"
+        if gpus > 1 and question.environ.get("NCCL_P2P_PXN_LEVEL") != "0":
+            remedy += "; all-to-all suffers most, as one of them sends for all GPUs of a rail (PXN)"
+        yield Finding("warning", "affinity", host.node, text, remedy, "medium")
     for index in host.inside.far_from_its_cpus(host.allowed):
         yield Finding(
             "warning", "affinity", f"GPU {index}", "none of the job's CPUs is near it", "ask for whole nodes"
@@ -378,6 +381,8 @@ def _adapters(question: Question) -> Iterator[Finding]:
     yield from left_idle(host, network)
     yield from bonded(host, question.used)
     yield from unmapped(host, network, question.used)
+    yield from both_ports(host, question.used)
+    yield from elsewhere_routed(question.environ, network, question.used)
 
 
 _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (

@@ -21,6 +21,8 @@ _MIB = 2**20
 _PLUGINS = re.compile(r"hpcx|nccl_rdma_sharp|aws-ofi-nccl|nccl-rdma-sharp|fastrak|gpudirect", re.I)
 _RAS_CRASHES = {(2, 26, 2), (2, 27, 7), (2, 29, 7)}
 """Releases in which a question to the RAS thread has ended jobs."""
+_RIGHT_DETOURS = (2, 19)
+"""What NCCL's authors recommend against wrong results without P2P or PXN; the fix itself is not on record."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,19 @@ def _debugging(view: View) -> Iterator[Told]:
         )
 
 
+def _old_detours(view: View) -> Iterator[Told]:
+    """Ways around P2P and PXN that gave wrong sums: seen with 2.15.5, and answered with `use 2.19`."""
+    if view.version is None or view.version >= _RIGHT_DETOURS:
+        return
+    for name in ("NCCL_P2P_DISABLE", "NCCL_PXN_DISABLE"):
+        if view.number(name) == 1:
+            release, right = show_version(view.version), show_version(_RIGHT_DETOURS)
+            text = (
+                f"allreduce between nodes has given wrong results with it in old releases (this is {release})"
+            )
+            yield name, warning(f"{text}; take it out, or use NCCL {right}")
+
+
 def _ras(view: View) -> Iterator[Told]:
     version = view.version
     if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
@@ -347,6 +362,7 @@ _RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
     _traffic_class,
     _interfaces,
     _debugging,
+    _old_detours,
     _ras,
     _torch,
     _open_mpi,

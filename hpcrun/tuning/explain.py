@@ -11,7 +11,7 @@ from hpcrun.errors import UsageError
 from hpcrun.tuning.classes import TRAFFIC, decode
 from hpcrun.tuning.environment import Chain, printable
 from hpcrun.tuning.lint import Report, chain_json
-from hpcrun.tuning.problem import Finding, show
+from hpcrun.tuning.problem import Complaint, show
 from hpcrun.tuning.registry import FIRST, History, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import number
 
@@ -45,7 +45,7 @@ class Explanation:
     variable: Variable | None
     version: Version | None
     chain: Chain | None
-    findings: tuple[Finding, ...]
+    findings: tuple[Complaint, ...]
 
     @property
     def is_read(self) -> bool | None:

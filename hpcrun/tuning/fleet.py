@@ -10,6 +10,7 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold, in_order
 from hpcrun.tuning.finding import Finding, Level, worst_first
+from hpcrun.tuning.rails import crossed
 
 Facts = Mapping[str, Any]
 """A node's report as plain values."""
@@ -27,7 +28,8 @@ def compare(reports: Mapping[str, Facts], interface: str | None = None) -> tuple
             f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
         )
     found = [finding for what, read, level in _EQUAL for finding in _differing(reports, what, read, level)]
-    return worst_first([*found, *_repeated_addresses(reports), *_common_network(reports, interface)])
+    found += [*_repeated_addresses(reports), *_common_network(reports, interface), *crossed(reports)]
+    return worst_first(found)
 
 
 def _differing(

@@ -23,7 +23,7 @@ from hpcrun.tuning.environment import (
 )
 from hpcrun.tuning.library import Found, find_library, library_of_job
 from hpcrun.tuning.lint import Report, lint, worst_first
-from hpcrun.tuning.problem import Finding
+from hpcrun.tuning.problem import Complaint
 from hpcrun.tuning.ranks import RankDump, compare_ranks, rank_dump
 from hpcrun.tuning.registry import Version
 from hpcrun.tuning.script import drops_shell, parse_script
@@ -61,7 +61,7 @@ class Gathered:
     """What stands over each of them."""
     library: Found
     dumps: tuple[RankDump, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Complaint, ...] = ()
     notes: tuple[str, ...] = ()
     confs: tuple[Path, ...] | None = None
     """The files that were named; None: those that NCCL finds."""
@@ -120,7 +120,7 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
 def report_on(gathered: Gathered) -> Report:
     """All that is wrong in it: in each environment, and between them."""
     reports = [lint(gathered.layers(base), gathered.library.version) for base in gathered.bases]
-    findings: dict[tuple[str, str, str], Finding] = {}
+    findings: dict[tuple[str, str, str], Complaint] = {}
     files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
     apart = bool(files) and len(set(files)) == len(files)
     for one in (*gathered.findings, *(found for report in reports for found in report.findings)):
@@ -207,10 +207,10 @@ def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Versi
 
 def _missing_conf(
     counts: Mapping[str, Setting], named: Sequence[Path] | None, version: Version | None
-) -> Iterator[Finding]:
+) -> Iterator[Complaint]:
     setting = counts.get("NCCL_CONF_FILE")
     if setting is None or not setting.value or named is not None:
         return
     if (version is None or version >= CONF_FILE_SINCE) and not os.path.isfile(setting.value):  # noqa: PTH113
         text = f"{setting.value!r} is no file here, and NCCL passes over that in silence"
-        yield Finding("warning", "NCCL_CONF_FILE", text, setting.where)
+        yield Complaint("warning", "NCCL_CONF_FILE", text, setting.where)

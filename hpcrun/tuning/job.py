@@ -19,6 +19,7 @@ from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.environment import effective, resolve
 from hpcrun.tuning.library import library_of_job
+from hpcrun.tuning.policy import Demand, choose, load_policy
 from hpcrun.tuning.registry import Version
 from hpcrun.tuning.report import read_reports
 from hpcrun.tuning.script import parse_script
@@ -33,25 +34,31 @@ def advise_job(
     *,
     here: bool = False,
     nccl: Version | None = None,
+    stands: Mapping[str, str] | None = None,
 ) -> Settings:
     """What a job should have; `nodes`: those it runs on, None: not known yet; `here`: this is one of them.
 
-    What its own env sets stands, and is told as overruled.
+    What its own env sets stands, and is told as overruled. `stands`: what else is set and will be kept.
     """
     reports, notes = _reports(cluster)
+    count = spec.resources.nodes if nodes is None else len(nodes)
+    version = nccl or library_of_job(spec, cluster).version
+    demand = Demand(version, count, spec.ranks_per_node, {**(stands or {}), **spec.env})
+    measured, unmeasured = _measured(cluster, demand)
     if nodes is not None:
         short = {node.partition(".")[0] for node in nodes}
         reports = {node: one for node, one in reports.items() if node.partition(".")[0] in short}
     found = advise(
         Situation(
             cluster,
-            spec.resources.nodes if nodes is None else len(nodes),
+            count,
             reports,
-            nccl or library_of_job(spec, cluster).version,
+            version,
             tuple(name for _, name in socket.if_nameindex()) if here else None,
+            measured,
         )
     )
-    settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes))
+    settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
     return settings.but_for(spec.env, "env of the job")
 
 
@@ -62,11 +69,13 @@ def foresee(
 
     `environ` is what the job is submitted with.
     """
-    settings = advise_job(spec, cluster, nccl=nccl)
+    shell = submission_environment(environ)[0]
+    of_site = {} if cluster is None else {**cluster.env, **_exported(cluster)}
+    settings = advise_job(spec, cluster, nccl=nccl, stands={**shell, **of_site})
     if cluster is not None:
         settings = settings.but_for(cluster.env, f"env of profile {cluster.name}")
         settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
-    return follow(settings.but_for(submission_environment(environ)[0], "this shell"))
+    return follow(settings.but_for(shell, "this shell"))
 
 
 def follow(settings: Settings) -> Settings:
@@ -86,6 +95,19 @@ def _exported(cluster: ClusterSpec) -> dict[str, str]:
     """What the profile's own lines set for every job."""
     found = effective(resolve([parse_script("\n".join(cluster.setup), "setup")]))
     return {name: "(computed)" if one.value is None else one.value for name, one in found.items()}
+
+
+def _measured(cluster: ClusterSpec | None, demand: Demand) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+    """What the cluster's policy supports, and what it does not; a note where it cannot be read."""
+    if cluster is None or cluster.network.policy is None:
+        return (), ()
+    path = Path(expand_place(cluster.network.policy))
+    if not path.exists():
+        return (), (f"{path}: network.policy of the profile is not there (yet); nothing is measured",)
+    try:
+        return choose(load_policy(path), demand, str(path))
+    except UsageError as error:
+        return (), (f"network.policy of the profile is not used: {'; '.join(str(error).splitlines())}",)
 
 
 def _reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]], list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
-from hpcrun.tuning.problem import Fault, Finding, error, note, show, warning
+from hpcrun.tuning.problem import Complaint, Fault, error, note, show, warning
 from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import check_value, number
 
@@ -22,7 +22,7 @@ _OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_", re.I)
 class Report:
     """All that was found, and what counts."""
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Complaint, ...]
     chains: Mapping[str, Chain]
     """Of the variables that are known or look as if."""
     notes: tuple[str, ...] = ()
@@ -76,29 +76,31 @@ def lint(layers: Sequence[Layer], version: Version | None) -> Report:
     for name, chain in ours.items():
         if chain.winner is not None:
             findings += (
-                Finding(fault.level, name, fault.text, chain.winner.where)
+                Complaint(fault.level, name, fault.text, chain.winner.where)
                 for fault in check_setting(chain.winner, version)
             )
     for name, fault in conflicts(counts, version):
-        findings.append(Finding(fault.level, name, fault.text, counts[name].where if name in counts else ""))
+        findings.append(
+            Complaint(fault.level, name, fault.text, counts[name].where if name in counts else "")
+        )
     return Report(worst_first(findings), ours, tuple(line for layer in layers for line in layer.notes))
 
 
-def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def worst_first(findings: Sequence[Complaint]) -> tuple[Complaint, ...]:
     """Each of them once, errors first, then by name."""
     once = dict.fromkeys(findings)
     return tuple(sorted(once, key=lambda one: (_ORDER[one.level], one.name, one.where, one.text)))
 
 
-def _of_places(chains: Mapping[str, Chain]) -> Iterator[Finding]:
+def _of_places(chains: Mapping[str, Chain]) -> Iterator[Complaint]:
     """What is wrong with how a variable is written down, and what is set to no end."""
     for name, chain in chains.items():
         for setting, fate in chain.steps:
             for fault in setting.faults:
-                yield Finding(fault.level, name, fault.text, setting.where)
+                yield Complaint(fault.level, name, fault.text, setting.where)
             if not setting.faults and fate.startswith("not exported"):
                 text = "is set without `export`, so that no rank sees it"
-                yield Finding("error", name, text, setting.where)
+                yield Complaint("error", name, text, setting.where)
         values = {setting.value for setting, fate in chain.steps if not fate.startswith("not exported")}
         if chain.winner is not None and len(values) > 1:
             lost = ", ".join(
@@ -106,7 +108,7 @@ def _of_places(chains: Mapping[str, Chain]) -> Iterator[Finding]:
                 for setting, _ in chain.steps
                 if setting is not chain.winner and setting.value != chain.winner.value
             )
-            yield Finding("note", name, f"{_shown(chain.winner)} wins over {lost}", chain.winner.where)
+            yield Complaint("note", name, f"{_shown(chain.winner)} wins over {lost}", chain.winner.where)
 
 
 def _shown(setting: Setting) -> str:

@@ -30,7 +30,7 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """A meaning, and the lines that have it."""
 
     meaning: Meaning
@@ -64,9 +64,9 @@ def meanings() -> tuple[tuple[re.Pattern[str], Meaning], ...]:
     )
 
 
-def diagnose(lines: Iterable[Line]) -> list[Finding]:
+def diagnose(lines: Iterable[Line]) -> list[Diagnosis]:
     """What the lines tell, the worst first; a warning that is not in the table is said to be unknown."""
-    found: dict[tuple[str, str], Finding] = {}
+    found: dict[tuple[str, str], Diagnosis] = {}
     for line in lines:
         meaning = next((one for pattern, one in meanings() if pattern.search(line.text)), None)
         if meaning is None:
@@ -75,7 +75,7 @@ def diagnose(lines: Iterable[Line]) -> list[Finding]:
             meaning = UNKNOWN
         key = meaning.id, line.text if meaning is UNKNOWN else ""
         before = found.get(key)
-        first = before or Finding(meaning, line.text, line.number, 0)
-        found[key] = Finding(meaning, first.text, first.line, first.times + 1)
+        first = before or Diagnosis(meaning, line.text, line.number, 0)
+        found[key] = Diagnosis(meaning, first.text, first.line, first.times + 1)
     order = ("error", "unknown", "slow", "follows", "harmless")
     return sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))

@@ -71,11 +71,15 @@ class ErrorSpec(_Section):
     source: str
     nodes: Literal["one", "several", "any"] = "any"
     from_bytes: int = Field(default=0, ge=0)
+    capability: int | None = Field(
+        default=None, ge=60, description="of the GPUs it is known for; default: any"
+    )
 
-    def fits(self, library: Library, nodes: int, size_bytes: float) -> bool:
-        """Whether it is about this case."""
+    def fits(self, library: Library, nodes: int, size_bytes: float, capability: int | None = None) -> bool:
+        """Whether it is about this case; GPUs that nobody names may be those."""
         right = self.nodes in ("any", "one" if nodes == 1 else "several")
-        return self.library == library and right and size_bytes >= self.from_bytes
+        same = None in (capability, self.capability) or capability == self.capability
+        return self.library == library and right and same and size_bytes >= self.from_bytes
 
 
 class PlatformSpec(_Section):
@@ -174,8 +178,9 @@ def model_error(
     platform: PlatformSpec | None, library: Library, nodes: int, size_bytes: float
 ) -> ErrorSpec | None:
     """How far the model may be off here; None: nobody has compared it with measured times."""
+    capability = platform.capability if platform else None
     for errors in (platform.errors if platform else (), _shipped().errors):
-        fitting = [one for one in errors if one.fits(library, nodes, size_bytes)]
+        fitting = [one for one in errors if one.fits(library, nodes, size_bytes, capability)]
         if fitting:
             return fitting[-1]
     return None

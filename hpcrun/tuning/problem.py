@@ -43,8 +43,8 @@ def show(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One line of a report."""
+class Complaint:
+    """One line of lint's report: a fault with the variable that has it, and where that was set."""
 
     level: Level
     name: str

@@ -10,7 +10,7 @@ from hpcrun.tuning.conflicts import plugin_on_path
 from hpcrun.tuning.environment import SECRET, Layer
 from hpcrun.tuning.lint import is_ours, worst_first
 from hpcrun.tuning.names import parse_devices
-from hpcrun.tuning.problem import Finding, show
+from hpcrun.tuning.problem import Complaint, show
 from hpcrun.tuning.registry import registry
 
 _NODE_NAMES = ("SLURMD_NODENAME", "HOSTNAME", "HOST", "SLURM_NODEID")
@@ -46,9 +46,9 @@ def rank_dump(layer: Layer) -> RankDump:
     )
 
 
-def compare_ranks(dumps: Sequence[RankDump]) -> tuple[Finding, ...]:
+def compare_ranks(dumps: Sequence[RankDump]) -> tuple[Complaint, ...]:
     """What differs between ranks and must not."""
-    findings: list[Finding] = []
+    findings: list[Complaint] = []
     names = sorted({name for dump in dumps for name in dump.values if is_ours(name)})
     for name in names:
         findings += _differences(name, dumps)
@@ -56,7 +56,7 @@ def compare_ranks(dumps: Sequence[RankDump]) -> tuple[Finding, ...]:
     return worst_first(findings)
 
 
-def _differences(name: str, dumps: Sequence[RankDump]) -> Iterator[Finding]:
+def _differences(name: str, dumps: Sequence[RankDump]) -> Iterator[Complaint]:
     known = registry().variables.get(name)
     scope = known.ranks if known else "same"
     groups = _by_value(name, dumps)
@@ -65,24 +65,24 @@ def _differences(name: str, dumps: Sequence[RankDump]) -> Iterator[Finding]:
     if scope == "same":
         is_read = known is not None and known.owner == "nccl"
         text = f"must be equal on all ranks and is not: {_told(groups)}"
-        yield Finding("error" if is_read else "warning", name, text)
+        yield Complaint("error" if is_read else "warning", name, text)
         return
     for node, members in groupby(
         sorted(dumps, key=lambda one: one.node or ""), key=lambda one: one.node or ""
     ):
         on_node = _by_value(name, list(members))
         if node and len(on_node) > 1:
-            yield Finding("error", name, f"differs between ranks of one node ({node}): {_told(on_node)}")
+            yield Complaint("error", name, f"differs between ranks of one node ({node}): {_told(on_node)}")
     if name == "NCCL_IB_HCA":
         yield from _adapters(groups)
     elif name == "NCCL_IB_GID_INDEX":
         text = (
             f"differs between nodes: {_told(groups)}; leave it to NCCL, or say NCCL_IB_ADDR_RANGE (2.21 on)"
         )
-        yield Finding("warning", name, text)
+        yield Complaint("warning", name, text)
     elif name.endswith("_IFNAME"):
         text = f"differs between nodes: {_told(groups)}; all of them need a common, routed network"
-        yield Finding("warning", name, text)
+        yield Complaint("warning", name, text)
 
 
 def _by_value(name: str, dumps: Sequence[RankDump]) -> dict[str | None, list[RankDump]]:
@@ -101,7 +101,7 @@ def _told(groups: Mapping[str | None, Sequence[RankDump]]) -> str:
     return "; ".join(f"{'unset' if value is None else show(value)} on {who(of)}" for value, of in ordered)
 
 
-def _same_host(dumps: Sequence[RankDump]) -> Iterator[Finding]:
+def _same_host(dumps: Sequence[RankDump]) -> Iterator[Complaint]:
     nodes: dict[str, set[str]] = {}
     for dump in dumps:
         value = dump.values.get("NCCL_HOSTID")
@@ -110,25 +110,25 @@ def _same_host(dumps: Sequence[RankDump]) -> Iterator[Finding]:
     for value, found in nodes.items():
         if len(found) > 1:
             text = f"{show(value)} is the same on {', '.join(sorted(found))}: NCCL takes them for one node"
-            yield Finding("error", "NCCL_HOSTID", text)
+            yield Complaint("error", "NCCL_HOSTID", text)
 
 
-def _adapters(groups: Mapping[str | None, Sequence[RankDump]]) -> Iterator[Finding]:
+def _adapters(groups: Mapping[str | None, Sequence[RankDump]]) -> Iterator[Complaint]:
     lists = [parse_devices(value).entries if value else () for value in groups]
     told = _told(groups)
     if len({len(one) for one in lists}) > 1:
-        yield Finding("error", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
+        yield Complaint("error", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
     elif len({frozenset(one) for one in lists}) == 1:
-        yield Finding(
+        yield Complaint(
             "warning", "NCCL_IB_HCA", f"has the same adapters in another order, so rails cross: {told}"
         )
     else:
-        yield Finding(
+        yield Complaint(
             "note", "NCCL_IB_HCA", f"differs between nodes: {told}; see that the rails are the same"
         )
 
 
-def _plugins(dumps: Sequence[RankDump]) -> Iterator[Finding]:
+def _plugins(dumps: Sequence[RankDump]) -> Iterator[Complaint]:
     """Library paths of which only some lead to a network plugin."""
     groups: dict[str | None, list[RankDump]] = {}
     for dump in dumps:
@@ -139,4 +139,4 @@ def _plugins(dumps: Sequence[RankDump]) -> Iterator[Finding]:
             f"leads to different network plugins, which hangs where they meet: {_told(groups)};"
             " make the paths equal, or set NCCL_NET_PLUGIN=none"
         )
-        yield Finding("error", "LD_LIBRARY_PATH", text)
+        yield Complaint("error", "LD_LIBRARY_PATH", text)

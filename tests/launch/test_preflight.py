@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun.fabric.ports import Port
 from hpcrun.launch.health import preflight, probes
 from hpcrun.launch.health.checked import (
     Checked,
@@ -101,15 +102,18 @@ def test_interfaces(state: str | None, flags: int, verdict: str) -> None:
     ("ports", "wanted", "expected"),
     [
         ({}, [], ["ok"]),
-        ({"mlx5_0": {"1": "4: ACTIVE"}}, [], ["ok"]),
-        ({"mlx5_0": {"1": "1: DOWN"}}, [], ["warn"]),
-        ({"mlx5_0": {"1": "2: INIT", "2": "4: ACTIVE"}}, ["mlx5_0"], ["ok"]),
-        ({"mlx5_0": {"1": "2: INIT"}, "mlx5_1": {"1": "1: DOWN"}}, ["mlx5_0"], ["fail"]),
-        ({"mlx5_0": {"1": "4: ACTIVE"}}, ["mlx5_0", "mlx5_3"], ["fail"]),
+        ({"mlx5_0": ["ACTIVE"]}, [], ["ok"]),
+        ({"mlx5_0": ["DOWN"]}, [], ["warn"]),
+        ({"mlx5_0": ["INIT", "ACTIVE"]}, ["mlx5_0"], ["ok"]),
+        ({"mlx5_0": ["INIT"], "mlx5_1": ["DOWN"]}, ["mlx5_0"], ["fail"]),
+        ({"mlx5_0": ["ACTIVE"], "mlx5_1": ["DOWN"]}, ["mlx5_0"], ["ok"]),
+        ({"mlx5_0": [""]}, ["mlx5_0"], ["fail"]),
+        ({"mlx5_0": ["ACTIVE"]}, ["mlx5_0", "mlx5_3"], ["fail"]),
     ],
 )
-def test_ports(ports: dict[str, dict[str, str]], wanted: list[str], expected: list[str]) -> None:
-    assert verdicts(judge_ports(ports, wanted)) == expected
+def test_ports(ports: dict[str, list[str]], wanted: list[str], expected: list[str]) -> None:
+    found = [Port(device, at, one) for device, states in ports.items() for at, one in enumerate(states, 1)]
+    assert verdicts(judge_ports(found, wanted)) == expected
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_interfaces_and_ports_are_read_from_sysfs(place: Place) -> None:
     (sysfs / "infiniband/mlx5_0/ports/1/state").write_text("1: DOWN\n")
     (down,), (idle,) = probes.interface(place), probes.nic(place)
     assert (down.verdict, idle.verdict) == ("fail", "fail")
-    assert "port 1 is 1: DOWN" in idle.text
+    assert "port 1 is DOWN" in idle.text
     other = Place(place.run, interface="eth9", root=place.root)
     assert "eth9: there is no such network interface" in probes.interface(other)[0].text
     assert probes.interface(Place(place.run, root=place.root)) == [Checked("interface")]

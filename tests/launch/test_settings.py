@@ -183,3 +183,21 @@ def test_a_value_that_the_table_cannot_hold_is_left_out() -> None:
 
 def test_no_table_no_values(attempt: Attempt) -> None:
     assert apply_here(attempt, {}) == {}
+
+
+def test_the_measured_policy_reaches_the_attempt_with_its_figures(attempt: Attempt, tmp_path: Path) -> None:
+    name = "NCCL_IB_QPS_PER_CONNECTION"
+    times = "with_us: [5.0, 5.1, 5.2, 5.0, 5.1, 5.2], without_us: [8.0, 8.1, 8.2, 8.0, 8.1, 8.2]"
+    (tmp_path / "policy.yaml").write_text(
+        f'rows:\n  - set: {{{name}: "4"}}\n    nccl: "2.27"\n    nodes: [2, 2]\n    ranks_per_node: 1\n'
+        f"    when: d\n    by: anna\n    measured: [{{collective: all_reduce, size_bytes: 8, {times}}}]\n"
+    )
+    profile = cluster(f"{{policy: {tmp_path / 'policy.yaml'}}}")
+    found = advise_job(job(), profile, NODES, nccl=(2, 27, 5))
+    assert found.environment() == {name: "4"}
+    assert advise_job(job(), profile, NODES, nccl=(2, 28, 3)).environment() == {}
+    stood = advise_job(job(**{name: "2"}), profile, NODES, nccl=(2, 27, 5))
+    assert [(one.name, one.value, one.ours) for one in stood.overruled] == [(name, "2", "4")]
+    settle(attempt, job(), profile, Placement(NODES), {})
+    told = read_json(attempt.settings)
+    assert name in [one["name"] for one in told["settings"]] or any(name in note for note in told["notes"])

@@ -179,6 +179,14 @@ def test_no_measured_setting_is_lost_in_silence(one: Setting, fabric: str, why: 
     assert why in "".join(told)
 
 
+def test_what_was_measured_together_is_set_together_or_not_at_all() -> None:
+    pair = (measured("NCCL_IB_QPS_PER_CONNECTION", "4"), measured("NCCL_IB_TC", "96"))
+    found = advise(Situation(cluster("{fabric: oci}"), measured=pair))
+    assert "NCCL_IB_QPS_PER_CONNECTION" not in values(found)
+    why = "measured, is left out: it was measured together with NCCL_IB_TC"
+    assert f"NCCL_IB_QPS_PER_CONNECTION=4, {why}" in found.notes
+
+
 def test_a_measured_setting_that_is_too_new_is_told() -> None:
     one = measured("NCCL_MIN_CTAS", "16", "NCCL 2.17")
     found = advise(Situation(cluster(), nccl=(2, 16, 5), measured=(one,)))

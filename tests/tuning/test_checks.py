@@ -48,6 +48,7 @@ CASES = {
     "pinned": [("warning", "affinity", "gpu-01"), ("warning", "affinity", "GPU 1")],
     "prefix-trap": [("warning", "port", "mlx5_1"), ("warning", "port", "mlx5_0:1")],
     "one-of-two": [("warning", "port", "mlx5_1:1")],
+    "two-ports": [("warning", "rail", "mlx5_0")],
     "bonded": [("warning", "port", "mlx5_bond_0:1")],
     "virtual-machine": [("warning", "topology", "gpu-01"), ("unknown", "affinity", "GPU 0")],
     "wrong-interface": [("fault", "interface", "gpu-01")],
@@ -189,3 +190,31 @@ def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
     (one,) = examine(Question(look(root), NetworkSpec())).findings
     assert str(one) == "mlx5_1: its PCIe link runs at x8 of x16: the slot has no more"
     assert one.level == "note"
+
+
+def test_adaptive_routing_on_a_level_that_nccl_does_not_use_is_told(tmp_path: Path) -> None:
+    def routing(root: str, levels: list[int], level: int | None = None) -> list[str]:
+        one = report(
+            "infiniband-healthy",
+            tmp_path / root,
+            hcas=["mlx5_0", "mlx5_1"],
+            adaptive_routing_levels=levels,
+            service_level=level,
+        )
+        return [str(finding) for finding in one.findings if finding.check == "routing"]
+
+    (found,) = routing("a", [1, 2])
+    assert found == (
+        "mlx5_0:1, mlx5_1:1: NCCL sends on service level 0, and adaptive routing is on 1, 2: it does not get"
+        " it; network.service_level: 1, if jobs may use it"
+    )
+    assert routing("b", [1, 2], 2) == []
+    assert routing("c", []) == []
+
+
+def test_few_cores_tell_of_the_one_thread_that_sends_for_all_gpus(tmp_path: Path) -> None:
+    remedies = [one.remedy for one in report("pinned", tmp_path).findings if "proxy threads" in one.text]
+    assert remedies == [
+        "ask for whole nodes, or bind looser; all-to-all suffers most, as one of them sends for all GPUs of a"
+        " rail (PXN)"
+    ]

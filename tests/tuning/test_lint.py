@@ -97,6 +97,9 @@ def lines(report: Report) -> str:
             "2.27.5",
             "error PROTO: 'LL' leaves allreduce nothing: nvls know",
         ),
+        # detours that gave wrong sums
+        ("P2P_DISABLE=1", "2.15.5", "warning P2P_DISABLE: allreduce between nodes has given wrong results"),
+        ("PXN_DISABLE=1", "2.15.5", "warning PXN_DISABLE: allreduce between nodes has given wrong results"),
         # releases whose RAS thread crashes
         ("RAS_TIMEOUT_FACTOR=2", "2.26.2", "note RAS_ENABLE: asking the RAS thread of 2.26.2 has ended jobs"),
         # IB_DISABLE is ignored beside a plugin
@@ -182,6 +185,8 @@ def test_cases(settings: str, version: str | None, words: str) -> None:
         ("SOCKET_IFNAME==eth0 IB_HCA==mlx5_0,mlx5_1 IB_TC=106 CROSS_NIC=0", "2.27.5"),
         ("IB_GID_INDEX=3 IB_TC=106", "2.20.5"),
         ("ALGO=^NVLS", "2.27.5"),
+        ("P2P_DISABLE=1", "2.19.3"),
+        ("PXN_DISABLE=1", "2.19.3"),
         ("ALGO=allreduce:tree", "2.32.3"),
         ("ALGO=ring,tree;allreduce:tree PROTO=Simple", "2.32.3"),
         ("ALGO=allreduce:tree PROTO=allreduce:Simple", "2.32.3"),

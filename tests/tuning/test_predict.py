@@ -215,6 +215,33 @@ def test_shipped_platforms_are_whole() -> None:
         assert platform.one_node or platform.several_nodes or platform.levels
 
 
+@pytest.mark.parametrize(
+    ("name", "nodes", "algorithm", "least", "most"),
+    [
+        ("b200-ib400", 1, "Ring/Simple", 650, 725),
+        ("b200-ib400", 1, "NVLS/Simple", 790, 850),
+        ("b200-ib400", 4, "NVLSTree/Simple", 370, 390),
+        ("a100-ib200", 1, "Ring/Simple", 230, 245),
+        ("a100-ib200", 4, "Ring/Simple", 183, 195),
+    ],
+)
+def test_published_bandwidths_of_other_platforms_and_nothing_is_decided_by_them(
+    name: str, nodes: int, algorithm: str, least: float, most: float
+) -> None:
+    platform = find_platform(name)
+    machine = platform.machine(nodes, 8, (2, 30))
+    assert machine is not None
+    found = predict_nccl(
+        machine, "allreduce", [16 * GIB], lambda size: model_error(platform, "nccl", nodes, size), "a test"
+    )
+    (row,) = found.rows
+    seconds = dict(row.times)[algorithm]
+    assert least <= 16 * GIB / seconds * bus_factor("allreduce", 8 * nodes) / 1e9 <= most
+    assert row.error is None
+    assert row.verdict.startswith("order only")
+    assert model_error(None, "nccl", nodes, 16 * GIB) is not None
+
+
 def test_a_platform_of_one_s_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("""\

@@ -148,7 +148,8 @@ class ThisNode:
 
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Look at this host."""
-        return {os.uname().nodename: answer(self._run, ask.as_json())}
+        node = os.uname().nodename
+        return {node: answer(self._run, ask.of(node).as_json())}
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt."""
@@ -302,7 +303,7 @@ class AgentNodes:
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Have every agent look at its node."""
         for agent in self._crew.members.values():
-            agent.tell(do="preflight", **ask.as_json())
+            agent.tell(do="preflight", **ask.of(agent.node).as_json())
         return self._await("preflight", LONGEST_S + _ANSWER_S, ask.attempt)
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from hpcrun.errors import EXIT_SITE
+from hpcrun.errors import EXIT_SITE, UsageError
 from hpcrun.hostlist import fold
 from hpcrun.launch import recover
 from hpcrun.launch.agents.nodes import Nodes
@@ -21,6 +22,8 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.tuning.job import advise_job
+from hpcrun.tuning.names import parse_devices
 
 _BEGIN = "preflight: "
 _IN_A_ROW = 3
@@ -86,7 +89,9 @@ class Admission:
         ]
 
 
-def ask_for(spec: JobSpec, cluster: ClusterSpec | None, attempt: int, *, is_alone: bool) -> Ask | None:
+def ask_for(
+    spec: JobSpec, cluster: ClusterSpec | None, attempt: int, nodes: Sequence[str] = (), *, is_alone: bool
+) -> Ask | None:
     """What the nodes are asked to look at; None where the job wants no preflight."""
     checks = checks_of(spec.preflight)
     if not checks:
@@ -100,10 +105,35 @@ def ask_for(spec: JobSpec, cluster: ClusterSpec | None, attempt: int, *, is_alon
         scratch=local,
         interface=None if is_alone else cluster.network.interface,
         hcas=cluster.network.hcas,
+        hcas_of=adapters_of(spec, cluster, nodes, os.environ),
         gpus=spec.resources.gpus_per_node or 0,
         programs=cluster.preflight.checks,
         program_s=cluster.preflight.timeout_s,
     )
+
+
+def adapters_of(
+    spec: JobSpec, cluster: ClusterSpec, nodes: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """The adapters that the ranks of a node will use, where these are not all that the profile names.
+
+    What the settings leave out on a node is no reason to leave out the node; what they name has to work.
+    """
+    try:
+        settings = advise_job(spec, cluster, tuple(nodes)).but_for(environ, "environment")
+    except UsageError:
+        return {}  # the attempt tells what is wrong with the profile, and has no settings
+    hcas = cluster.network.hcas
+    stands = next((one.value for one in settings.overruled if one.name == "NCCL_IB_HCA"), None)
+    found = {}
+    for node in nodes:
+        value = settings.of_node(node).get("NCCL_IB_HCA") if stands is None else stands
+        if value is not None:
+            named = parse_devices(value)
+            more = named.names if named.exact and not named.excludes else ()
+            used = dict.fromkeys([*filter(named.takes, hcas), *more])
+            found[node.partition(".")[0]] = tuple(used)
+    return found
 
 
 def admit(ask: Ask, nodes: Nodes) -> Admission:

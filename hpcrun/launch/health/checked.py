@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+
+from hpcrun.fabric.ports import Port
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]
 """Only `fail` keeps a node out; what is unknown is told, and nothing else."""
@@ -27,7 +28,6 @@ _CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 300.0
 """With clocks five minutes apart, munge and Slurm refuse each other's messages."""
 _NAGIOS: dict[int, Verdict] = {0: "ok", 1: "warn", 2: "fail", 3: "unknown"}
 _UP, _DOWN = "up", ("down", "lowerlayerdown", "notpresent")
-_ACTIVE = re.compile(r"\b4: *ACTIVE|\bACTIVE\b")
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,17 @@ def judge_interface(name: str, state: str | None, flags: int) -> Checked:
     return Checked("interface") if known else Checked("interface", "unknown", f"{name}: is in state {state}")
 
 
-def judge_ports(ports: Mapping[str, Mapping[str, str]], wanted: Collection[str]) -> list[Checked]:
-    """The ports of InfiniBand and RoCE devices by their states; those that the profile names have to work."""
+def judge_ports(ports: Collection[Port], wanted: Collection[str]) -> list[Checked]:
+    """The ports of InfiniBand and RoCE devices; those devices that the job uses have to work."""
     found = []
-    for device in sorted({*ports, *wanted}):
-        states = ports.get(device, {})
-        idle = {port: state for port, state in states.items() if not _ACTIVE.search(state)}
-        if device in wanted and len(idle) == len(states):
-            what = "; ".join(f"port {port} is {state}" for port, state in idle.items())
-            text = f"{device}: {what or 'there is no such device'} (network.hcas of the profile)"
+    for device in sorted({*(port.device for port in ports), *wanted}):
+        its = [port for port in ports if port.device == device]
+        idle = [port for port in its if not port.is_active]
+        what = "; ".join(f"port {port.number} is {port.state or 'unreadable'}" for port in idle)
+        if device in wanted and len(idle) == len(its):
+            text = f"{device}: {what or 'there is no such device'}, and the job uses it (NCCL_IB_HCA)"
             found.append(Checked("nic", "fail", text))
         elif idle and not wanted:
-            what = "; ".join(f"port {port} is {state}" for port, state in idle.items())
             found.append(Checked("nic", "warn", f"{device}: {what}"))
     return found or [Checked("nic")]
 

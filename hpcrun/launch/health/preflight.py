@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ class Ask:
     """Directories of the node's own, besides /tmp."""
     interface: str | None = None
     hcas: Sequence[str] = ()
+    """The adapters that the job uses."""
+    hcas_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Those of nodes where it uses others, by the short name."""
     gpus: int = 0
     programs: Sequence[str] = ()
     program_s: float = 5.0
@@ -51,6 +54,10 @@ class Ask:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+    def of(self, node: str) -> Ask:
+        """The same for one node."""
+        return replace(self, hcas=self.hcas_of.get(node.partition(".")[0], self.hcas), hcas_of={})
 
     def place(self, run: RunDir, root: Path = Path("/")) -> Place:
         """What the probes look at."""

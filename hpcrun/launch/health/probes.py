@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpcrun import process
 from hpcrun.errors import SiteError
+from hpcrun.fabric.ports import ports
 from hpcrun.launch.agents.lease import LEADERLESS_S
 from hpcrun.launch.health.checked import (
     Checked,
@@ -71,7 +72,7 @@ def limits(place: Place) -> list[Checked]:
         for name in ("nofile", "nproc", "stack", "memlock")
     }
     known = {name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
-    return judge_limits(known, is_infiniband=bool(_ports(place.root)))
+    return judge_limits(known, is_infiniband=bool(ports(place.root, with_gids=False)))
 
 
 def space(place: Place) -> list[Checked]:
@@ -129,15 +130,7 @@ def interface(place: Place) -> list[Checked]:
 
 def nic(place: Place) -> list[Checked]:
     """The ports of the RDMA devices."""
-    return judge_ports(_ports(place.root), place.hcas)
-
-
-def _ports(root: Path) -> dict[str, dict[str, str]]:
-    """The state of every port of every InfiniBand or RoCE device, as sysfs has it."""
-    found: dict[str, dict[str, str]] = {}
-    for path in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
-        found.setdefault(path.parts[-4], {})[path.parts[-2]] = _line(path) or "unreadable"
-    return found
+    return judge_ports(ports(place.root, with_gids=False), place.hcas)
 
 
 def gpu(place: Place) -> list[Checked]:

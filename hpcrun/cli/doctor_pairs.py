@@ -1,0 +1,67 @@
+"""`hpcrun doctor pairs`: which two nodes to try next, and which node the trials name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrun.errors import UsageError
+
+if TYPE_CHECKING:
+    from hpcrun.tuning.finding import Finding
+
+SCHEMA_VERSION = 1
+
+
+def pairs(words: Sequence[str], at_least_GBps: float | None, as_json: bool) -> list[Finding]:
+    """Read the outputs of trials, print what they say and what comes next; gives the findings."""
+    from hpcrun.hostlist import expand
+    from hpcrun.tuning.trials import among, judge, next_pairs, parse_trials, stand
+
+    if not words:
+        raise UsageError(
+            "doctor pairs: name the nodes, and the outputs so far: doctor pairs n[01-16] [FILE...]"
+        )
+    nodes = list(expand(words[0]))
+    if len(nodes) < 2:
+        raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
+    trials = [trial for name in words[1:] for trial in parse_trials(_text(Path(name)), name)]
+    standing = stand(nodes, among(nodes, trials), at_least_GBps)
+    findings, coming = list(judge(standing)), next_pairs(standing)
+    if as_json:
+        content = {
+            "clear": [node for node in nodes if node in standing.clear],
+            "slow": list(standing.named),
+            "below_GBps": standing.limit_GBps,
+            "next": [list(pair) for pair in coming],
+            "findings": [one.as_json() for one in findings],
+        }
+        print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+        return findings
+    for one in findings:
+        print(f"{one.level:9}  {one.check}  {one}")
+    if coming:
+        _print_next(coming)
+    elif not findings:
+        print(f"all {len(nodes)} nodes are as fast as the others")
+    return findings
+
+
+def _print_next(coming: Sequence[tuple[str, str]]) -> None:
+    print("try next, all at once; then give the outputs to `hpcrun doctor pairs` with those before:")
+    for first, second in coming:
+        step = f"srun --overlap --nodes=2 --nodelist={first},{second} --ntasks-per-node=G --gpus-per-node=G"
+        print(f"  {step} all_reduce_perf -b 256M -e 256M -w 20 -n 50 > {first}+{second}.txt &")
+    ranks = ",".join(node for pair in coming for node in pair)
+    links = " ".join(f"{first}+{second}:{2 * at}-{2 * at + 1}" for at, (first, second) in enumerate(coming))
+    print("or without GPUs, one after the other, with one rank a node in this order:")
+    print(f"  {ranks}: python -m hpcrun.bench.pingpong links OUT.json {links}")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
