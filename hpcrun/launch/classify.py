@@ -6,6 +6,7 @@ import re
 import signal
 from typing import Any, Literal
 
+from hpcrun.launch.health.xids import is_of_the_program
 from hpcrun.launch.watch.stacks import Group
 
 Kind = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
@@ -29,7 +30,7 @@ def kind_of_crash(record: dict[str, Any] | None, wait_status: int | None = None)
         return "infrastructure" if ended_by in _BY_OTHERS else "unknown"
     said = f"{record.get('message', '')}\n{record.get('traceback', '')}"
     if _MACHINE.search(said):
-        return "infrastructure"
+        return "unknown" if is_of_the_program(said) else "infrastructure"
     return "data" if _DATA.search(said) else "unknown"
 
 

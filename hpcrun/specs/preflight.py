@@ -52,3 +52,10 @@ class SitePreflightSpec(BaseModel):
     timeout_s: float = Field(
         default=5.0, gt=0, le=8, description="seconds that each has; what takes longer is unknown"
     )
+    xids: dict[
+        Annotated[int, Field(ge=1, le=9999)], Literal["ignore", "restart", "reset", "reboot", "look"]
+    ] = Field(
+        default={},
+        description="what the XIDs of NVIDIA's driver ask for here, where the site sees it otherwise than"
+        " NVIDIA's catalogue; reset and reboot leave the node out",
+    )

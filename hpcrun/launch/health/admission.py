@@ -107,6 +107,7 @@ def ask_for(
         hcas=cluster.network.hcas,
         hcas_of=adapters_of(spec, cluster, nodes, os.environ),
         gpus=spec.resources.gpus_per_node or 0,
+        xids={str(code): action for code, action in cluster.preflight.xids.items()},
         programs=cluster.preflight.checks,
         program_s=cluster.preflight.timeout_s,
     )

@@ -6,12 +6,13 @@ of its counters. See NVIDIA's documentation of nvidia-smi, and of GPU memory err
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.health.checked import Checked
+from hpcrun.launch.health.xids import Xid, XidAction, judge_xids
 
 _FORMAT = "--format=csv,noheader,nounits"
 _FIELDS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending")
@@ -89,8 +90,13 @@ def _judge(gpu: GpuHealth) -> list[Checked]:
     return wrong
 
 
-def gpu_health(asked: int, timeout_s: float) -> list[Checked]:
-    """Ask nvidia-smi, each question with this time limit; SiteError where it does not answer in time."""
+def gpu_health(
+    asked: int, timeout_s: float, xids: Sequence[Xid] = (), site: Mapping[int, XidAction] | None = None
+) -> list[Checked]:
+    """Ask nvidia-smi, each question with this time limit; SiteError where it does not answer in time.
+
+    `xids`: what the kernel's log has of the GPUs, judged by the site's list and the catalogue.
+    """
     # Before driver 570 the last field is no valid one, and nothing is answered.
     for fields in ((*_FIELDS, _RECOVERY), _FIELDS):
         done = process.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", _FORMAT], timeout_s=timeout_s)
@@ -108,7 +114,15 @@ def gpu_health(asked: int, timeout_s: float) -> list[Checked]:
         gpus = with_rows(gpus, rows.stdout if rows.exit_code == 0 else "")
     except SiteError as error:
         return [*judge_gpus(gpus, asked), Checked("gpu", "unknown", str(error))]
-    return judge_gpus(gpus, asked)
+    told = judge_xids(xids, site, is_asked=_is_action_asked(gpus))
+    found = judge_gpus(gpus, asked)
+    return [*(one for one in found if one.verdict != "ok"), *told] if told else found
+
+
+def _is_action_asked(gpus: Sequence[GpuHealth]) -> bool | None:
+    """Whether the driver asks for anything; None where it is too old to say."""
+    said = [gpu.recovery.casefold() for gpu in gpus if gpu.recovery is not None]
+    return any(one != _NO_ACTION for one in said) if said and len(said) == len(gpus) else None
 
 
 def _cells(text: str) -> list[list[str]]:

@@ -14,6 +14,7 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launch.health import probes
 from hpcrun.launch.health.checked import Checked
 from hpcrun.launch.health.probes import Place
+from hpcrun.launch.health.xids import XidAction
 from hpcrun.specs.rundir import RunDir
 
 _PROBE_S = 3.0
@@ -48,6 +49,8 @@ class Ask:
     hcas_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Those of nodes where it uses others, by the short name."""
     gpus: int = 0
+    xids: Mapping[str, XidAction] = field(default_factory=dict)
+    """The site's own actions for numbers in the kernel's log, which travel as text."""
     programs: Sequence[str] = ()
     program_s: float = 5.0
 
@@ -62,7 +65,8 @@ class Ask:
     def place(self, run: RunDir, root: Path = Path("/")) -> Place:
         """What the probes look at."""
         scratch, hcas = tuple(self.scratch), tuple(self.hcas)
-        return Place(run, self.attempt, scratch, self.interface, hcas, self.gpus, root)
+        xids = {int(code): action for code, action in self.xids.items()}
+        return Place(run, self.attempt, scratch, self.interface, hcas, self.gpus, xids, root)
 
 
 class _Probe(threading.Thread):

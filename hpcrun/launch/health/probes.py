@@ -13,8 +13,8 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrun import process
@@ -30,6 +30,7 @@ from hpcrun.launch.health.checked import (
     judge_space,
 )
 from hpcrun.launch.health.gpuhealth import gpu_health
+from hpcrun.launch.health.xids import XidAction, recent_xids
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.shm import stale_segments
 from hpcrun.process import ProcessId
@@ -56,6 +57,8 @@ class Place:
     hcas: tuple[str, ...] = ()
     gpus: int = 0
     """How many were asked for."""
+    xids: Mapping[int, XidAction] = field(default_factory=dict)
+    """What the site makes of numbers in the kernel's log."""
     root: Path = Path("/")
 
     @property
@@ -139,7 +142,7 @@ def gpu(place: Place) -> list[Checked]:
         return [Checked("gpu")]
     if shutil.which("nvidia-smi") is None:
         return [Checked("gpu", "unknown", "there is no nvidia-smi that could tell how the GPUs are")]
-    return gpu_health(place.gpus, timeout_s=1.8)
+    return gpu_health(place.gpus, 1.8, recent_xids(1.0), place.xids)
 
 
 def leftovers(place: Place) -> list[Checked]:

@@ -1,0 +1,102 @@
+"""What NVIDIA's driver says in the kernel's log: which GPU, which number, and what is to be done about it."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from hpcrun.launch.classify import kind_of_crash
+from hpcrun.launch.health.gpuhealth import gpu_health
+from hpcrun.launch.health.preflight import Ask
+from hpcrun.launch.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
+from hpcrun.specs.preflight import SitePreflightSpec
+from hpcrun.specs.rundir import RunDir
+
+DATA = Path(__file__).parents[1] / "data" / "gpu"
+NOW = datetime.fromisoformat("2026-03-01T12:00:00+00:00")
+LOST = Xid("0000:3b:00", 79)
+
+
+def log() -> str:
+    return (DATA / "dmesg-xids.txt").read_text()
+
+
+def test_each_number_of_a_gpu_counts_once_and_old_ones_do_not() -> None:
+    assert parse_xids(log(), NOW) == [Xid("0000:3b:00", 79), Xid("0000:86:00", 31), Xid("0000:86:00", 999)]
+    # Without a clock all count: 94 was told a day before.
+    assert Xid("0000:af:00", 94) in parse_xids(log())
+    assert parse_xids("") == parse_xids("NVRM: Xid\nXid 79 in somebody's words\n") == []
+
+
+def test_what_numbers_ask_for() -> None:
+    found = [
+        LOST,
+        Xid("0000:3b:00", 48),
+        Xid("0000:3b:00", 63),
+        Xid("0000:3b:00", 31),
+        Xid("0000:3b:00", 999),
+    ]
+    told = [(one.verdict, one.text) for one in judge_xids(found)]
+    assert told == [
+        ("warn", "GPU at 0000:3b:00: Xid 48: somebody has to look"),
+        ("fail", "GPU at 0000:3b:00: Xid 79: the node needs a reboot"),
+        ("warn", "GPU at 0000:3b:00: Xid 999: no list knows this number"),
+    ]
+
+
+def test_a_site_has_the_last_word_on_a_number_and_the_driver_on_a_gpu() -> None:
+    assert action_of(79, {79: "ignore"}) == "ignore"
+    assert judge_xids([LOST], {79: "ignore"}) == []
+    assert [one.verdict for one in judge_xids([Xid("a", 63)], {63: "reset"})] == ["fail"]
+    assert [one.verdict for one in judge_xids([LOST], is_asked=False)] == ["warn"]
+
+
+def test_a_site_s_list_reaches_the_probe(tmp_path: Path) -> None:
+    spec = SitePreflightSpec(xids={79: "ignore"})
+    ask = Ask(["gpu"], xids={str(code): action for code, action in spec.xids.items()})
+    assert Ask(**ask.as_json()).place(RunDir(tmp_path)).xids == {79: "ignore"}
+
+
+def tool(folder: Path, name: str, body: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def test_a_gpu_that_answers_may_still_have_told_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As drivers before 570 answer, which do not say what they ask for.
+    tool(
+        tmp_path,
+        "nvidia-smi",
+        f"case $* in *gpu_recovery*) exit 2 ;; *rows*) ;; *) cat {DATA}/gpus-old.csv ;; esac",
+    )
+    now = datetime.now().astimezone().isoformat(timespec="microseconds").replace(".", ",")
+    tool(
+        tmp_path, "dmesg", f"echo '{now} NVRM: Xid (PCI:0000:3b:00): 79, pid=77, GPU has fallen off the bus.'"
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    seen = recent_xids(5.0)
+    assert seen == [LOST]
+    asked = len((DATA / "gpus-old.csv").read_text().splitlines())
+    assert "GPU at 0000:3b:00: Xid 79: the node needs a reboot" in [
+        one.text for one in gpu_health(asked, 5.0, seen) if one.verdict == "fail"
+    ]
+    tool(tmp_path, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
+    assert recent_xids(5.0) == []
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("CUDA error: an illegal memory access; NVRM: Xid (PCI:0000:3b:00): 31, pid=7", "unknown"),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus", "infrastructure"),
+        ("Xid 31 and then Xid 79", "infrastructure"),
+        ("CUDA error: uncorrectable ECC error encountered", "infrastructure"),
+    ],
+)
+def test_a_fault_of_the_program_is_not_the_machine_s(message: str, kind: str) -> None:
+    assert kind_of_crash({"message": message}) == kind
