@@ -40,7 +40,7 @@ from hpcrun.runtime.drainhome import AgentHome, OwnHome
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.planning import dtype_name, raw_bytes
 from hpcrun.runtime.trees import Tree, pack, put_back, take_apart, unpack
-from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.rundir import RunDir, find_run
 from hpcrun.specs.saves import saved_steps
 
@@ -252,12 +252,15 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
 
 def _spec(memory: int, options: Mapping[str, Any]) -> CheckpointSpec:
     try:
-        return CheckpointSpec.model_validate({"memory": memory, **options})
+        spec = CheckpointSpec.model_validate({"memory": memory, **options})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         known = ", ".join(CheckpointSpec.model_fields)
         raise UsageError(f"Checkpointer: {where}: {first['msg']}; options: {known}") from None
+    for wrong in check_checkpoint(spec):
+        raise UsageError(f"Checkpointer: {wrong.key.removeprefix('checkpoint.')}: {wrong.text}")
+    return spec
 
 
 def _run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
