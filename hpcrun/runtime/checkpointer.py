@@ -70,7 +70,9 @@ class Checkpointer:
         self._run = run
         attempt = self._control.everywhere(lambda: _attempt(run, agent))
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
-        self._direct = checkpoint.Checkpointer(run.checkpoints, self._control, attempt=attempt, **keep)
+        self._direct = checkpoint.Checkpointer(
+            run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
+        )
         self._on_record = on_record
         self._behind: SavesBehind | None = None
         if self._spec.memory:
