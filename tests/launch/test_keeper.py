@@ -246,7 +246,31 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     unrestored = site.run.attempt(4).unrestored
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
+    # It is given up when it fails again although nodes have read what they hold of it.
+    assert read_poison(site.run)[stamp(15).generation] == 1
+    site.prepare(5)
+    assert site.orders("b", "inventory")[-2]["prove"] == [stamp(15).generation]
+    site.run.attempt(5).unrestored.write_text(unrestored.read_text())
+    site.keeper.after(ended(5, None))
     assert read_poison(site.run)[stamp(15).generation] == 2
+
+
+def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(site: Site) -> None:
+    site.holds(*(one(20, n) for n in range(3) for one in (held, parity)))
+    (site.path / "damaged.json").write_text(json.dumps([part(20, 1).tail_hash]))
+    (site.path / "rebuilt.json").write_text(json.dumps(held(20, 1, "memory").as_json()))
+    plan = site.prepare(2)
+    assert plan is not None
+    assert [one.node for one in plan.sources] == list(NODES)
+    site.run.attempt(2).unrestored.write_text(
+        json.dumps({"generation": stamp(20).generation, "why": "a byte"})
+    )
+    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", None))
+    plan = site.prepare(3)
+    assert plan is not None
+    assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
+    (order,) = site.orders("spare", "rebuild")
+    assert order["order"]["lost"] == [1]
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:

@@ -28,6 +28,18 @@ def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> in
     return counts[generation]
 
 
+def note_doubt(run: RunDir, generation: str) -> None:
+    """A generation could not be loaded: what nodes hold of it has to prove itself before it is used again."""
+    counts = read_poison(run)
+    if not counts.get(generation):
+        note_failure(run, generation)
+
+
+def in_doubt(run: RunDir) -> set[str]:
+    """The generations that have failed, and are not given up yet."""
+    return {generation for generation, count in read_poison(run).items() if 0 < count < POISONED}
+
+
 def tells_against(outcome: Outcome, step: int, newest: int) -> bool:
     """Whether a failed attempt tells against the state of a step that it went on from.
 
