@@ -18,10 +18,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.arena import Arena, Slot
+from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
 from hpcrun.checkpoint.partrecord import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
-from hpcrun.checkpoint.stations import Withdraws
+from hpcrun.checkpoint.stations import TakesMemory, Withdraws
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved, read_save, saved_steps
 
@@ -115,6 +116,13 @@ class Drain:
     def levels(self) -> list[Level]:
         """Those below memory that it has stations for."""
         return [level for level in LEVELS if level in self._stations]
+
+    def reserve(self, sizes: dict[int, int], count: int) -> dict[int, list[Slot]]:
+        """Slots for the node's ranks, with room for what stations keep in memory; SiteError: none fit."""
+        block = sum(padded(size, PART_ALIGN) for size in sizes.values())
+        takers = [one for one in self._stations.values() if isinstance(one, TakesMemory)]
+        beside = sum(one.memory_bytes(block) for one in takers)
+        return self.arena.reserve(sizes, count, self.is_elsewhere, beside)
 
     def settle(self) -> None:
         """Take note of what the other threads have done."""
