@@ -39,7 +39,8 @@ def repair(
 
     Looks at every byte of the saves, and of what was set aside as damaged. Whatever proves right is taken:
     from what was set aside, what nodes keep on disks and in memory that this machine sees, the object store,
-    and --from. Exit code 1 where something stays damaged.
+    and --from; what is nowhere whole is made again from parity, as far as that is seen here. Exit code 1
+    where something stays damaged.
     """
     from contextlib import ExitStack
 
@@ -66,9 +67,10 @@ def repair(
         copies += stored_copies(found, url, endpoint, stack)
         for path in wanted:
             with progress(path.name, _size(path)) as show:
-                one = repair_generation(
-                    path, copies, [one.stamp for one in held], dry_run=dry_run, progress=show
-                )
+                stamps = [one.stamp for one in held]
+                one = repair_generation(path, copies, stamps, dry_run=dry_run, progress=show)
+                if one is not None and one.missing and (made := made_again(held, one, stack)):
+                    one = repair_generation(path, [*copies, *made], stamps, dry_run=dry_run, progress=show)
             if one is not None:
                 repairs.append(one)
     if as_json:
@@ -88,6 +90,19 @@ def holdings_of(run: RunDir) -> list[Holding]:
 
     local = load_job(run.spec).spec.checkpoint.local if run.spec.exists() else None
     return holdings_here(run.id, local)
+
+
+def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:
+    """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
+    import tempfile
+
+    from hpcrun.checkpoint.copies import HeldCopy
+    from hpcrun.checkpoint.nearby import rebuilt_here
+
+    if wanted.generation is None or not any(one.parity for one in held):
+        return []
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrun-repair-")))
+    return [HeldCopy(one) for one in rebuilt_here(held, wanted.path, wanted.generation, folder)]
 
 
 def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
