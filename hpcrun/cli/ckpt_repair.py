@@ -46,7 +46,6 @@ def repair(
 
     from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
     from hpcrun.checkpoint.repair import damaged_generations
-    from hpcrun.checkpoint.repair import repair as repair_generation
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
     from hpcrun.specs.rundir import find_run
 
@@ -66,11 +65,7 @@ def repair(
         copies += [HeldCopy(one) for one in held]
         copies += stored_copies(found, url, endpoint, stack)
         for path in wanted:
-            with progress(path.name, _size(path)) as show:
-                stamps = [one.stamp for one in held]
-                one = repair_generation(path, copies, stamps, dry_run=dry_run, progress=show)
-                if one is not None and one.missing and (made := made_again(held, one, stack)):
-                    one = repair_generation(path, [*copies, *made], stamps, dry_run=dry_run, progress=show)
+            one = _repair(path, copies, held, stack, dry_run)
             if one is not None:
                 repairs.append(one)
     if as_json:
@@ -81,6 +76,20 @@ def repair(
         _print(repairs, len(wanted), dry_run)
     if any(one.problem for one in repairs):
         raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _repair(
+    path: Path, copies: list[Copy], held: list[Holding], stack: ExitStack, dry_run: bool
+) -> Repair | None:
+    """Repair a save from its copies; where that is not enough also from what parity makes again."""
+    from hpcrun.checkpoint.repair import repair as repair_generation
+
+    stamps = [one.stamp for one in held]
+    with progress(path.name, _size(path)) as show:
+        one = repair_generation(path, copies, stamps, dry_run=dry_run, progress=show)
+        if one is not None and one.missing and (made := made_again(held, one, stack)):
+            one = repair_generation(path, [*copies, *made], stamps, dry_run=dry_run, progress=show)
+    return one
 
 
 def holdings_of(run: RunDir) -> list[Holding]:
