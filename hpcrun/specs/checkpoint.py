@@ -94,7 +94,10 @@ class CheckpointSpec(_Section):
         " 0: ranks write to the run directory themselves, and wait for it",
     )
     local: Directory | None = Field(
-        default=None, description="a directory on each node's own disk that also gets every save"
+        default=None,
+        description="a directory on each node's own disk that also gets every save. Emptied when the run is"
+        " done and its newest state is in the run directory; after any other end it is left to the site,"
+        " which mostly empties it after the job",
     )
     parity: ParitySpec = Field(
         default=ParitySpec(), description="survive lost nodes without the run directory"

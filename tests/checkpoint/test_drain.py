@@ -276,3 +276,23 @@ def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
         node.ask(rank, do="reserve", size_bytes=1 << 19, slots=2, ranks=[0, 1])
     assert len(node.heard[0][-1]["slots"]) == count
     node.drain.close()
+
+
+def test_what_is_let_go_of_is_gone_when_the_worker_ends_meanwhile(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    local, durable = node.stations["local"], node.stations["durable"]
+    node.save(2, ["local"])
+    assert len(node.until_stored(1)) == 1
+    durable.gate.clear()
+    node.save(4, ["durable"], published=2)
+    node.until(lambda: durable.begun == [4])
+    node.drain.release(set())
+    threading.Timer(0.05, durable.gate.set).start()
+    node.drain.close()
+    assert local.stored == []
+
+
+def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.save(2, ["local"])
+    node.drain.close()

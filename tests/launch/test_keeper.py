@@ -311,3 +311,15 @@ def test_only_so_many_generations_are_followed() -> None:
         assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
     assert len(story._shares) == 16
     assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
+
+
+def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(site: Site) -> None:
+    site.holds(*(held(20, n, "local") for n in range(3)))
+    site.prepare(2)
+    before = len(site.orders("a", "release"))
+    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
+    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    assert len(site.orders("a", "release")) == before
+    save(site.run.checkpoints, 40)
+    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    assert site.orders("a", "release")[before:] == [{"do": "release", "keep": []}]

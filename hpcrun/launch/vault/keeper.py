@@ -237,6 +237,9 @@ class Keeper:
     def after(self, outcome: Outcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""
         self.look()
+        if outcome.status == "done" and self.has_levels:
+            self._clean_up()
+            return
         failed = read_json(outcome.files.unrestored)
         if isinstance(failed, dict) and failed.get("generation"):
             self._failed_to_load(str(failed["generation"]))
@@ -246,6 +249,14 @@ class Keeper:
             return
         count = note_failure(self._run, began.generation or f"step-{began.step:08d}")
         self._tell(outcome.files, "poison", step=began.step, generation=began.generation, count=count)
+
+    def _clean_up(self) -> None:
+        """The run is done: what it has on nodes' own disks nobody needs, unless it is newer than all else."""
+        steps = saved_steps(self._run.checkpoints)
+        if steps and steps[-1].step >= self.step():
+            self._workers.release([])
+        elif self._spec.checkpoint.local is not None:
+            self._note(f"checkpoint.local: kept, as step {self.step()} is not in the run directory")
 
     def _failed_to_load(self, generation: str) -> None:
         """Parts that are damaged are left out next time; where none was, or others are, it is given up."""
