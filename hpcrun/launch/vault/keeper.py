@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder
 from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.decide import decide, levels_in_words
+from hpcrun.checkpoint.decide import decide, levels_in_words, near_key
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Stamp
 from hpcrun.checkpoint.plan import RestorePlan
@@ -259,9 +259,12 @@ class Keeper:
             self._note(f"checkpoint.local: kept, as step {self.step()} is not in the run directory")
 
     def _failed_to_load(self, generation: str) -> None:
-        """Parts that are damaged are left out next time; where none was, or others are, it is given up."""
+        """Parts that are damaged are left out next time; where none was, or others are, it is given up.
+
+        It was in memory: what the run directory has of it may still be whole.
+        """
         if generation in self._proved:
-            note_failure(self._run, generation, is_proved=True)
+            note_failure(self._run, near_key(generation), is_proved=True)
         else:
             note_doubt(self._run, generation)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.checkpoint.decide import POISONED
+from hpcrun.checkpoint.decide import POISONED, near_key
 from hpcrun.launch.course import Outcome
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -29,15 +29,18 @@ def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> in
 
 
 def note_doubt(run: RunDir, generation: str) -> None:
-    """A generation could not be loaded: what nodes hold of it has to prove itself before it is used again."""
-    counts = read_poison(run)
-    if not counts.get(generation):
-        note_failure(run, generation)
+    """What nodes hold of a generation could not be loaded: it has to prove itself before it is used again."""
+    if not read_poison(run).get(near_key(generation)):
+        note_failure(run, near_key(generation))
 
 
 def in_doubt(run: RunDir) -> set[str]:
-    """The generations that have failed, and are not given up yet."""
-    return {generation for generation, count in read_poison(run).items() if 0 < count < POISONED}
+    """The generations that could not be loaded from nodes, and are not given up yet."""
+    prefix = near_key("")
+    counts = read_poison(run).items()
+    return {
+        key.removeprefix(prefix) for key, count in counts if key.startswith(prefix) and 0 < count < POISONED
+    }
 
 
 def tells_against(outcome: Outcome, step: int, newest: int) -> bool:
