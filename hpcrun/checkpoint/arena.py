@@ -132,14 +132,20 @@ class Arena:
         yield from self.old
 
     def reserve(
-        self, sizes: dict[int, int], count: int, may_drop: Callable[[Stamp], bool]
+        self,
+        sizes: dict[int, int],
+        count: int,
+        may_drop: Callable[[Stamp], bool],
+        parity_bytes: int = 0,
     ) -> dict[int, list[Slot]]:
         """Slots for all ranks of the node, `count` each, or one where two do not fit; SiteError where none.
 
         Slots that fit are kept with what they hold. `may_drop` says whether a state is also kept elsewhere,
-        and may make room.
+        and may make room. `parity_bytes`: what is to stay free for parity, that which is there included.
         """
         fitting = self._sort_out(sizes, count)
+        there = sum(path.stat().st_size for path in self.folder.glob("parity-*.bin"))
+        beside = max(0, parity_bytes - there)
         for may_empty in (False, True):
             if may_empty:
                 self._drop(lambda slot: slot.record is None or may_drop(slot.record.stamp))
@@ -147,14 +153,15 @@ class Arena:
             for each in range(count, 0, -1):
                 wanted = {rank: max(0, each - len(fitting[rank])) for rank in sizes}
                 size = sum(padded(sizes[rank], PART_ALIGN) * number for rank, number in wanted.items())
-                if size <= room.size_bytes and self._make_all(sizes, wanted, fitting):
+                if size + beside <= room.size_bytes and self._make_all(sizes, wanted, fitting):
                     self.slots = fitting
                     return fitting
         held = f"; {gib(sum(s.size_bytes for s in self.old))} hold states of before" if self.old else ""
+        parity = f" and parity {gib(parity_bytes)}" if parity_bytes else ""
         self.old += [slot for slots in fitting.values() for slot in slots]
         raise SiteError(
-            f"{self.folder}: one state of this node's ranks is {gib(sum(sizes.values()))}, there is room for"
-            f" {room}{held}; ask for more memory (--mem), or set checkpoint.memory=0"
+            f"{self.folder}: one state of this node's ranks is {gib(sum(sizes.values()))}{parity}, there is"
+            f" room for {room}{held}; ask for more memory (--mem), or set checkpoint.memory=0"
         )
 
     def _sort_out(self, sizes: dict[int, int], count: int) -> dict[int, list[Slot]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import secrets
 import shutil
 import time
@@ -23,7 +24,8 @@ from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_saves, render_record
 
 DAMAGED = "damaged-"
-_LEFTOVER, _DOOMED = ".step-*", ".deleted"
+_LEFTOVER, _DOOMED, _BESIDE = ".step-*", ".deleted", ".ranks"
+_ASIDE = re.compile(rf"\.step-[0-9]+\.([0-9]+)({re.escape(_BESIDE)})?")
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,35 @@ def draft_of(checkpoints: Path, step: int, attempt: int, generation: bytes) -> D
 def begin(checkpoints: Path, step: int, attempt: int, *, beside: bool = False) -> Draft:
     """An empty place for the files of a generation; what broken saves have left is removed.
 
-    `beside`: not where a worker may be writing yet that has failed to save this step.
+    `beside`: workers may be writing, also this step, which they have failed to save: out of their way.
     """
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
-    for leftover in checkpoints.glob(_LEFTOVER):
-        shutil.rmtree(leftover, ignore_errors=True)
+    remove_leftovers(checkpoints, attempt, of_ranks=True, of_workers=not beside)
     draft = draft_of(checkpoints, step, attempt, secrets.token_bytes(16))
     if beside:
-        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}.ranks"))
+        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}{_BESIDE}"))
     draft.aside.mkdir(mode=0o700)
     return draft
+
+
+def remove_leftovers(
+    checkpoints: Path, attempt: int, *, of_ranks: bool, of_workers: bool, spare: Path | None = None
+) -> None:
+    """Remove what broken saves have left, up to this attempt; `spare` is what the caller is writing.
+
+    Ranks that write beside workers, and workers, know of their own alone whether it still lives: what the
+    others have begun in this attempt is left, as is what a later attempt, a repair or a download has begun.
+    """
+    for path in checkpoints.glob(_LEFTOVER):
+        match = _ASIDE.fullmatch(path.name)
+        if match is None:
+            is_left = path.name.endswith(_DOOMED)
+        elif of_ranks if match[2] else of_workers:
+            is_left = int(match[1]) <= attempt
+        else:
+            is_left = bool(match[2]) and int(match[1]) < attempt
+        if is_left and path != spare:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def commit(

@@ -226,6 +226,18 @@ def _rebuild(
     return Rebuild(stamp, node, members, parity, lost, survivors)
 
 
+def rebuilds_of(stamp: Stamp, holdings: Sequence[Holding], node: str) -> list[Rebuild]:
+    """What a node can make again of a generation by parity, whether or not that makes it whole."""
+    sources: dict[int, Source] = {}
+    for source in _sources(holdings):
+        sources.setdefault(source.number, source)
+    orders = []
+    for members, blocks in _sets(holdings).items():
+        if any(number not in sources for one in members for number, _ in one.parts):
+            orders.append(_rebuild(stamp, members, blocks, sources, node))
+    return [order for order in orders if order is not None]
+
+
 def _builder(nodes: Sequence[str], holdings: Iterable[Holding], turn: int) -> str:
     """Who rebuilds: a node that has nothing of the generation yet, else one after the other."""
     busy = {one.node for one in holdings}

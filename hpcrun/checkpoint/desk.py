@@ -98,7 +98,7 @@ class Desk(Listener):
         try:
             sizes = {one: wish[0] for one, wish in decided.items()}
             count = min(wish[1] for wish in decided.values())
-            given = drain.arena.reserve(sizes, count, drain.is_elsewhere)
+            given = drain.reserve(sizes, count)
             for one, slots in given.items():
                 names = [str(slot.path) for slot in slots]
                 answers[one] = {"kind": "reserved", "slots": names, "levels": drain.levels}

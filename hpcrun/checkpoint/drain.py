@@ -18,10 +18,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.arena import Arena, Slot
+from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
 from hpcrun.checkpoint.partrecord import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
-from hpcrun.checkpoint.stations import Withdraws
+from hpcrun.checkpoint.stations import TakesMemory, Withdraws
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved, read_save, saved_steps
 
@@ -89,6 +90,8 @@ class Drain:
         self._carrier = ThreadPoolExecutor(1, "drain")
         self._gathering: dict[str, _Gathering] = {}
         self._journeys: list[_Journey] = []
+        self._to_release: set[str] | None = None
+        """What stays, of all that is to be let go of and has not been yet."""
         self._kept: set[str] = set()
         """Generations that some level but memory has whole."""
         self._failed: set[str] = set()
@@ -115,6 +118,13 @@ class Drain:
     def levels(self) -> list[Level]:
         """Those below memory that it has stations for."""
         return [level for level in LEVELS if level in self._stations]
+
+    def reserve(self, sizes: dict[int, int], count: int) -> dict[int, list[Slot]]:
+        """Slots for the node's ranks, with room for what stations keep in memory; SiteError: none fit."""
+        block = sum(padded(size, PART_ALIGN) for size in sizes.values())
+        takers = [one for one in self._stations.values() if isinstance(one, TakesMemory)]
+        beside = sum(one.memory_bytes(block) for one in takers)
+        return self.arena.reserve(sizes, count, self.is_elsewhere, beside)
 
     def settle(self) -> None:
         """Take note of what the other threads have done."""
@@ -219,9 +229,16 @@ class Drain:
         """Let go of everything that this node holds, but for these generations and what is on its way."""
         kept = generations | {one.load.stamp.generation for one in self._journeys} | set(self._gathering)
         self.arena.release(kept)
-        for level in _OWN:
+        self._to_release = kept
+        self._carrier.submit(self._release)
+
+    def _release(self) -> None:
+        """After what is on its way; where the worker ends before that, at its end."""
+        kept, self._to_release = self._to_release, None
+        for level in _OWN if kept is not None else ():
             if (station := self._stations.get(level)) is not None:
-                self._carrier.submit(station.retain, kept)
+                with contextlib.suppress(OSError, SiteError):
+                    station.retain(kept or ())
 
     def holdings(self, node: str) -> list[Holding]:
         """All that this node has, at its levels."""
@@ -250,9 +267,13 @@ class Drain:
     def close(self) -> None:
         """End after what cannot be left half done."""
         self._hurry.set()
-        self._give_up_journeys(self._journeys, "the worker ends")
+        why = "the worker ends"
+        self._give_up_journeys(self._journeys, why)
         self._sealer.shutdown(cancel_futures=True)
+        self.settle()  # what was just sealed sets out
+        self._give_up_journeys(self._journeys, why)
         self._carrier.shutdown(cancel_futures=True)
+        self._release()
         self.settle()
 
     def _go(self, journey: _Journey, stations: Mapping[Level, Station], missing: Mapping[Level, str]) -> None:

@@ -16,7 +16,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from hpcrun.checkpoint.commit import Draft, commit, draft_of, retire
+from hpcrun.checkpoint.commit import Draft, commit, draft_of, remove_leftovers, retire
 from hpcrun.checkpoint.direct import write_file_direct
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
@@ -47,7 +46,6 @@ from hpcrun.specs.saves import Saved, read_save
 _LEADER = "failed-00000.json"
 """Once it is there the worker that holds part 0 will not commit any more."""
 _HASHES = re.compile(rb',"[0-9a-f]{16}"\]')
-_ASIDE = re.compile(r"\.step-[0-9]+\.([0-9]+)")
 
 PrepareFile = Callable[[Path, int, int], dict[str, Any]]
 """(path, size_bytes, nodes that write at once), before a file's first byte.
@@ -144,7 +142,10 @@ class DurableStation:
         is_told = False
         try:
             if leads:
-                self._remove_leftovers(stamp)
+                # Its leader is here, and goes on.
+                remove_leftovers(
+                    self._checkpoints, stamp.attempt, of_ranks=False, of_workers=True, spare=draft.aside
+                )
             for folder in (self._checkpoints, draft.aside):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             facts = self._write(draft, load)
@@ -325,14 +326,6 @@ class DurableStation:
         }
         with contextlib.suppress(OSError):
             write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checked(told))
-
-    def _remove_leftovers(self, stamp: Stamp) -> None:
-        """What broken saves of this attempt or earlier ones have left; its leader is here, and goes on."""
-        own = self._draft(stamp).aside
-        for path in self._checkpoints.glob(".step-*"):
-            match = _ASIDE.fullmatch(path.name)
-            if path != own and (match is None or int(match[1]) <= stamp.attempt):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 def _shape(one: SealedPart) -> str:

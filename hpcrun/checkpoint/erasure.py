@@ -110,6 +110,15 @@ class Geometry:
         return at, min(self.chunk_bytes, self.sizes[member] - at)
 
 
+def parity_room(block_bytes: int, members: int, parity: int) -> int:
+    """What parity takes of a node's memory, whose ranks write so much, in a set of so many members.
+
+    The two newest generations have theirs, and what is made for other members lies here until they fetch it.
+    """
+    chunk_bytes = padded(-(-block_bytes // (members - parity)), _ALIGN)
+    return (2 * parity + parity - 1) * chunk_bytes
+
+
 def encode(geometry: Geometry, stripe: int, fetch: Fetch, put: Put, window: int = WINDOW_BYTES) -> None:
     """Make all parities of a stripe; `put` gets each parity from its beginning to its end."""
     code = code_for(geometry.data, geometry.parity)

@@ -89,7 +89,7 @@ class LocalStation:
         )
 
     def retain(self, generations: Collection[str]) -> None:
-        """Let go of all but these generations, and of what no record speaks of."""
+        """Let go of all but these generations and what no record speaks of; with none, also of the folder."""
         wanted = set(generations)
         for path in self.folder.glob("step-*.bin"):
             record = path.with_suffix(".json")
@@ -97,3 +97,7 @@ class LocalStation:
                 with contextlib.suppress(OSError):
                     record.unlink(missing_ok=True)
                     path.unlink()
+        if not wanted:
+            with contextlib.suppress(OSError):  # something else is there
+                self.folder.rmdir()
+                self.folder.parent.rmdir()

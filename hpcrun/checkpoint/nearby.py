@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.checkpoint.arena import SHM, Arena, arena_folder
-from hpcrun.checkpoint.format import DamagedError, Part
-from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.blocks import parity_holdings
+from hpcrun.checkpoint.decide import rebuilds_of
+from hpcrun.checkpoint.format import DamagedError, Part, file_name
+from hpcrun.checkpoint.levels import HeldPart, Holding
 from hpcrun.checkpoint.local import LocalStation
 from hpcrun.checkpoint.objects import ObjectCopy, StoredObject, read_index, read_manifest
+from hpcrun.checkpoint.peers import Credentials, Peers
+from hpcrun.checkpoint.plan import SHARED
+from hpcrun.checkpoint.prove import damages_in, without
+from hpcrun.checkpoint.rebuild import rebuild_members
 from hpcrun.checkpoint.store import Store
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved
@@ -67,6 +74,7 @@ def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holdi
     found = list[Holding]()
     for folder in _folders(arena_folder(shm, run_id, "")):
         found += Arena(folder).holdings(folder.name)
+        found += [replace(one, node=folder.name) for one in parity_holdings(folder)]
     if local is not None:
         try:
             above = LocalStation(local, run_id, "").folder
@@ -75,6 +83,33 @@ def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holdi
         for folder in _folders(above):
             found += LocalStation(local, run_id, folder.name).holdings()
     return found
+
+
+def rebuilt_here(holdings: Sequence[Holding], save: Path, generation: str, folder: Path) -> list[Holding]:
+    """Parts of a generation that parity makes again, in files of a folder.
+
+    It is made from what of these holdings, and of the files of the save itself, proves whole.
+    """
+    own = [replace(one, node=SHARED) for one in holdings if one.stamp.generation == generation]
+    own = without(own, damages_in(own, {generation}))
+    made = list[Holding]()
+    for stamp in {one.stamp: None for one in own if one.parity is not None}:
+        mine = [one for one in own if one.stamp == stamp]
+        members = {
+            part for one in mine if one.parity for member in one.parity.members for part in member.parts
+        }
+        files = tuple(HeldPart(n, str(save / file_name(part.file)), part.start, part) for n, part in members)
+        there = [Holding(stamp, "durable", SHARED, files)]
+        whole = without(there, damages_in(there, {generation}))
+        peers = Peers(Credentials("", SHARED, ""), {})
+        try:
+            for order in rebuilds_of(stamp, [*mine, *whole], SHARED):
+                with suppress(SiteError, OSError):  # too little is left: what is missing is told anyway
+                    names = ",".join(order.members[index].node for index in order.lost)
+                    made.append(replace(rebuild_members(order, peers, SHARED, folder), node=names))
+        finally:
+            peers.close()
+    return made
 
 
 def _folders(above: Path) -> list[Path]:

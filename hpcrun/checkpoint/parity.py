@@ -32,7 +32,7 @@ from hpcrun.checkpoint.blocks import (
     spans,
     write_holding,
 )
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode
+from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode, parity_room
 from hpcrun.checkpoint.files import AsideFile, read_at
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
@@ -109,6 +109,10 @@ class ParityStation:
         server.on("standing", self._tell_standing)
         server.on("block", self._give_block)
         server.on("outgoing", self._give_outgoing)
+
+    def memory_bytes(self, block_bytes: int) -> int:
+        """What its files take in this node's memory at most, where all members write about so much."""
+        return parity_room(block_bytes, len(self._members), self._parity)
 
     def store(self, load: Load) -> dict[str, Any]:
         """Make parity with the other members; SiteError or OSError: the level does not have it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
 from xxhash import xxh3_64_intdigest
 
 from hpcrun.checkpoint.files import read_at
@@ -18,7 +21,10 @@ from hpcrun.checkpoint.format import (
     parse_tail,
     unpack_header,
 )
-from hpcrun.checkpoint.levels import HeldPart
+from hpcrun.checkpoint.levels import HeldPart, Holding
+
+Damage = tuple[str, str, int]
+"""A file, the generation and the number of the part in it that is not what it should be."""
 
 
 def prove_part(held: HeldPart, generation: bytes) -> None:
@@ -30,6 +36,29 @@ def prove_part(held: HeldPart, generation: bytes) -> None:
             proof.check_chunk(piece, place, digest)
     except (DamagedError, OSError) as error:
         raise DamagedError(f"{held.path}: part {held.number}: {error}") from None
+
+
+def damages_in(holdings: Iterable[Holding], generations: Collection[str]) -> dict[Damage, str]:
+    """The parts of these generations that do not prove themselves, and what is wrong with each."""
+    found = dict[Damage, str]()
+    for one in holdings:
+        for held in one.parts if one.stamp.generation in generations else ():
+            try:
+                prove_part(held, bytes.fromhex(one.stamp.generation))
+            except DamagedError as error:
+                found[held.path, one.stamp.generation, held.number] = str(error)
+    return found
+
+
+def without(holdings: Iterable[Holding], damages: Mapping[Damage, str]) -> list[Holding]:
+    """The holdings as if these parts were not there; what parity or another level has takes their place."""
+    found = []
+    for one in holdings:
+        name = one.stamp.generation
+        parts = tuple(held for held in one.parts if (held.path, name, held.number) not in damages)
+        if parts or one.parity is not None:
+            found.append(one if len(parts) == len(one.parts) else replace(one, parts=parts))
+    return found
 
 
 class _Proof:

@@ -73,6 +73,14 @@ class Withdraws(Protocol):
         """Tell them that these parts will not come."""
 
 
+@runtime_checkable
+class TakesMemory(Protocol):
+    """A station that keeps something in the memory of this node, beside the slots."""
+
+    def memory_bytes(self, block_bytes: int) -> int:
+        """How much at most, where the ranks of the node write so much."""
+
+
 class Neighbour(Protocol):
     """Answers other nodes' workers, and fetches from them; it has threads of its own."""
 

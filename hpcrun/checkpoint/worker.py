@@ -32,6 +32,7 @@ from hpcrun.checkpoint.desk import Desk
 from hpcrun.checkpoint.drain import Drain
 from hpcrun.checkpoint.levels import Holding, Level, Station
 from hpcrun.checkpoint.lines import Lines, listen
+from hpcrun.checkpoint.prove import Damage, damages_in, without
 from hpcrun.checkpoint.stations import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
 from hpcrun.errors import SiteError
 from hpcrun.specs.rundir import RunDir
@@ -64,6 +65,8 @@ class Worker:
         self._neighbour: Neighbour | None = None
         self._orders = ThreadPoolExecutor(1, "orders")
         self._answers = SimpleQueue[dict[str, Any]]()
+        self._damages: Mapping[Damage, str] = {}
+        """Parts that have not proved themselves: nobody is told of them any more."""
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listening: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -119,8 +122,7 @@ class Worker:
             case "configure":
                 self._configure(order)
             case "inventory":
-                held = [one.as_json() for one in self._holdings()]
-                self._host.send({"kind": "inventory", "id": order["id"], "holdings": held})
+                self._take_stock(order)
             case "rebuild":
                 self._rebuild(order)
             case "release":
@@ -129,6 +131,29 @@ class Worker:
                 self._goes_on = False
             case verb:
                 raise ValueError(f"unknown verb {verb}")
+
+    def _take_stock(self, order: dict[str, Any]) -> None:
+        """Tell what is here; of generations in doubt only what proves itself, read beside everything else."""
+        doubted, held = {str(one) for one in order.get("prove", ())}, self._holdings()
+        if not doubted:
+            self._host.send(_inventory(order["id"], held))
+            return
+        proving = self._orders.submit(damages_in, held, doubted)
+        proving.add_done_callback(partial(self._proved, order["id"], held))
+
+    def _proved(self, number: Any, held: list[Holding], proving: Future[dict[Damage, str]]) -> None:
+        """In the other thread."""
+        if proving.cancelled():
+            return
+        if (error := proving.exception()) is not None:
+            self._answers.put({"kind": "error", "why": f"inventory: {error}"})
+        else:
+            damages = proving.result()
+            self._damages = {**self._damages, **damages}
+            for why in damages.values():
+                self._answers.put({"kind": "log", "text": f"damaged, and left out: {why}"})
+            self._answers.put(_inventory(number, without(held, damages)))
+        os.eventfd_write(self._woken, 1)
 
     def _configure(self, order: dict[str, Any]) -> None:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
@@ -206,7 +231,7 @@ class Worker:
         if not any(one.level == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
             found += parity_holdings(drain.arena.folder)
-        return found
+        return without(found, self._damages) if self._damages else found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
         """Beside everything else: it takes as long as the network does."""
@@ -269,6 +294,10 @@ class _Caller:
         self.lines = Lines(connection.fileno(), connection.fileno())
         # One and the same object each time: it is how the desk tells connections apart.
         self.send = self.lines.send
+
+
+def _inventory(number: Any, held: list[Holding]) -> dict[str, Any]:
+    return {"kind": "inventory", "id": number, "holdings": [one.as_json() for one in held]}
 
 
 def _make_stations(

@@ -39,13 +39,13 @@ def repair(
 
     Looks at every byte of the saves, and of what was set aside as damaged. Whatever proves right is taken:
     from what was set aside, what nodes keep on disks and in memory that this machine sees, the object store,
-    and --from. Exit code 1 where something stays damaged.
+    and --from; what is nowhere whole is made again from parity, as far as that is seen here. Exit code 1
+    where something stays damaged.
     """
     from contextlib import ExitStack
 
     from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
     from hpcrun.checkpoint.repair import damaged_generations
-    from hpcrun.checkpoint.repair import repair as repair_generation
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
     from hpcrun.specs.rundir import find_run
 
@@ -65,10 +65,7 @@ def repair(
         copies += [HeldCopy(one) for one in held]
         copies += stored_copies(found, url, endpoint, stack)
         for path in wanted:
-            with progress(path.name, _size(path)) as show:
-                one = repair_generation(
-                    path, copies, [one.stamp for one in held], dry_run=dry_run, progress=show
-                )
+            one = _repair(path, copies, held, stack, dry_run)
             if one is not None:
                 repairs.append(one)
     if as_json:
@@ -81,6 +78,20 @@ def repair(
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
+def _repair(
+    path: Path, copies: list[Copy], held: list[Holding], stack: ExitStack, dry_run: bool
+) -> Repair | None:
+    """Repair a save from its copies; where that is not enough also from what parity makes again."""
+    from hpcrun.checkpoint.repair import repair as repair_generation
+
+    stamps = [one.stamp for one in held]
+    with progress(path.name, _size(path)) as show:
+        one = repair_generation(path, copies, stamps, dry_run=dry_run, progress=show)
+        if one is not None and one.missing and (made := made_again(held, one, stack)):
+            one = repair_generation(path, [*copies, *made], stamps, dry_run=dry_run, progress=show)
+    return one
+
+
 def holdings_of(run: RunDir) -> list[Holding]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
     from hpcrun.checkpoint.nearby import holdings_here
@@ -88,6 +99,19 @@ def holdings_of(run: RunDir) -> list[Holding]:
 
     local = load_job(run.spec).spec.checkpoint.local if run.spec.exists() else None
     return holdings_here(run.id, local)
+
+
+def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:
+    """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
+    import tempfile
+
+    from hpcrun.checkpoint.copies import HeldCopy
+    from hpcrun.checkpoint.nearby import rebuilt_here
+
+    if wanted.generation is None or not any(one.parity for one in held):
+        return []
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrun-repair-")))
+    return [HeldCopy(one) for one in rebuilt_here(held, wanted.path, wanted.generation, folder)]
 
 
 def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:

@@ -13,11 +13,13 @@ from typing import Literal
 
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
+from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
 
 _STATE_COPIES = 3
@@ -197,6 +199,10 @@ def _check_place(prepared: Prepared) -> None:
             f"{place}: {usage.free / 1e9:.1f} GB are free, but the saves of this run need"
             f" {need / 1e9:.1f} GB; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"
         )
+    held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
+    told = look_at_place(prepared.spec, prepared.plan, root, held=held)
+    if told is not None and told.refusal is not None:
+        raise SiteError(why_no_save(root, told.refusal))
 
 
 def save_bytes(prepared: Prepared) -> int:

@@ -18,15 +18,16 @@ from torch import Tensor
 
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
 from hpcrun.checkpoint.decide import key_of
-from hpcrun.checkpoint.format import DamagedError, Part, collect, render_tensors, structure_digest
+from hpcrun.checkpoint.format import DamagedError, collect, render_tensors, structure_digest
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.reader import ChunkSource
-from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
+from hpcrun.runtime.datafiles import DataFiles, Written, parts_of
 from hpcrun.runtime.planning import WritePlan, dtype_name, load_into, plan_write, structure_key
+from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import Saved, Unreadable, read_saves, saved_steps, step_of
 
 Fit = Callable[[str, int, ChunkSource], dict[str, Tensor]]
@@ -52,9 +53,18 @@ class Checkpointer:
     """Saves and restores the training state of all ranks together."""
 
     def __init__(
-        self, checkpoints: Path, control: Control, *, attempt: int, keep: int, keep_every: int = 0
+        self,
+        checkpoints: Path,
+        control: Control,
+        *,
+        attempt: int,
+        keep: int,
+        keep_every: int = 0,
+        durable: DurableSpec | None = None,
     ) -> None:
+        """`durable`: how files are to lie on a file system where one can say it."""
         self.root, self.attempt = checkpoints, attempt
+        self._files = DataFiles(checkpoints, durable or DurableSpec(), control)
         self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
         self._here: dict[int, Path] = {}
@@ -76,23 +86,13 @@ class Checkpointer:
         """
         if step in self._here:
             return self._here[step]
-        aside, final, generation = self._control.everywhere(lambda: self._begin(step, beside))
+        aside, final, generation, laid_out = self._control.everywhere(lambda: self._begin(step, beside))
         draft = Draft(Path(aside), Path(final), bytes.fromhex(generation))
         entries = self.entries(state)
         plan = self._plan_for(entries)
-        outcome: list[Any]
-        try:
-            contents = plan.contents(entries)
-            where: dict[str, int] = {"file": plan.file, "start": plan.start}
-            part = write_part(
-                draft.file(plan.file), draft.generation, self._control.rank, plan.pieces, contents, **where
-            )
-            outcome = [None, *astuple(part)]
-        except OSError as error:
-            outcome = [str(error)]
-        outcomes = self._control.allgather(outcome)
+        written = self._files.write(draft, plan, lambda: plan.contents(entries), laid_out=laid_out)
         facts = {"step": step, "position": position}
-        self._control.everywhere(lambda: self._commit(draft, plan, outcomes, facts))
+        self._control.everywhere(lambda: self._commit(draft, plan, written, facts))
         self._here[step] = draft.final
         return draft.final
 
@@ -100,9 +100,9 @@ class Checkpointer:
         """All that is saved: the state, and the random state of this rank as it is now."""
         return state | {f"rng.{self._control.rank}": rng_state()}
 
-    def _begin(self, step: int, beside: bool) -> list[str]:
+    def _begin(self, step: int, beside: bool) -> list[Any]:
         draft = begin(self.root, step, self.attempt, beside=beside)
-        return [str(draft.aside), str(draft.final), draft.generation.hex()]
+        return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.are_laid_out()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
         """The plan of the last save, unless some rank's structure has changed since."""
@@ -112,15 +112,15 @@ class Checkpointer:
             self._plan = plan_write(entries, self._control, key)
         return self._plan
 
-    def _commit(
-        self, draft: Draft, plan: WritePlan, outcomes: list[list[Any]], facts: dict[str, int]
-    ) -> None:
+    def _commit(self, draft: Draft, plan: WritePlan, written: list[Written], facts: dict[str, int]) -> None:
         """On rank 0, when all have written: commit, and retire what is no longer wanted."""
         try:
-            for rank, (problem, *_) in enumerate(outcomes):
-                if problem:
-                    raise SiteError(f"{self.root}: rank {rank} cannot write step {facts['step']}: {problem}")
-            parts = [Part(*fields) for _, *fields in outcomes]
+            for rank, one in enumerate(written):
+                if one.problem:
+                    said = f"rank {rank} cannot write step {facts['step']}: {one.problem}"
+                    raise SiteError(f"{self.root}: {said}")
+            parts = parts_of(written)
+            draft = dataclasses.replace(draft, layout=self._files.layout(written))
             if plan.tensors is None:
                 tensors = collect(
                     read_tail(draft.file(part.file), part, number, draft.generation)

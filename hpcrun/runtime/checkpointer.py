@@ -40,7 +40,7 @@ from hpcrun.runtime.drainhome import AgentHome, OwnHome
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.planning import dtype_name, raw_bytes
 from hpcrun.runtime.trees import Tree, pack, put_back, take_apart, unpack
-from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.rundir import RunDir, find_run
 from hpcrun.specs.saves import saved_steps
 
@@ -70,7 +70,9 @@ class Checkpointer:
         self._run = run
         attempt = self._control.everywhere(lambda: _attempt(run, agent))
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
-        self._direct = checkpoint.Checkpointer(run.checkpoints, self._control, attempt=attempt, **keep)
+        self._direct = checkpoint.Checkpointer(
+            run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
+        )
         self._on_record = on_record
         self._behind: SavesBehind | None = None
         if self._spec.memory:
@@ -252,12 +254,15 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
 
 def _spec(memory: int, options: Mapping[str, Any]) -> CheckpointSpec:
     try:
-        return CheckpointSpec.model_validate({"memory": memory, **options})
+        spec = CheckpointSpec.model_validate({"memory": memory, **options})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         known = ", ".join(CheckpointSpec.model_fields)
         raise UsageError(f"Checkpointer: {where}: {first['msg']}; options: {known}") from None
+    for wrong in check_checkpoint(spec):
+        raise UsageError(f"Checkpointer: {wrong.key.removeprefix('checkpoint.')}: {wrong.text}")
+    return spec
 
 
 def _run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:

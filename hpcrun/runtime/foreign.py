@@ -10,6 +10,7 @@ import io
 import os
 import pathlib
 import pickle
+import stat
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -26,7 +27,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.serialization import _get_layout
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime.torchformat import check_owner
 
 METADATA = ".metadata"
 _BLOCK = 1 << 20
@@ -64,9 +64,9 @@ class TorchCheckpoint:
     def __init__(self, directory: Path) -> None:
         check_owner(directory)
         self.directory = directory
-        self._reader = _Reader(directory)
+        self._reader = TorchReader(directory)
         entries = self._reader.read_metadata().state_dict_metadata
-        self._entries = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self._entries = self._reader.tensors
         self.others = sorted(entries.keys() - self._entries.keys())
         """What it holds besides tensors, which would take a pickle to read."""
 
@@ -93,7 +93,7 @@ class TorchCheckpoint:
         return tensor
 
 
-class _Reader(FileSystemReader):
+class TorchReader(FileSystemReader):
     """Torch's reader with a list of tensors that runs nothing, read once."""
 
     def __init__(self, path: Path) -> None:
@@ -107,11 +107,28 @@ class _Reader(FileSystemReader):
             self._known = _read_metadata(self._directory / METADATA)
         return self._known
 
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """What it says of each tensor, by name; anything else in it would take a pickle to read."""
+        every = self.read_metadata().state_dict_metadata
+        return {name: entry for name, entry in every.items() if isinstance(entry, TensorStorageMetadata)}
+
     def check(self, name: str) -> None:
         """SiteError unless the checksums of a tensor's pieces hold, which torch itself does not compare."""
         for index, info in self.read_metadata().storage_data.items():
             if index.fqn == name:
                 _check_piece(self._directory / info.relative_path, name, info.offset, info.length)
+
+
+def check_owner(path: Path) -> None:
+    """Refuse a checkpoint that somebody else could have written: its metadata is a pickle, which is code."""
+    for item in (path, *path.iterdir()):
+        status = item.stat()
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & stat.S_IWOTH:
+            raise UsageError(
+                f"{item}: belongs to another user or is writable by all; loading it could run their code."
+                " Copy it to a directory of your own that only you may write"
+            )
 
 
 class _ForeignError(Exception):

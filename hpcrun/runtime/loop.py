@@ -57,7 +57,9 @@ class Trainer:
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
         spec = job.checkpoint
         keep: dict[str, int] = {"keep": spec.keep, "keep_every": spec.keep_every}
-        self._checkpoints = Checkpointer(attempt.run.checkpoints, control, attempt=attempt.number, **keep)
+        self._checkpoints = Checkpointer(
+            attempt.run.checkpoints, control, attempt=attempt.number, durable=spec.durable, **keep
+        )
         self._behind: SavesBehind | None = None
         if spec.memory:
             home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)

@@ -52,6 +52,8 @@ class WritePlan:
     part_bytes: int
     whole_bytes: int
     """Of the parts of all ranks together."""
+    file_needs: tuple[int, int, int]
+    """Of the file: its bytes, how many files there are, and how many ranks write to this one."""
     tensors: str | None = None
     """The manifest's list of tensors, known to rank 0 from the first save on."""
     structure: str = ""
@@ -99,8 +101,10 @@ def plan_write(
     everyone = control.allgather([node, size])
     nodes = list(dict.fromkeys(other for other, _ in everyone))
     before = sum(padded(s, PART_ALIGN) for other, s in everyone[: control.rank] if other == node)
-    whole = sum(s for _, s in everyone)
-    return WritePlan(key, pieces, [slices for _, slices in mine], nodes.index(node), before, size, whole)
+    whole, beside = sum(s for _, s in everyone), [s for other, s in everyone if other == node]
+    needs = (sum(padded(s, PART_ALIGN) for s in beside), len(nodes), len(beside))
+    cuts = [slices for _, slices in mine]
+    return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
 
 
 def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:

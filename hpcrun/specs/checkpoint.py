@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import Problem, UsageError
 from hpcrun.specs.fields import Directory, Time, readable
 from hpcrun.units import parse_time
 
@@ -93,7 +94,10 @@ class CheckpointSpec(_Section):
         " 0: ranks write to the run directory themselves, and wait for it",
     )
     local: Directory | None = Field(
-        default=None, description="a directory on each node's own disk that also gets every save"
+        default=None,
+        description="a directory on each node's own disk that also gets every save. Emptied when the run is"
+        " done and its newest state is in the run directory; after any other end it is left to the site,"
+        " which mostly empties it after the job",
     )
     parity: ParitySpec = Field(
         default=ParitySpec(), description="survive lost nodes without the run directory"
@@ -111,3 +115,64 @@ class CheckpointSpec(_Section):
     undurable: Literal["alert", "stop"] = Field(
         default="alert", description="what happens when it has passed"
     )
+
+
+def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Problem]:
+    """What of the section cannot work together; `steps`: how many the job has, where that is known."""
+    found = [*_of_steps(spec, steps)]
+    if not spec.memory:
+        found += _of_no_memory(spec)
+    if spec.undurable == "stop" and spec.max_undurable is None:
+        text = "stop has no limit to stop at; give checkpoint.max_undurable, such as 2h, or leave it out"
+        found.append(Problem("checkpoint.undurable", text))
+    return found
+
+
+def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
+    every, durable = spec.every, spec.durable.every
+    copies = spec.object.every if spec.object is not None else 0
+    if every and durable % every:
+        text = f"{durable} is no multiple of checkpoint.every {every}; use {_near(durable, every)}"
+        yield Problem("checkpoint.durable.every", text)
+        return
+    between, key = (durable, "durable.every") if durable else (every, "every")
+    if between and copies % between:
+        text = (
+            f"{copies} does not fall on the saves in the run directory, of which the copies are made"
+            f" (checkpoint.{key} {between}); use {_near(copies, between)}"
+        )
+        yield Problem("checkpoint.object.every", text)
+    kept = spec.keep_every
+    if not kept or steps is None:
+        return
+    is_reached = bool(between) and math.lcm(kept, between) <= steps
+    if not is_reached and not (spec.at_end and steps % kept == 0):
+        saves = (
+            f"there is a save in the run directory every {between} steps"
+            if between
+            else "checkpoint.every is 0"
+        )
+        text = f"no save is of a multiple of {kept}: {saves}, and {steps} in all; leave it out, or correct it"
+        yield Problem("checkpoint.keep_every", text)
+
+
+def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
+    """Ranks that write to the run directory themselves write nowhere else, and all that is saved."""
+    needs = "needs saves in the memory of nodes; set checkpoint.memory to 1 or 2, or leave it out"
+    used = {
+        "local": spec.local is not None,
+        "object": spec.object is not None,
+        "parity.scheme": spec.parity.scheme not in ("auto", "none"),
+        "parity.survive": spec.parity.survive is not None,
+        "durable.every": spec.durable.every not in (0, spec.every),
+        "durable.direct": spec.durable.direct,
+    }
+    for key, is_used in used.items():
+        if is_used:
+            yield Problem(f"checkpoint.{key}", needs)
+
+
+def _near(wrong: int, base: int) -> str:
+    """The multiples on both sides of a number that is none."""
+    below = wrong // base * base
+    return f"{below} or {below + base}" if below else f"{base}"

@@ -12,6 +12,7 @@ from hpcrun.errors import Problem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
 from hpcrun.hostlist import expand, fold
 from hpcrun.mesh import Degrees, partition
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
@@ -388,6 +389,10 @@ def _check_steps(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
     return problems
 
 
+def _check_saves(checkpoint: CheckpointSpec, train: TrainSpec) -> list[Problem]:
+    return check_checkpoint(checkpoint, train.steps)
+
+
 def _divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
 
@@ -407,5 +412,6 @@ _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
     (_check_microbatches, ("parallel", "train")),
     (_check_zero_bubble, ("parallel", "train")),
     (_check_steps, ("parallel", "train")),
+    (_check_saves, ("checkpoint", "train")),
     (check_elastic, ("elastic", "parallel", "command")),
 )

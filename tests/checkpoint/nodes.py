@@ -13,6 +13,7 @@ from typing import Any
 from hpcrun.checkpoint.levels import HeldPart, Holding, Load
 from hpcrun.checkpoint.parity import ParityStation
 from hpcrun.checkpoint.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.prove import Damage, without
 from tests.checkpoint.loads import load_of
 
 HERE = "127.0.0.1"
@@ -27,6 +28,7 @@ class Node:
         self.who = Credentials("run-1", name, secret)
         self.server = PeerServer(HERE, self.who, timeout_s=5.0)
         self.memory: list[Holding] = []
+        self.damages: dict[Damage, str] = {}
         self.station: ParityStation | None = None
         self.peers: Peers | None = None
         self.hurry = threading.Event()
@@ -62,7 +64,8 @@ class Node:
 
     def held(self) -> list[Holding]:
         """All that is on this node."""
-        return [*self.memory, *(self.station.holdings() if self.station else [])]
+        found = [*self.memory, *(self.station.holdings() if self.station else [])]
+        return without(found, self.damages)
 
     def die(self) -> None:
         """Nothing of it answers any more."""

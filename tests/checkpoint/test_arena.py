@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.arena import Arena, Slot, make_folder, map_slot, remove_folder, sweep
+from hpcrun.checkpoint.erasure import parity_room
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.partrecord import PartRecord
@@ -87,6 +88,23 @@ def test_two_slots_where_they_fit_else_one_else_none(tmp_path: Path) -> None:
     ):
         Arena(folder, room_of(12287)).reserve(sizes, 2, nowhere)
     assert list(folder.glob("slot-*")) == []
+
+
+def test_room_is_left_for_parity(tmp_path: Path) -> None:
+    # Of 12288 bytes a node, in a set of 3: a third of it for each of two generations; with k=2 twice two
+    # blocks, and one more while they are made.
+    assert (parity_room(12288, 4, 1), parity_room(12288, 4, 2)) == (8192, 30720)
+    sizes = {0: 8192, 1: 4096}
+    for room, count in ((24576 + 8192, 2), (24576 + 8191, 1), (12288 + 8192, 1)):
+        folder = folder_in(tmp_path, f"r{room}")
+        given = Arena(folder, room_of(room)).reserve(sizes, 2, nowhere, 8192)
+        assert {len(slots) for slots in given.values()} == {count}
+    folder = folder_in(tmp_path, "r0")
+    with pytest.raises(SiteError, match=r"one state of this node's ranks is .* and parity .* room for"):
+        Arena(folder, room_of(12288 + 8191)).reserve(sizes, 2, nowhere, 8192)
+    # What is there already is not wanted twice.
+    (folder / "parity-x.bin").write_bytes(bytes(8192))
+    assert len(Arena(folder, room_of(24576)).reserve(sizes, 2, nowhere, 8192)[0]) == 2
 
 
 def test_when_the_space_is_gone_after_all_nothing_is_left_over(

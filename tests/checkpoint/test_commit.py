@@ -223,3 +223,27 @@ def test_stale_leftovers_go_with_the_next_save(tmp_path: Path) -> None:
     draft = begin(tmp_path, 2, 1)
     assert isinstance(draft, Draft)
     assert names(tmp_path) == [".step-00000002.1"]
+
+
+@pytest.mark.parametrize(
+    ("beside", "left"),
+    [
+        (False, [".step-00000001.3", ".step-00000003.repair", ".step-00000004.2"]),
+        # A worker of this run may be committing any of its own now.
+        (
+            True,
+            [
+                ".step-00000001.1",
+                ".step-00000001.2",
+                ".step-00000001.3",
+                ".step-00000003.repair",
+                ".step-00000004.2.ranks",
+            ],
+        ),
+    ],
+)
+def test_what_others_may_be_writing_is_left(tmp_path: Path, beside: bool, left: list[str]) -> None:
+    for name in ("1.1", "1.2", "1.3", "2.2.ranks", "2.1.ranks", "3.repair", "1.deleted"):
+        (tmp_path / f".step-0000000{name}").mkdir()
+    begin(tmp_path, 4, 2, beside=beside)
+    assert names(tmp_path) == left

@@ -15,10 +15,13 @@ from hpcrun.checkpoint.decide import Copy, decide, levels_in_words
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Level, Member, Stamp, parse_holding
 from hpcrun.checkpoint.plan import parse_plan, parse_rebuild
+from hpcrun.checkpoint.prove import without
 from hpcrun.specs.saves import Saved, Unreadable
 
 NODES = ("a", "b", "c", "d")
 RUN = Path("checkpoints")
+OWN = {"a": [0, 1], "b": [2, 3]}
+"""Nodes of two ranks each."""
 
 
 def stamp(step: int, world_size: int = 4, attempt: int = 1) -> Stamp:
@@ -107,6 +110,35 @@ def test_nodes_that_changed_their_names_are_found_by_what_they_hold() -> None:
     plan = decide(moved, [saved(10)], [], [], {}, NODES)
     assert {one.number: one.node for one in plan.sources} == {0: "d", 1: "c", 2: "b", 3: "a"}
     assert plan.rebuilds == ()
+
+
+def test_a_part_that_was_left_out_as_damaged_comes_from_parity_or_the_save_of_its_generation() -> None:
+    members = tuple(Member(node, tuple((n, part_of(stamp(20), n)) for n in own)) for node, own in OWN.items())
+    blocks = [
+        Holding(stamp(20), "parity", node, (), HeldParity(f"/arena/{node}/p", members, 1, n, ("0" * 16,)))
+        for n, node in enumerate(OWN)
+    ]
+    parts = [holding(stamp(20), node, own) for node, own in OWN.items()]
+    whole = [*parts, *blocks]
+    first = decide(whole, [saved(20)], [], [], {}, list(OWN))
+    assert (first.levels, first.rebuilds) == (("memory",), ())
+    bad = parts[1].parts[0]
+    left = without(whole, {(bad.path, stamp(20).generation, bad.number): "a byte"})
+    plan = decide(left, [saved(10)], [], [], {}, list(OWN))
+    assert (plan.stamp, plan.passed_over) == (stamp(20), ())
+    (order,) = plan.rebuilds
+    assert order.lost == (1,)
+    assert {one.number for one in plan.sources} == {0, 1, 3}
+    # Without parity the same generation may lie whole elsewhere; only that part of it is bad.
+    plan = decide(
+        without(parts, {(bad.path, stamp(20).generation, bad.number): "a byte"}),
+        [saved(20)],
+        [],
+        [],
+        {},
+        list(OWN),
+    )
+    assert plan.save == str(saved(20).path)
 
 
 def test_a_replaced_node_gets_its_part_from_parity() -> None:

@@ -15,6 +15,7 @@ from hpcrun.checkpoint.arena import Arena, make_folder
 from hpcrun.checkpoint.desk import Desk
 from hpcrun.checkpoint.drain import Drain
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
+from hpcrun.checkpoint.room import Room
 from hpcrun.errors import SiteError
 from tests.checkpoint.generations import content_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of
@@ -39,6 +40,9 @@ class Slow:
             raise SiteError(self.problem)
         self.stored.append(load)
         return {}
+
+    def memory_bytes(self, block_bytes: int) -> int:
+        return block_bytes if self.level == "parity" else 0
 
     def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
         self.abandoned.append((stamp.step, list(numbers), why))
@@ -259,4 +263,36 @@ def test_ranks_that_disagree_about_who_they_are_wait_until_they_agree(tmp_path: 
     assert [one["kind"] for one in node.heard[0]][len(kinds) :] == ["reserved"]
     node.ask(1, do="reserve", size_bytes=4096, slots=2, ranks=[0])
     assert "beside ranks [0]" in node.heard[1][-1]["why"]
+    node.drain.close()
+
+
+@pytest.mark.parametrize(("room", "count"), [(3 << 20, 2), ((3 << 20) - 1, 1)])
+def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
+    room: int, count: int, tmp_path: Path
+) -> None:
+    node = Node(tmp_path)
+    node.drain.arena.room = lambda _: Room(room, "of a test")
+    for rank in (0, 1):
+        node.ask(rank, do="reserve", size_bytes=1 << 19, slots=2, ranks=[0, 1])
+    assert len(node.heard[0][-1]["slots"]) == count
+    node.drain.close()
+
+
+def test_what_is_let_go_of_is_gone_when_the_worker_ends_meanwhile(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    local, durable = node.stations["local"], node.stations["durable"]
+    node.save(2, ["local"])
+    assert len(node.until_stored(1)) == 1
+    durable.gate.clear()
+    node.save(4, ["durable"], published=2)
+    node.until(lambda: durable.begun == [4])
+    node.drain.release(set())
+    threading.Timer(0.05, durable.gate.set).start()
+    node.drain.close()
+    assert local.stored == []
+
+
+def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.save(2, ["local"])
     node.drain.close()

@@ -28,6 +28,7 @@ QUICK = [
     "more lost than the parity survives",
     "one replacement node",
     "permuted hosts",
+    "flipped byte in a node's memory",
 ]
 
 
@@ -42,3 +43,9 @@ def test_nothing_but_a_saved_state_is_loaded_after(name: str, tmp_path: Path) ->
     assert told.silent == 0, told
     assert told.happened, "and it is said what was wrong"
     assert "nothing, and says so" not in told.recovered, told
+
+
+def test_a_flipped_byte_in_memory_costs_no_generation_that_has_parity(tmp_path: Path) -> None:
+    told = NODE_CASES["flipped byte in a node's memory"](tmp_path, True)
+    assert all(one.startswith("step 4") for one in told.recovered), told
+    assert sum(told.recovered.values()) == told.faults, told

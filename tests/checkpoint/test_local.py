@@ -91,3 +91,13 @@ def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch:
     station.store(load_of(6, (0, 1), 2, 0))
     assert steps(station.holdings()) == [2, 6]
     assert len(list(station.folder.iterdir())) == 4
+
+
+def test_when_nothing_is_kept_the_folder_goes_too(tmp_path: Path) -> None:
+    one, other = (LocalStation(str(tmp_path), "r/1", node) for node in ("n1", "n2"))
+    one.store(load_of(2, range(2), 2, 0))
+    other.store(load_of(2, range(2), 2, 0))
+    one.retain([])
+    assert [path.name for path in (tmp_path / "r+1").iterdir()] == ["n2"]
+    other.retain([])
+    assert list(tmp_path.iterdir()) == []

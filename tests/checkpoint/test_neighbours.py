@@ -16,6 +16,7 @@ from hpcrun.checkpoint.levels import Holding, parse_holding
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.prove import prove_part
 from hpcrun.specs.rundir import RunDir
+from tests.checkpoint.nodes import flip
 from tests.checkpoint.workers import Host, Rank, ranks_of
 
 SECRET = "5e" * 32
@@ -196,3 +197,25 @@ def test_an_order_that_makes_no_sense_is_answered(three: Neighbours) -> None:
     assert "no order to rebuild" in host.wait("rebuilt", id=7)["problem"]
     host.say(do="rebuild", id=8)
     assert "no order to rebuild" in host.wait("rebuilt", id=8)["problem"]
+
+
+def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(three: Neighbours) -> None:
+    ranks = three.ranks(2)
+    save_all(ranks, 2)
+    (held,) = [one for one in three.holdings() if (one.level, one.node) == ("memory", "b")]
+    bad, good = held.parts
+    whole = Path(bad.path).read_bytes()[: bad.part.size_bytes]
+    flip(bad.path, 200)
+    assert held in three.holdings(), "nobody has looked"
+    for host in three.hosts.values():
+        host.say(do="inventory", id=9, prove=[held.stamp.generation])
+        told = [parse_holding(one) for one in host.wait("inventory", id=9)["holdings"]]
+        if host.node == "b":
+            assert "damaged, and left out: " in host.wait("log")["text"]
+            assert [one.parts for one in told if one.level == "memory"] == [(good,)]
+    # From now on it is told to nobody, as if it were not there.
+    plan = three.plan()
+    assert plan.stamp == held.stamp
+    (made,) = rebuild_all(three, plan)
+    again = next(one for one in made.parts if one.number == bad.number)
+    assert Path(again.path).read_bytes()[again.at : again.at + again.part.size_bytes] == whole

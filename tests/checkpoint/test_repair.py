@@ -13,10 +13,11 @@ import pytest
 from hpcrun.checkpoint.arena import arena_folder
 from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
+from hpcrun.checkpoint.durable import DurableStation
 from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
 from hpcrun.checkpoint.levels import HeldPart, Holding, Load, SealedPart, Stamp
 from hpcrun.checkpoint.local import LocalStation
-from hpcrun.checkpoint.nearby import holdings_here
+from hpcrun.checkpoint.nearby import holdings_here, rebuilt_here
 from hpcrun.checkpoint.partrecord import PartRecord, render_part_record
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.repair import Repair, damaged_generations, repair
@@ -24,6 +25,7 @@ from hpcrun.checkpoint.verify import damages
 from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
 from tests.checkpoint.generations import save
 from tests.checkpoint.injuries import INJURIES, Injury, flip
+from tests.checkpoint.nodes import Nodes
 
 
 def snapshot(path: Path) -> dict[str, bytes]:
@@ -173,6 +175,44 @@ def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None
     assert told.taken.keys() == {"memory of node0", "local of node1"}
     assert snapshot(saved.path) == before
     assert holdings_here("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
+
+
+def save_with_parity(root: Path, count: int = 3) -> tuple[Saved, list[Holding]]:
+    """A save of a rank on each node, and what is seen here of the nodes' memory: parity alone."""
+    nodes = Nodes(arena_folder(root, "run-1", ""), count, 1)
+    loads = nodes.loads(4, [1] * count)
+    stations = [DurableStation(root / "checkpoints", keep=2) for _ in loads]
+    stored = [nodes.pool.submit(one.store, load) for one, load in zip(stations, loads, strict=True)]
+    for one in [*nodes.store(loads), *stored]:
+        one.result()
+    nodes.close()
+    (saved,) = saved_steps(root / "checkpoints")
+    return saved, holdings_here("run-1", None, root)
+
+
+def test_what_is_nowhere_whole_is_made_again_from_parity(tmp_path: Path) -> None:
+    saved, held = save_with_parity(tmp_path)
+    assert {(one.level, one.node, len(one.parts)) for one in held} == {
+        ("parity", f"n{n}", 0) for n in range(3)
+    }
+    before = snapshot(saved.path)
+    flip(saved.path / "data-00001.bin", 200)
+    (tmp_path / "made").mkdir()
+    made = rebuilt_here(held, saved.path, saved.generation, tmp_path / "made")
+    told = repair(saved.path, [HeldCopy(one) for one in made])
+    assert told is not None
+    assert told.repaired
+    assert [source for _, source in told.mended] == ["parity of n1"]
+    assert snapshot(saved.path) == before
+
+
+def test_two_damaged_files_are_more_than_one_parity_makes_up_for(tmp_path: Path) -> None:
+    saved, held = save_with_parity(tmp_path)
+    for name in ("data-00001.bin", "data-00002.bin"):
+        flip(saved.path / name, 200)
+    (tmp_path / "made").mkdir()
+    assert rebuilt_here(held, saved.path, saved.generation, tmp_path / "made") == []
+    assert rebuilt_here(held, saved.path, "00" * 16, tmp_path / "made") == []
 
 
 def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> str:
 def done(runs_root: Path, store: str) -> RunDir:
     """A finished run whose job names a store, with saves of steps 2 and 4."""
     made = create_run("done")
-    job = load_job(shipped("jobs/demo.yaml"), [f"checkpoint.object.url={store}"])
+    job = load_job(shipped("jobs/demo.yaml"), [f"checkpoint.object.url={store}", "checkpoint.memory=1"])
     made.spec.write_text(render_job(job.spec), encoding="utf-8")
     write_json(made.exit, {"status": "done", "exit_code": 0, "attempt": 1, "step": 4})
     for step in (2, 4):
@@ -93,7 +93,7 @@ def test_ls_shows_copies_beside_saves(done: RunDir, store: str) -> None:
 
 
 def test_ls_without_the_store_says_what_is_unknown(done: RunDir) -> None:
-    job = load_job(shipped("jobs/demo.yaml"), ["checkpoint.object.url=nonsense://x/y"])
+    job = load_job(shipped("jobs/demo.yaml"), ["checkpoint.object.url=nonsense://x/y", "checkpoint.memory=1"])
     done.spec.write_text(render_job(job.spec), encoding="utf-8")
     result = run("ls", done.path)
     assert result.exit_code == 0

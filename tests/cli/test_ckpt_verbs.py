@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun import process
 from hpcrun.checkpoint.format import Piece
+from hpcrun.cli import ckpt_repair
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.specs.load import load_job, render_job
@@ -23,6 +24,7 @@ from hpcrun.specs.saves import RECORD
 from hpcrun.specs.shipped import shipped
 from tests.checkpoint import generations
 from tests.checkpoint.generations import save
+from tests.checkpoint.test_repair import save_with_parity
 
 
 def run(*arguments: str | Path | int) -> Result:
@@ -231,6 +233,22 @@ def test_repair_says_what_it_took_from_where(saved_run: RunDir, tmp_path: Path) 
     }
     wrong = run("repair", saved_run.path, "--step", 3)
     assert "has no save of step 3, whole or damaged" in str(wrong.exception)
+
+
+def test_repair_makes_again_from_parity_what_is_nowhere_whole(
+    saved_run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, held = save_with_parity(tmp_path)
+    shutil.rmtree(saved_run.checkpoints)
+    saved.path.parent.rename(saved_run.checkpoints)
+    monkeypatch.setattr(ckpt_repair, "holdings_of", lambda _: held)
+    flip(saved_run.checkpoints / saved.path.name / "data-00001.bin", 200)
+    (one,) = told("repair", saved_run.path, "--dry-run")["repairs"]
+    assert (one["problem"], one["repaired"]) == (None, None)
+    done = run("repair", saved_run.path)
+    assert done.exit_code == 0
+    assert "parity of n1" in done.stdout
+    assert told("repair", saved_run.path)["repairs"] == []
 
 
 def test_repair_leaves_a_run_alone_that_may_go_on(saved_run: RunDir) -> None:

@@ -26,6 +26,11 @@ def main(folder: Path) -> None:
                 say(kind="ready", address=order["address"], port=os.getpid())
             case "inventory" if not (folder / f"{node}.silent").exists():
                 holdings = json.loads(held.read_text()) if held.exists() else []
+                damaged = folder / "damaged.json"
+                if order.get("prove") and damaged.exists():
+                    bad = json.loads(damaged.read_text())
+                    for one in holdings:
+                        one["parts"] = [each for each in one["parts"] if each["part"]["tail_hash"] not in bad]
                 say(kind="inventory", id=order["id"], holdings=holdings)
             case "rebuild" if (folder / f"{node}.cannot").exists():
                 say(kind="rebuilt", id=order["id"], problem="it has no room")

@@ -247,7 +247,31 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     unrestored = site.run.attempt(4).unrestored
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
+    # It is given up when it fails again although nodes have read what they hold of it.
+    assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 1
+    site.prepare(5)
+    assert site.orders("b", "inventory")[-2]["prove"] == [stamp(15).generation]
+    site.run.attempt(5).unrestored.write_text(unrestored.read_text())
+    site.keeper.after(ended(5, None))
     assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 2
+
+
+def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(site: Site) -> None:
+    site.holds(*(one(20, n) for n in range(3) for one in (held, parity)))
+    (site.path / "damaged.json").write_text(json.dumps([part(20, 1).tail_hash]))
+    (site.path / "rebuilt.json").write_text(json.dumps(held(20, 1, "memory").as_json()))
+    plan = site.prepare(2)
+    assert plan is not None
+    assert [one.node for one in plan.sources] == list(NODES)
+    site.run.attempt(2).unrestored.write_text(
+        json.dumps({"generation": stamp(20).generation, "why": "a byte"})
+    )
+    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", None))
+    plan = site.prepare(3)
+    assert plan is not None
+    assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
+    (order,) = site.orders("spare", "rebuild")
+    assert order["order"]["lost"] == [1]
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:
@@ -288,6 +312,18 @@ def test_only_so_many_generations_are_followed() -> None:
         assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
     assert len(story._shares) == 16
     assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
+
+
+def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(site: Site) -> None:
+    site.holds(*(held(20, n, "local") for n in range(3)))
+    site.prepare(2)
+    before = len(site.orders("a", "release"))
+    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
+    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    assert len(site.orders("a", "release")) == before
+    save(site.run.checkpoints, 40)
+    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    assert site.orders("a", "release")[before:] == [{"do": "release", "keep": []}]
 
 
 def test_events_of_levels_in_words() -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from hpcrun.launch.outlets.exposition import Figures, samples
 from hpcrun.launch.outlets.tally import BADPUT, STATES, Tally
+from hpcrun.launch.record.savelevels import LevelSums, SaveSums
 from hpcrun.specs.shipped import shipped
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")
@@ -30,10 +31,11 @@ def rules() -> list[dict[str, Any]]:
 
 def exported() -> dict[str, set[str]]:
     """The labels of every series there can be, by its name."""
-    tally = Tally(attempt=1, step=1, saved_step=1, saved_at=1.0)
+    saves = SaveSums({"durable": LevelSums(saves=1, lag_s=1.0, ratio=1.0)}, undurable_since=1.0)
+    tally = Tally(attempt=1, step=1, saved_step=1, saved_at=1.0, saves=saves)
     roles = dict.fromkeys(("active", "spare", "excluded"), 1)
     found: dict[str, set[str]] = {}
-    for name, labels, _ in samples([Figures("r", tally, nodes=roles, heard_s={"n01": 1.0})]):
+    for name, labels, _ in samples([Figures("r", tally, nodes=roles, heard_s={"n01": 1.0}, now=2.0)]):
         found.setdefault(name, set()).update(labels)
     return found
 
@@ -97,3 +99,10 @@ def test_every_rule_says_how_grave_and_about_which_run() -> None:
         assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert "{{ $labels.run }}" in rule["annotations"]["summary"]
+
+
+@pytest.mark.parametrize("figure", ["undurable_seconds", "lag_seconds", "failures_total"])
+def test_saves_that_do_not_get_where_they_should_are_shown_and_watched(figure: str) -> None:
+    name = f"hpcrun_checkpoint_{figure}"
+    assert any(name in rule["expr"] for rule in rules())
+    assert any(name in target["expr"] for panel in dashboard()["panels"] for target in panel["targets"])

@@ -1,15 +1,20 @@
 """What is checked before any rank starts."""
 
 import shutil
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrun.checkpoint import storage
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.prepare import prepare
+from hpcrun.launch.submit.saveplace import look_at_place
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from tests.checkpoint.lustre_stand_in import Emulated, ost
 from tests.launch.conftest import Site
 
 
@@ -55,6 +60,56 @@ def test_the_disk_must_hold_the_saves(site: Site, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SiteError, match=r"0.0 GB are free, but the saves .* set HPCRUN_ROOT"):
         prepare(site.job)
     prepare(site.job, ["checkpoint.at_end=false"])
+
+
+@pytest.fixture
+def lustre(site: Site, monkeypatch: pytest.MonkeyPatch) -> Emulated:
+    """One below the runs of the site."""
+    emulated = Emulated(site.path)
+    monkeypatch.setenv("PATH", emulated.path)
+    monkeypatch.setenv("HPCRUN_ROOT", str(emulated.mount / "runs"))
+    true = storage.mount_of
+    monkeypatch.setattr(storage, "mount_of", lambda path, _: true(path, emulated.mountinfo))
+    return emulated
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"osts": [ost(0, free=1000)]}, r"no save can be kept here: space: .* one save needs .* make room"),
+        ({"inodes": 3}, "no save can be kept here: inodes: 3 free, one save needs 5"),
+        (
+            {"quotas": {"-u": {"row": [1 << 20, 0, (1 << 20) + 4, 10, 0, 0]}}},
+            "no save can be kept here: quota of the user, space: 4.0 KiB free",
+        ),
+    ],
+)
+def test_the_file_system_must_hold_one_save(
+    lustre: Emulated, site: Site, state: dict[str, Any], words: str
+) -> None:
+    prepare(site.job)
+    lustre.set(**state)
+    with pytest.raises(SiteError, match=words):
+        prepare(site.job)
+    prepare(site.job, ["checkpoint.at_end=false"])
+
+
+def test_a_file_system_that_does_not_answer_does_not_hold_a_job_up(
+    lustre: Emulated, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never = threading.Event()
+
+    def hang(path: Path, _: Path) -> storage.Mount:
+        never.wait(60)
+        raise OSError(5, "gone")
+
+    monkeypatch.setattr(storage, "mount_of", hang)
+    prepared = prepare(site.job, until="plan")
+    told = look_at_place(prepared.spec, prepared.plan, lustre.mount, most_s=0.01)
+    never.set()
+    assert told is not None
+    assert told.refusal is None
+    assert "whether saves fit there is not known: it has not answered in 0.01 s" in told.findings[0].text
 
 
 def saved_run(site: Site, *overrides: str) -> RunDir:

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from hpcrun.checkpoint.storage import Finding as StorageFinding
+from hpcrun.checkpoint.storage import StoragePlan
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.record.runs import look_at_elements
+from hpcrun.launch.submit import request as requests
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.process import ProcessId
@@ -784,3 +787,20 @@ def test_dropped_variables_are_told_only_to_those_who_ask(
     submit(ask(), notes.append, details.append)
     assert not any("SLURM_CPU_BIND" in note for note in notes)
     assert any("SLURM_CPU_BIND" in note for note in details)
+
+
+@pytest.mark.parametrize(("level", "refused"), [("refused", True), ("warning", False)])
+def test_what_the_file_system_says_of_saves_is_told(
+    level: Any, refused: bool, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finding = StorageFinding(level, "quota of the user, space: 4.0 KiB free, one save needs 1.0 GiB")
+    told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
+    monkeypatch.setattr(requests, "look_at_place", lambda *_, **__: told)
+    if refused:
+        with pytest.raises(
+            SpecError, match=r"no save can be kept here: quota .* one save needs 1.0 GiB; make"
+        ):
+            submit(ask(), lambda _: None)
+        assert runs(runs_root) == []
+    else:
+        assert f"saves in {runs_root}: {finding.text}" in noted(ask())[1]

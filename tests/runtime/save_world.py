@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.world import detect_world
-from hpcrun.runtime import checkpoint
+from hpcrun.runtime import datafiles
 from hpcrun.runtime.checkpoint import Checkpointer, load_weights
 from hpcrun.runtime.control import Control, connect
 from hpcrun.specs.records import write_json
@@ -181,7 +181,7 @@ def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh)
     saver = Checkpointer(root, control, attempt=1, keep=2)
     state = {f"model.{n}": torch.ones(10) for n in range(10)}
     saver.save(1, 10, state)
-    names = vars(checkpoint)
+    names = vars(datafiles)
     true = names["write_part"]
 
     def full_disk(*_words: Any, **_options: Any) -> Any:

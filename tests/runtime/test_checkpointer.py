@@ -194,3 +194,20 @@ def test_under_torchrun_the_first_rank_of_a_node_runs_the_worker(tmp_path: Path)
     assert [json.loads(line) for line in done.stdout.splitlines()] == [[None, 3, True, 105.0 + 30.0]] * 2
     assert "no parity on other nodes" in done.stderr
     assert [saved.step for saved in saved_steps(tmp_path / "saves" / "checkpoints")] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"memory": 0, "local": "/scratch"}, "Checkpointer: local: needs saves in the memory of nodes"),
+        (
+            {"durable": {"every": 4}, "object": {"url": "file:///x", "every": 6}},
+            r"Checkpointer: object.every: 6 does not fall .* use 4 or 8",
+        ),
+    ],
+)
+def test_levels_that_cannot_work_together_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        hpcrun.Checkpointer(tmp_path, **options)

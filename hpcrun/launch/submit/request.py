@@ -15,6 +15,7 @@ from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.launch import prepare
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.submit.forecast import Network, forecast, look
+from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.launch.submit.script import python_of, root_of, script_context, template_name
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.contract import ScriptContext
@@ -36,6 +37,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.specs.sweep import read_sweep
 
@@ -217,7 +219,7 @@ class Job:
     def findings(self) -> list[Finding]:
         """All that a look at the job's files, the cluster and the place of the run shows."""
         spec = self.resolved.spec
-        found = [*_missing_inputs(self.jobs()), *self._room()]
+        found = [*_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
             return [*found, *_beyond_this_machine(spec)]
         found += _missing_image(spec)
@@ -236,6 +238,19 @@ class Job:
         jobs = self.jobs()
         need = sum(prepare.save_bytes(prepare.Prepared(one.spec, one.plan)) for one in jobs if one.plan)
         return check_room(there, os.statvfs(there), need, self.resolved.spec.ranks, len(jobs))
+
+    def _saves(self) -> list[Finding]:
+        """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
+        spec = self.resolved.spec
+        held = len(saved_steps(self.resume.checkpoints)) if self.resume else 0
+        told = look_at_place(spec, self.jobs()[0].plan, self.place, held=held)
+        if told is None:
+            return []
+        if told.refusal is not None:
+            return [Finding("", why_no_save(self.place, told.refusal))]
+        is_known = told.kind not in ("lustre", "unknown")
+        texts = [] if is_known else [one.text for one in told.findings if one.level == "warning"]
+        return [Finding("", f"saves in {self.place}: {text}", refuse=False) for text in texts]
 
     def _quota(self) -> list[Finding]:
         """Limits that the profile's quota command shows as passed."""

@@ -9,16 +9,16 @@ from typing import Any
 
 from hpcrun.checkpoint.interval import BOUND, Advice, Tier, recommend, waste
 from hpcrun.checkpoint.rates import Rate, Seen, estimate, in_words
-from hpcrun.checkpoint.retention import Rule, kept_count
 from hpcrun.checkpoint.sets import ErasureSets, choose_sets
 from hpcrun.checkpoint.simulate import Checked, check
-from hpcrun.checkpoint.storage import StoragePlan, storage_plan
+from hpcrun.checkpoint.storage import StoragePlan
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.launch.deadline import MARGIN
 from hpcrun.launch.record.history import Measured, alike, measured, seen
 from hpcrun.launch.submit.forecast import Network, forecast
 from hpcrun.launch.submit.savecosts import Costs, Known, given_rates, tiers_of
+from hpcrun.launch.submit.saveplace import kept, place_of_saves
 from hpcrun.launch.submit.savesize import Figure, Room, Sizes, room_of, sizes_of
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -187,8 +187,8 @@ def plan_saves(
         past,
         rates,
         sets,
-        _kept(spec),
-        _storage(spec, sizes),
+        kept(spec),
+        place_of_saves(spec, sizes, runs_root().absolute()),
         _objects(spec, sizes),
         tiers,
         advice,
@@ -220,26 +220,6 @@ def _sets(resolved: ResolvedJob, network: Network | None, notes: list[str]) -> E
         except UsageError as error:
             notes.append(f"where the job would stand is not known: {error}")
     return choose_sets(nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive)
-
-
-def _kept(spec: JobSpec) -> int:
-    checkpoint = spec.checkpoint
-    every = checkpoint.durable.every or checkpoint.every
-    return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
-
-
-def _storage(spec: JobSpec, sizes: Sizes) -> StoragePlan | None:
-    if sizes.whole.value is None:
-        return None
-    checkpoint = spec.checkpoint
-    return storage_plan(
-        runs_root().absolute(),
-        checkpoint.durable,
-        save_bytes=int(sizes.whole.value),
-        nodes=spec.resources.nodes,
-        keep=_kept(spec) - 1,
-        writers=1 if checkpoint.memory else spec.ranks_per_node,
-    )
 
 
 def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpcrun.checkpoint.erasure import parity_room
 from hpcrun.checkpoint.sets import ErasureSets
 from hpcrun.formulas import layer_parameters, parameters
 from hpcrun.specs.cluster import ClusterSpec
@@ -107,10 +108,10 @@ def _parity(sizes: Sizes, sets: ErasureSets | None) -> Figure:
         return Figure(0.0, "no parity")
     if sizes.node.value is None:
         return Figure(None, sizes.node.source)
-    most = max(k / (len(nodes) - k) for nodes, k in zip(sets.sets, sets.parity, strict=True))
-    return Figure(
-        sizes.node.value * most, f"{sets.scheme}: {most:.0%} of what a node writes, for other nodes"
-    )
+    node = int(sizes.node.value)
+    most = max(parity_room(node, len(nodes), k) for nodes, k in zip(sets.sets, sets.parity, strict=True))
+    words = f"{sets.scheme}: {most / max(node, 1):.0%} of what a node writes, for two saves of other nodes"
+    return Figure(float(most), words)
 
 
 def memory_of(spec: JobSpec, cluster: ClusterSpec | None) -> Figure:

@@ -22,7 +22,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
-from hpcrun.launch.vault.poison import note_failure, read_poison, tells_against
+from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
 from hpcrun.launch.vault.workers import Workers
@@ -61,6 +61,8 @@ class Keeper:
         self._attempt: Attempt | None = None
         self._restored: Stamp | None = None
         self._statement = ""
+        self._proved: set[str] = set()
+        """Generations of which nodes have told only what had proved itself."""
         self._undurable = Undurable(run, spec.checkpoint)
 
     @property
@@ -147,7 +149,8 @@ class Keeper:
 
     def _settle(self, placement: Placement) -> RestorePlan:
         """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
-        holdings, mute = self._workers.inventory(self._workers.ready)
+        self._proved = in_doubt(self._run)
+        holdings, mute = self._workers.inventory(self._workers.ready, self._proved)
         if mute:
             self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
         for _ in range(_TRIES):
@@ -234,16 +237,36 @@ class Keeper:
     def after(self, outcome: Outcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""
         self.look()
+        if outcome.status == "done" and self.has_levels:
+            self._clean_up()
+            return
         failed = read_json(outcome.files.unrestored)
         if isinstance(failed, dict) and failed.get("generation"):
-            # It was in memory; what the run directory has of it may still be whole.
-            note_failure(self._run, near_key(str(failed["generation"])), is_proved=True)
+            self._failed_to_load(str(failed["generation"]))
             return
         began = self._restored
         if began is None or not tells_against(outcome, began.step, self.step()):
             return
         count = note_failure(self._run, began.generation or f"step-{began.step:08d}")
         self._tell(outcome.files, "poison", step=began.step, generation=began.generation, count=count)
+
+    def _clean_up(self) -> None:
+        """The run is done: what it has on nodes' own disks nobody needs, unless it is newer than all else."""
+        steps = saved_steps(self._run.checkpoints)
+        if steps and steps[-1].step >= self.step():
+            self._workers.release([])
+        elif self._spec.checkpoint.local is not None:
+            self._note(f"checkpoint.local: kept, as step {self.step()} is not in the run directory")
+
+    def _failed_to_load(self, generation: str) -> None:
+        """Parts that are damaged are left out next time; where none was, or others are, it is given up.
+
+        It was in memory: what the run directory has of it may still be whole.
+        """
+        if generation in self._proved:
+            note_failure(self._run, near_key(generation), is_proved=True)
+        else:
+            note_doubt(self._run, generation)
 
 
 def socket_mark(run: RunDir) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.checkpoint.decide import POISONED
+from hpcrun.checkpoint.decide import POISONED, near_key
 from hpcrun.launch.course import Outcome
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -26,6 +26,21 @@ def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> in
     run.checkpoints.mkdir(exist_ok=True, mode=0o700)
     write_json(run.poison, counts)
     return counts[generation]
+
+
+def note_doubt(run: RunDir, generation: str) -> None:
+    """What nodes hold of a generation could not be loaded: it has to prove itself before it is used again."""
+    if not read_poison(run).get(near_key(generation)):
+        note_failure(run, near_key(generation))
+
+
+def in_doubt(run: RunDir) -> set[str]:
+    """The generations that could not be loaded from nodes, and are not given up yet."""
+    prefix = near_key("")
+    counts = read_poison(run).items()
+    return {
+        key.removeprefix(prefix) for key, count in counts if key.startswith(prefix) and 0 < count < POISONED
+    }
 
 
 def tells_against(outcome: Outcome, step: int, newest: int) -> bool:

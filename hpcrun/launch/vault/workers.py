@@ -16,7 +16,7 @@ from hpcrun.launch.agents.nodes import Nodes
 
 READY_S = 30.0
 INVENTORY_S = 20.0
-REBUILD_S = 900.0
+PROVE_S, REBUILD_S = 600.0, 900.0
 """Not to wait for ever: what a worker does it does as fast as it can."""
 _LOOK_S = 0.1
 
@@ -65,12 +65,17 @@ class Workers:
             self._nodes.drain(node, {"do": "configure", "node": node, "peers": self.peers, **order})
 
     def inventory(
-        self, nodes: Sequence[str], timeout_s: float = INVENTORY_S
+        self, nodes: Sequence[str], prove: Collection[str] = (), timeout_s: float | None = None
     ) -> tuple[list[Holding], list[str]]:
-        """All that nodes hold, and which nodes did not answer: those have nothing."""
+        """All that nodes hold, and which nodes did not answer: those have nothing.
+
+        `prove`: of these generations only what each node has read and found to be as it was written.
+        """
         number = next(self._numbers)
+        timeout_s = timeout_s or (PROVE_S if prove else INVENTORY_S)
+        more = {"prove": sorted(prove)} if prove else {}
         for node in nodes:
-            self._nodes.drain(node, {"do": "inventory", "id": number})
+            self._nodes.drain(node, {"do": "inventory", "id": number} | more)
         found, open_ones, reader = list[Holding](), dict.fromkeys(nodes), HoldingReader()
         for node, message in self._await("inventory", {number}, open_ones, timeout_s):
             for one in reader.read({**one, "node": node} for one in message.get("holdings", ())):

@@ -1,0 +1,79 @@
+"""The place for a job's saves, asked before the job runs: whether one can succeed there at all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from hpcrun.checkpoint.lfs import Lfs
+from hpcrun.checkpoint.retention import Rule, kept_count
+from hpcrun.checkpoint.storage import Finding, StoragePlan, storage_plan
+from hpcrun.errors import SiteError
+from hpcrun.launch.submit.savesize import Sizes, sizes_of
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.plan import Plan
+
+_MOST_S, _ONE_ANSWER_S = 10.0, 4.0
+"""Nobody waits longer for a file system before a job: what it would say stays unknown."""
+
+
+def kept(spec: JobSpec) -> int:
+    """How many saves lie in the run directory at most."""
+    checkpoint = spec.checkpoint
+    every = checkpoint.durable.every or checkpoint.every
+    return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
+
+
+def place_of_saves(
+    spec: JobSpec, sizes: Sizes, place: Path, *, held: int = 0, lfs: Lfs | None = None
+) -> StoragePlan | None:
+    """What is to be said of a directory for saves; None where the size of a save is not known.
+
+    `held`: saves that are there already.
+    """
+    if sizes.whole.value is None:
+        return None
+    checkpoint = spec.checkpoint
+    return storage_plan(
+        place,
+        checkpoint.durable,
+        save_bytes=int(sizes.whole.value),
+        nodes=spec.resources.nodes,
+        keep=kept(spec) - 1,
+        held=held,
+        writers=1 if checkpoint.memory else spec.ranks_per_node,
+        lfs=lfs,
+    )
+
+
+def look_at_place(
+    spec: JobSpec, plan: Plan | None, place: Path, *, held: int = 0, most_s: float = _MOST_S
+) -> StoragePlan | None:
+    """The same, but never for long: a file system that does not answer is told of as a warning.
+
+    None also for a job that is to be saved at a signal only, which may never come.
+    """
+    if not spec.checkpoint.every and not spec.checkpoint.at_end:
+        return None
+    found: list[StoragePlan | None] = []
+
+    def look() -> None:
+        try:
+            found.append(place_of_saves(spec, sizes_of(spec, plan), place, held=held, lfs=Lfs(_ONE_ANSWER_S)))
+        except (OSError, SiteError) as error:
+            found.append(_silent(place, str(error)))
+
+    thread = threading.Thread(target=look, name="place for saves", daemon=True)
+    thread.start()
+    thread.join(most_s)
+    return found[0] if found else _silent(place, f"it has not answered in {most_s:g} s")
+
+
+def _silent(place: Path, why: str) -> StoragePlan:
+    text = f"{place}: whether saves fit there is not known: {why}"
+    return StoragePlan(place, "unknown", None, (), (Finding("warning", text),))
+
+
+def why_no_save(place: Path, refusal: str) -> str:
+    """The one line that a person gets."""
+    return f"{place}: no save can be kept here: {refusal}; make room, or set HPCRUN_ROOT to another place"

@@ -1,0 +1,130 @@
+"""The data files of a save that ranks write themselves, laid out before their first byte.
+
+The first of a file's ranks makes it; all nodes do so at once, because on a large system that takes a while.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.checkpoint.commit import Draft
+from hpcrun.checkpoint.format import Part, file_name
+from hpcrun.checkpoint.storage import Storage
+from hpcrun.checkpoint.write import write_part
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.planning import WritePlan
+from hpcrun.specs.checkpoint import DurableSpec
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of one rank's part."""
+
+    problem: str
+    number: int | None
+    """Of the problem, as the system counts errors."""
+    file: int
+    part: list[Any]
+    """The fields of a Part; nothing where there is a problem."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How the file lies, from the first of its ranks."""
+
+
+class DataFiles:
+    """Writes the parts of all ranks together."""
+
+    def __init__(self, checkpoints: Path, spec: DurableSpec, control: Control) -> None:
+        self._checkpoints, self._spec, self._control = checkpoints, spec, control
+        self._known: Storage | None = None
+
+    def are_laid_out(self) -> bool:
+        """Whether the file system lets us say how; to be asked on one rank alone, for all."""
+        return self._storage.mount.kind == "lustre"
+
+    def write(
+        self, draft: Draft, plan: WritePlan, contents: Callable[[], Iterator[memoryview]], *, laid_out: bool
+    ) -> list[Written]:
+        """Write this rank's part; what came of the parts of all ranks, the same on each.
+
+        `contents` gives the bytes of the plan's pieces, again if need be.
+        """
+        facts, problem = dict[str, Any](), None
+        if laid_out:
+            try:
+                facts = self._made(draft, plan)
+            except OSError as error:
+                problem = error
+            self._control.barrier()
+        mine = self._failed(plan, problem) if problem else self._part(draft, plan, contents, facts)
+        every = self._gather(mine)
+        if not laid_out or all(one.number != errno.ENOSPC for one in every):
+            return every
+        anew = self._control.allgather(self._made_anew(draft, plan, every))
+        if plan.file not in (files := {file: facts for file, facts in anew if facts is not None}):
+            return self._gather(mine) if files else every
+        return self._gather(self._part(draft, plan, contents, files[plan.file] if plan.start == 0 else {}))
+
+    def layout(self, every: list[Written]) -> dict[str, Any]:
+        """What is known of the files, by their names, for the manifest."""
+        plain = {"file_system": self._storage.mount.kind or "unknown"}
+        found = {file_name(one.file): plain for one in every}
+        return found | {file_name(one.file): one.facts for one in every if one.facts}
+
+    @property
+    def _storage(self) -> Storage:
+        if self._known is None:
+            self._known = Storage(self._checkpoints, self._spec, self._warn)
+        return self._known
+
+    def _warn(self, text: str) -> None:
+        """Once is enough: all nodes have the same file system."""
+        if self._control.rank == 0:
+            sys.stderr.write(f"hpcrun: {text}\n")
+            sys.stderr.flush()
+
+    def _made(self, draft: Draft, plan: WritePlan) -> dict[str, Any]:
+        if plan.start:
+            return {}
+        return self._storage.prepare_file(draft.file(plan.file), *plan.file_needs)
+
+    def _made_anew(self, draft: Draft, plan: WritePlan, every: list[Written]) -> list[Any]:
+        """Which file is there again, empty and on other targets, and how it lies; None where it is not."""
+        is_full = any(one.number == errno.ENOSPC and one.file == plan.file for one in every)
+        if plan.start or not is_full:
+            return [plan.file, None]
+        try:
+            return [plan.file, self._storage.retry_file(draft.file(plan.file), *plan.file_needs)]
+        except OSError:
+            return [plan.file, None]
+
+    def _part(
+        self,
+        draft: Draft,
+        plan: WritePlan,
+        contents: Callable[[], Iterator[memoryview]],
+        facts: dict[str, Any],
+    ) -> Written:
+        path = draft.file(plan.file)
+        where: dict[str, int] = {"file": plan.file, "start": plan.start}
+        try:
+            part = write_part(path, draft.generation, self._control.rank, plan.pieces, contents(), **where)
+        except OSError as error:
+            return self._failed(plan, error)
+        facts = facts | self._storage.layout_facts(path) if facts else {}
+        return Written("", None, plan.file, list(astuple(part)), facts)
+
+    def _failed(self, plan: WritePlan, error: OSError) -> Written:
+        return Written(str(error), error.errno, plan.file, [])
+
+    def _gather(self, mine: Written) -> list[Written]:
+        return [Written(*fields) for fields in self._control.allgather(list(astuple(mine)))]
+
+
+def parts_of(every: list[Written]) -> list[Part]:
+    """The parts by rank, where all were written."""
+    return [Part(*one.part) for one in every]

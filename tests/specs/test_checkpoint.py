@@ -1,0 +1,58 @@
+"""Which saves a job may ask for: what cannot work together is refused when it is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcrun.errors import SpecError
+from hpcrun.specs.load import parse_job
+
+BASE = "model: demo\ndata: {text: x, seq_len: 64}\ntrain: {steps: 1000}\n"
+STORE = "object: {url: 's3://b/p', every: %d}"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "words"),
+    [
+        ("memory: 2, every: 20, durable: {every: 50}", "durable.every", "50 is no multiple .* use 40 or 60"),
+        ("memory: 2, every: 20, durable: {every: 5}", "durable.every", "5 is no multiple .* use 20"),
+        (f"memory: 1, every: 20, {STORE % 30}", "object.every", r"\(checkpoint.every 20\); use 20 or 40"),
+        (
+            f"memory: 1, every: 20, durable: {{every: 40}}, {STORE % 60}",
+            "object.every",
+            r"\(checkpoint.durable.every 40\); use 40 or 80",
+        ),
+        (STORE % 0, "object", "set checkpoint.memory to 1 or 2"),
+        ("local: /scratch", "local", "set checkpoint.memory to 1 or 2"),
+        ("parity: {scheme: xor}", "parity.scheme", "set checkpoint.memory to 1 or 2"),
+        ("parity: {survive: leaf}", "parity.survive", "set checkpoint.memory to 1 or 2"),
+        ("every: 20, durable: {every: 40}", "durable.every", "set checkpoint.memory to 1 or 2"),
+        ("durable: {direct: true}", "durable.direct", "set checkpoint.memory to 1 or 2"),
+        ("undurable: stop", "undurable", "give checkpoint.max_undurable"),
+        ("every: 7, keep_every: 300", "keep_every", "every 7 steps, and 1000 in all"),
+        ("every: 100, keep_every: 5000", "keep_every", "no save is of a multiple of 5000"),
+        ("keep_every: 300", "keep_every", "checkpoint.every is 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words) as caught:
+        parse_job(f"{BASE}checkpoint: {{{section}}}\n", "job.yaml")
+    (problem,) = caught.value.problems
+    assert problem.key == f"checkpoint.{key}"
+    assert problem.where.startswith("job.yaml")
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "every: 20",
+        f"memory: 2, every: 20, durable: {{every: 40}}, {STORE % 80}, keep_every: 200",
+        f"memory: 1, durable: {{every: 30}}, {STORE % 60}, local: /scratch, parity: {{scheme: rs}}",
+        "every: 20, durable: {every: 20}, parity: {scheme: none}",
+        "max_undurable: 2h, undurable: stop",
+        "every: 40, keep_every: 100",
+        "keep_every: 500",
+    ],
+)
+def test_what_can_work_is_taken(section: str) -> None:
+    parse_job(f"{BASE}checkpoint: {{{section}}}\n", "job.yaml")
