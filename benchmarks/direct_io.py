@@ -18,8 +18,8 @@ from pathlib import Path
 
 from harness import Report, fail, options, spread
 
-from hpcrun.checkpoint.direct import BATCH_BYTES, write_file_direct
 from hpcrun.checkpoint.format import HEADER_BYTES
+from hpcrun.checkpoint.lustre.direct import BATCH_BYTES, write_file_direct
 
 TARGET = 0.85
 _libc = ctypes.CDLL(None, use_errno=True)

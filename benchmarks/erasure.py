@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import harness
 
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, code_for
+from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, code_for
 from hpcrun.errors import SiteError
 
 SHAPES = ((1, 1), (3, 1), (7, 1), (3, 2), (6, 2), (14, 2))

@@ -17,8 +17,8 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, Part, file_name, render_manifest
+from hpcrun.checkpoint.policy.retention import Rule, Verdict, pointed_at
 from hpcrun.checkpoint.read import check_sizes
-from hpcrun.checkpoint.retention import Rule, Verdict, pointed_at
 from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_saves, render_record

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.checkpoint.files import read_at
 from hpcrun.checkpoint.format import (
     CHUNK,
     CHUNK_BYTES,
@@ -22,6 +21,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.levels import HeldPart, Holding
+from hpcrun.checkpoint.parity.files import read_at
 
 Damage = tuple[str, str, int]
 """A file, the generation and the number of the part in it that is not what it should be."""

@@ -16,7 +16,7 @@ from hpcrun.checkpoint.reader import Buffers, ChunkReader
 
 
 class Remote(Protocol):
-    """Reads what other nodes hold, as `hpcrun.checkpoint.peers.Peers` does."""
+    """Reads what other nodes hold, as `hpcrun.checkpoint.parity.peers.Peers` does."""
 
     def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
         """Fill a buffer with what a node was asked for; SiteError unless it gets all of it."""

@@ -169,7 +169,7 @@ def _job_of(run: RunDir) -> JobSpec:
 
 
 def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> None:
-    from hpcrun.checkpoint.exchange import copy_out, written_aside
+    from hpcrun.checkpoint.restore.exchange import copy_out, written_aside
     from hpcrun.errors import UsageError
     from hpcrun.specs.records import write_whole
 

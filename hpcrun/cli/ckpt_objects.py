@@ -13,8 +13,8 @@ from hpcrun.cli.ckpt_show import amount, choose, print_json, progress, refuse_wh
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.objects import BrokenCopy, ObjectCopy
-    from hpcrun.checkpoint.store import Store
+    from hpcrun.checkpoint.objects.catalogue import BrokenCopy, ObjectCopy
+    from hpcrun.checkpoint.objects.store import Store
     from hpcrun.specs.rundir import RunDir
 
 Url = Annotated[str | None, typer.Option("--url", help="object store; default as in the job")]
@@ -37,9 +37,9 @@ def upload(
 
     The save is proved first. The copy exists once all of it is there; exit code 1 if --verify finds damage.
     """
-    from hpcrun.checkpoint.download import damages
-    from hpcrun.checkpoint.objects import copy_place, cut, list_copies
-    from hpcrun.checkpoint.upload import upload as send
+    from hpcrun.checkpoint.objects.catalogue import copy_place, cut, list_copies
+    from hpcrun.checkpoint.objects.download import damages
+    from hpcrun.checkpoint.objects.upload import upload as send
     from hpcrun.errors import EXIT_CHECK_FAILED
     from hpcrun.specs.rundir import find_run
 
@@ -82,7 +82,7 @@ def download(
 
     Every byte is proved before it counts; a save of that step that is not this one is set aside.
     """
-    from hpcrun.checkpoint import download as home
+    from hpcrun.checkpoint.objects import download as home
     from hpcrun.specs.rundir import find_run
 
     found = find_run(run)
@@ -112,7 +112,7 @@ def look(
     run: str, url: str | None, endpoint: str | None
 ) -> tuple[list[ObjectCopy], list[BrokenCopy], str | None]:
     """The copies of a run for `ckpt ls`; or why they are not known. Nothing where the job has no store."""
-    from hpcrun.checkpoint.objects import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import HpcrunError
     from hpcrun.specs.rundir import find_run
 
@@ -132,7 +132,7 @@ def copies_of(
     run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
 ) -> tuple[list[tuple[Store, ObjectCopy]], str | None]:
     """The copies of a run with their store, open until the stack is; or why they are not known."""
-    from hpcrun.checkpoint.objects import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import HpcrunError
 
     try:
@@ -148,8 +148,8 @@ def copies_of(
 
 def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool) -> None:
     """`ckpt verify` of the copies in a store, newest first: all of them are read back."""
-    from hpcrun.checkpoint.download import damages
-    from hpcrun.checkpoint.objects import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_copies
+    from hpcrun.checkpoint.objects.download import damages
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
     from hpcrun.specs.rundir import find_run
 
@@ -197,7 +197,7 @@ def _print_sent(told: dict[str, Any]) -> None:
 
 
 def _choose_copy(store: Store, run: RunDir, step: int | None) -> ObjectCopy:
-    from hpcrun.checkpoint.objects import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import UsageError
 
     copies, _ = list_copies(store, run.id)
@@ -220,7 +220,7 @@ def _of_job(run: RunDir) -> tuple[str, str | None] | None:
 @contextmanager
 def _store_of(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[Store]:
     """The store that was asked for, or the job's; UsageError without one."""
-    from hpcrun.checkpoint.store import open_store
+    from hpcrun.checkpoint.objects.store import open_store
     from hpcrun.errors import UsageError
 
     if url is None:

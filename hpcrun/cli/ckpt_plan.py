@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from hpcrun.checkpoint.simulate import Checked
+    from hpcrun.checkpoint.policy.simulate import Checked
     from hpcrun.launch.submit.forecast import Network
     from hpcrun.launch.submit.saveplan import SavePlan
     from hpcrun.launch.submit.savesize import Figure
@@ -125,7 +125,7 @@ def _takes(found: SavePlan) -> list[str]:
 
 
 def _survives(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.rates import KINDS
+    from hpcrun.checkpoint.policy.rates import KINDS
 
     if found.sets is None:
         told = [
@@ -144,7 +144,7 @@ def _survives(found: SavePlan) -> list[str]:
 
 
 def _advises(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.rates import in_words
+    from hpcrun.checkpoint.policy.rates import in_words
 
     advice = found.advice
     if advice is None:
@@ -168,7 +168,7 @@ def _advises(found: SavePlan) -> list[str]:
 
 
 def _checks(checked: Checked) -> list[str]:
-    from hpcrun.checkpoint.rates import in_words
+    from hpcrun.checkpoint.policy.rates import in_words
 
     told = [f"checked on a simulated run with {checked.failures} failures"]
     named = [(f"{factor:g} T", one) for factor, one in checked.at.items()] + [("best tried", checked.best)]
@@ -179,7 +179,7 @@ def _checks(checked: Checked) -> list[str]:
 
 
 def _keeps(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.rates import in_words
+    from hpcrun.checkpoint.policy.rates import in_words
 
     checkpoint = found.spec.checkpoint
     milestones = f" and each multiple of {checkpoint.keep_every} steps" if checkpoint.keep_every else ""
@@ -213,7 +213,7 @@ def _bytes(name: str, figure: Figure) -> str:
 
 
 def _time(name: str, figure: Figure) -> str:
-    from hpcrun.checkpoint.rates import in_words
+    from hpcrun.checkpoint.policy.rates import in_words
 
     value = "unknown" if figure.value is None else in_words(figure.value)
     return f"    {name:14}  {value}  {figure.source}"

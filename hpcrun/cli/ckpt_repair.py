@@ -14,9 +14,9 @@ from hpcrun.cli.ckpt_show import amount, print_json, progress, refuse_while_runn
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.copies import Copy
     from hpcrun.checkpoint.levels import Holding
-    from hpcrun.checkpoint.repair import Repair
+    from hpcrun.checkpoint.restore.copies import Copy
+    from hpcrun.checkpoint.restore.repair import Repair
     from hpcrun.specs.rundir import RunDir
 
 
@@ -44,8 +44,8 @@ def repair(
     """
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.copies import DirectoryCopy, HeldCopy
-    from hpcrun.checkpoint.repair import damaged_generations
+    from hpcrun.checkpoint.restore.copies import DirectoryCopy, HeldCopy
+    from hpcrun.checkpoint.restore.repair import damaged_generations
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
     from hpcrun.specs.rundir import find_run
 
@@ -82,7 +82,7 @@ def _repair(
     path: Path, copies: list[Copy], held: list[Holding], stack: ExitStack, dry_run: bool
 ) -> Repair | None:
     """Repair a save from its copies; where that is not enough also from what parity makes again."""
-    from hpcrun.checkpoint.repair import repair as repair_generation
+    from hpcrun.checkpoint.restore.repair import repair as repair_generation
 
     stamps = [one.stamp for one in held]
     with progress(path.name, _size(path)) as show:
@@ -94,7 +94,7 @@ def _repair(
 
 def holdings_of(run: RunDir) -> list[Holding]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
-    from hpcrun.checkpoint.nearby import holdings_here
+    from hpcrun.checkpoint.restore.nearby import holdings_here
     from hpcrun.specs.load import load_job
 
     local = load_job(run.spec).spec.checkpoint.local if run.spec.exists() else None
@@ -105,8 +105,8 @@ def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Co
     """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
     import tempfile
 
-    from hpcrun.checkpoint.copies import HeldCopy
-    from hpcrun.checkpoint.nearby import rebuilt_here
+    from hpcrun.checkpoint.restore.copies import HeldCopy
+    from hpcrun.checkpoint.restore.nearby import rebuilt_here
 
     if wanted.generation is None or not any(one.parity for one in held):
         return []
@@ -116,7 +116,7 @@ def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Co
 
 def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
     """The copies in the object store that the job names, or `url`; open until the stack is."""
-    from hpcrun.checkpoint.nearby import StoredCopy
+    from hpcrun.checkpoint.restore.nearby import StoredCopy
 
     found, unknown = copies_of(run, url, endpoint, stack)
     if unknown is not None:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
-from hpcrun.checkpoint.decide import key_of
 from hpcrun.checkpoint.format import DamagedError, collect, render_tensors, structure_digest
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.reader import ChunkSource
+from hpcrun.checkpoint.restore.decide import key_of
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control

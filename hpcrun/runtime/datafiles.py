@@ -14,7 +14,7 @@ from typing import Any
 
 from hpcrun.checkpoint.commit import Draft
 from hpcrun.checkpoint.format import Part, file_name
-from hpcrun.checkpoint.storage import Storage
+from hpcrun.checkpoint.lustre.storage import Storage
 from hpcrun.checkpoint.write import write_part
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan

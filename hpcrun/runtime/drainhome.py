@@ -14,7 +14,7 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder, remove_folder
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, arena_folder, remove_folder
 from hpcrun.errors import SiteError
 from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.launch.world import without_world

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpcrun.checkpoint.exchange import written_aside
 from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.hf import write_hf

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrun.checkpoint.exchange import written_aside
+from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import UsageError
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.planning import raw_bytes

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hpcrun.checkpoint.boxes import cut
 from hpcrun.checkpoint.commit import begin, commit, discard
-from hpcrun.checkpoint.exchange import check_newest, copy_in
 from hpcrun.checkpoint.format import (
     CHUNK_BYTES,
     ITEM_BYTES,
@@ -25,6 +24,7 @@ from hpcrun.checkpoint.format import (
     structure_digest,
 )
 from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.restore.exchange import check_newest, copy_in
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import UsageError
 from hpcrun.runtime.export import NOTE

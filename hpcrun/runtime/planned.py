@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcrun.checkpoint.peers import Credentials, Peers
+from hpcrun.checkpoint.parity.peers import Credentials, Peers
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.scattered import Scattered
 from hpcrun.errors import RanksDiedError, SiteError, UsageError

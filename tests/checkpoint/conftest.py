@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrun.checkpoint.store import Patience, Store, open_store
+from hpcrun.checkpoint.objects.store import Patience, Store, open_store
 from tests.checkpoint.object_store import CREDENTIALS, Bucket, new_bucket, serving
 
 

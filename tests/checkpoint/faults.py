@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.commit import begin, commit, discard, find_garbage, remove, retire, set_aside
-from hpcrun.checkpoint.copies import DirectoryCopy
 from hpcrun.checkpoint.format import MANIFEST, DamagedError
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.repair import repair
+from hpcrun.checkpoint.restore.copies import DirectoryCopy
+from hpcrun.checkpoint.restore.repair import repair
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.saves import RECORD, Saved, read_saves

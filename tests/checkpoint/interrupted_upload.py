@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hpcrun.checkpoint.store import open_store
-from hpcrun.checkpoint.upload import upload
+from hpcrun.checkpoint.objects.store import open_store
+from hpcrun.checkpoint.objects.upload import upload
 from hpcrun.specs.saves import saved_steps
 
 if __name__ == "__main__":

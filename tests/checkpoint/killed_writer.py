@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrun.checkpoint.commit import find_garbage, remove, retire, set_aside
-from hpcrun.checkpoint.copies import DirectoryCopy
-from hpcrun.checkpoint.durable import DurableStation
-from hpcrun.checkpoint.exchange import copy_in
+from hpcrun.checkpoint.drain.durable import DurableStation
+from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import HeldPart
-from hpcrun.checkpoint.local import LocalStation
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.repair import damaged_generations, repair
+from hpcrun.checkpoint.restore.copies import DirectoryCopy
+from hpcrun.checkpoint.restore.exchange import copy_in
+from hpcrun.checkpoint.restore.repair import damaged_generations, repair
 from hpcrun.specs.saves import Saved, read_save, read_saves
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save

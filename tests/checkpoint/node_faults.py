@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.decide import decide
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Load, parse_holding
-from hpcrun.checkpoint.peers import Peers
+from hpcrun.checkpoint.parity.peers import Peers
+from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.prove import damages_in
-from hpcrun.checkpoint.rebuild import rebuild_members
+from hpcrun.checkpoint.restore.decide import decide
 from hpcrun.checkpoint.scattered import Scattered
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.rundir import RunDir

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.levels import HeldPart, Holding, Load
-from hpcrun.checkpoint.parity import ParityStation
-from hpcrun.checkpoint.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.parity.station import ParityStation
 from hpcrun.checkpoint.prove import Damage, without
 from tests.checkpoint.loads import load_of
 

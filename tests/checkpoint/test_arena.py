@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.arena import Arena, Slot, make_folder, map_slot, remove_folder, sweep
-from hpcrun.checkpoint.erasure import parity_room
+from hpcrun.checkpoint.drain.arena import Arena, Slot, make_folder, map_slot, remove_folder, sweep
+from hpcrun.checkpoint.drain.room import Room
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.parity.erasure import parity_room
 from hpcrun.checkpoint.partrecord import PartRecord
-from hpcrun.checkpoint.room import Room
 from hpcrun.errors import SiteError
 
 PART = Part(0, 0, 4000, 3000, 500, "0" * 16)
@@ -306,7 +306,7 @@ def test_a_rank_s_view_has_its_pages_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
     """Also with kernels that do not know the call."""
-    monkeypatch.setattr("hpcrun.checkpoint.arena._MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr("hpcrun.checkpoint.drain.arena._MADV_POPULATE_WRITE", advice)
     (slot,) = Arena(folder_in(tmp_path)).reserve({0: 8192}, 1, nowhere)[0]
     slot.memory[:] = bytes(range(256)) * 32
     view = map_slot(slot.path)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.decide import Copy, decide, levels_in_words
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Level, Member, Stamp, parse_holding
 from hpcrun.checkpoint.plan import parse_plan, parse_rebuild
 from hpcrun.checkpoint.prove import without
+from hpcrun.checkpoint.restore.decide import Copy, decide, levels_in_words
 from hpcrun.specs.saves import Saved, Unreadable
 
 NODES = ("a", "b", "c", "d")

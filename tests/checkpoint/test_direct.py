@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.direct import BATCH_BYTES, write_file_direct
 from hpcrun.checkpoint.format import PART_ALIGN, padded
+from hpcrun.checkpoint.lustre.direct import BATCH_BYTES, write_file_direct
 
 
 def aligned(size: int, seed: int) -> memoryview:

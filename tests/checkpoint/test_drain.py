@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.arena import Arena, make_folder
-from hpcrun.checkpoint.desk import Desk
-from hpcrun.checkpoint.drain import Drain
+from hpcrun.checkpoint.drain.arena import Arena, make_folder
+from hpcrun.checkpoint.drain.desk import Desk
+from hpcrun.checkpoint.drain.pipeline import Drain
+from hpcrun.checkpoint.drain.room import Room
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
-from hpcrun.checkpoint.room import Room
 from hpcrun.errors import SiteError
 from tests.checkpoint.generations import content_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of

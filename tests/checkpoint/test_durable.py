@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.commit import find_garbage, remove
-from hpcrun.checkpoint.durable import DurableStation, Patience, PrepareFile, no_preparation
+from hpcrun.checkpoint.drain.durable import DurableStation, Patience, PrepareFile, no_preparation
 from hpcrun.checkpoint.levels import Load
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpcrun.checkpoint.erasure import Geometry, Lack, Wanted, code_for, encode, rebuild
+from hpcrun.checkpoint.parity.erasure import Geometry, Lack, Wanted, code_for, encode, rebuild
 from hpcrun.errors import SiteError
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint import lfsgrammar
-from hpcrun.checkpoint.lfs import (
+from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre.lfs import (
     Lfs,
     LfsError,
     Target,

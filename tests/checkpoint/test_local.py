@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.levels import Holding
-from hpcrun.checkpoint.local import LocalStation
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.checkpoint import lfsgrammar
-from hpcrun.checkpoint.lfs import Component, Layout, Target
-from hpcrun.checkpoint.lustre import GIB, TIB, FileNeed, Striping, plan_layout, pool_of, usable
+from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre.layout import GIB, TIB, FileNeed, Striping, plan_layout, pool_of, usable
+from hpcrun.checkpoint.lustre.lfs import Component, Layout, Target
 from hpcrun.specs.checkpoint import DurableSpec
 
 ONE = Layout((Component(0, None, 1, 1 << 20, "raid0", None, ()),))

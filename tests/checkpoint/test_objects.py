@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.download import bring_home, damages, download, whole_at_home
 from hpcrun.checkpoint.format import DamagedError, Piece
-from hpcrun.checkpoint.objects import (
+from hpcrun.checkpoint.objects.catalogue import (
     ObjectCopy,
     copy_place,
     cut,
@@ -27,8 +26,9 @@ from hpcrun.checkpoint.objects import (
     retain,
     run_place,
 )
-from hpcrun.checkpoint.store import Patience, Store, open_store
-from hpcrun.checkpoint.upload import Sent, upload
+from hpcrun.checkpoint.objects.download import bring_home, damages, download, whole_at_home
+from hpcrun.checkpoint.objects.store import Patience, Store, open_store
+from hpcrun.checkpoint.objects.upload import Sent, upload
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 from tests.checkpoint.generations import save

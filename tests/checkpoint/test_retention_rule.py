@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.commit import find_garbage, retire
-from hpcrun.checkpoint.retention import Rule, kept_count, pointed_at
+from hpcrun.checkpoint.policy.retention import Rule, kept_count, pointed_at
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.generations import save
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from hpcrun.checkpoint.arena import make_folder, sweep
+from hpcrun.checkpoint.drain.arena import make_folder, sweep
 
 
 def test_an_arena_is_left_alone_for_as_long_as_a_worker_serves_it(tmp_path: Path) -> None:

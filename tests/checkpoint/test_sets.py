@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from hpcrun.checkpoint.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
 from hpcrun.errors import UsageError
 
 Racks = dict[str, str | None]

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint import lfsgrammar
-from hpcrun.checkpoint.durable import DurableStation
-from hpcrun.checkpoint.lfs import Lfs, LfsError, Quota
-from hpcrun.checkpoint.lustre import GIB, TIB
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.storage import (
+from hpcrun.checkpoint.drain.durable import DurableStation
+from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre.layout import GIB, TIB
+from hpcrun.checkpoint.lustre.lfs import Lfs, LfsError, Quota
+from hpcrun.checkpoint.lustre.storage import (
     SaveNeed,
     Storage,
     StoragePlan,
@@ -27,6 +26,7 @@ from hpcrun.checkpoint.storage import (
     parse_mounts,
     storage_plan,
 )
+from hpcrun.checkpoint.read import Generation
 from hpcrun.process import Completed
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import saved_steps

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.arena import SOCKET, arena_folder, map_slot
+from hpcrun.checkpoint.drain.arena import SOCKET, arena_folder, map_slot
+from hpcrun.checkpoint.drain.lines import connect
 from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.lines import connect
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of

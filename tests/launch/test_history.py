@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.rates import Seen
+from hpcrun.checkpoint.policy.rates import Seen
 from hpcrun.launch.record.history import alike, measured, of_attempts, of_lines, seen
 from hpcrun.launch.record.timeline import timelines
 from hpcrun.specs.load import load_job, render_job

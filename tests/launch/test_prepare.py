@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint import storage
+from hpcrun.checkpoint.lustre import storage
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.submit.saveplace import look_at_place

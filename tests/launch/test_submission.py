@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.storage import Finding as StorageFinding
-from hpcrun.checkpoint.storage import StoragePlan
+from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
+from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.record.runs import look_at_elements
 from hpcrun.launch.submit import request as requests

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, get_args
 
 from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.rates import Kind, Seen
+from hpcrun.checkpoint.policy.rates import Kind, Seen
 from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError
 from hpcrun.launch.record.ledger import read_ledger
 from hpcrun.launch.record.timeline import Record, Timeline, timelines

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from hpcrun.checkpoint.interval import Cost, Tier
 from hpcrun.checkpoint.levels import LEVELS, Level
-from hpcrun.checkpoint.rates import KINDS, Kind
+from hpcrun.checkpoint.policy.interval import Cost, Tier
+from hpcrun.checkpoint.policy.rates import KINDS, Kind
 from hpcrun.errors import UsageError
 from hpcrun.launch.record.history import Measured, Timing
 from hpcrun.launch.submit.savesize import Figure, Sizes

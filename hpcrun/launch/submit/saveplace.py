@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hpcrun.checkpoint.lfs import Lfs
-from hpcrun.checkpoint.retention import Rule, kept_count
-from hpcrun.checkpoint.storage import Finding, StoragePlan, storage_plan
+from hpcrun.checkpoint.lustre.lfs import Lfs
+from hpcrun.checkpoint.lustre.storage import Finding, StoragePlan, storage_plan
+from hpcrun.checkpoint.policy.retention import Rule, kept_count
 from hpcrun.errors import SiteError
 from hpcrun.launch.submit.savesize import Sizes, sizes_of
 from hpcrun.specs.job import JobSpec

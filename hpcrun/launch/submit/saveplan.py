@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.interval import BOUND, Advice, Tier, recommend, waste
-from hpcrun.checkpoint.rates import Rate, Seen, estimate, in_words
-from hpcrun.checkpoint.sets import ErasureSets, choose_sets
-from hpcrun.checkpoint.simulate import Checked, check
-from hpcrun.checkpoint.storage import StoragePlan
+from hpcrun.checkpoint.lustre.storage import StoragePlan
+from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.policy.interval import BOUND, Advice, Tier, recommend, waste
+from hpcrun.checkpoint.policy.rates import Rate, Seen, estimate, in_words
+from hpcrun.checkpoint.policy.simulate import Checked, check
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.launch.deadline import MARGIN

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrun.checkpoint.erasure import parity_room
-from hpcrun.checkpoint.sets import ErasureSets
+from hpcrun.checkpoint.parity.erasure import parity_room
+from hpcrun.checkpoint.parity.sets import ErasureSets
 from hpcrun.formulas import layer_parameters, parameters
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.arena import SHM, arena_folder, remove_folder
+from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.launch.agents.wire import address_here
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import without_world

@@ -10,14 +10,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
-from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder
 from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.decide import decide, levels_in_words, near_key
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, arena_folder
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Stamp
+from hpcrun.checkpoint.parity.sets import Domains, ErasureSets, choose_sets
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.sets import Domains, ErasureSets, choose_sets
+from hpcrun.checkpoint.restore.decide import decide, levels_in_words, near_key
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hpcrun.checkpoint.arena import SHM, sweep
+from hpcrun.checkpoint.drain.arena import SHM, sweep
 from hpcrun.errors import UsageError
 from hpcrun.launch.ownership import is_running_here
 from hpcrun.specs.rundir import RunDir

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpcrun.checkpoint.holdings import HoldingReader
 from hpcrun.checkpoint.levels import Holding, parse_holding
 from hpcrun.checkpoint.plan import Rebuild
+from hpcrun.checkpoint.restore.holdings import HoldingReader
 from hpcrun.launch.agents.nodes import Nodes
 
 READY_S = 30.0

@@ -17,12 +17,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcrun.checkpoint.arena import Arena, Slot
+from hpcrun.checkpoint.drain.arena import Arena, Slot
+from hpcrun.checkpoint.drain.stations import TakesMemory, Withdraws
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
 from hpcrun.checkpoint.partrecord import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
-from hpcrun.checkpoint.stations import TakesMemory, Withdraws
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved, read_save, saved_steps
 

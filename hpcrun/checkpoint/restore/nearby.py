@@ -8,18 +8,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpcrun.checkpoint.arena import SHM, Arena, arena_folder
-from hpcrun.checkpoint.blocks import parity_holdings
-from hpcrun.checkpoint.decide import rebuilds_of
+from hpcrun.checkpoint.drain.arena import SHM, Arena, arena_folder
+from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.format import DamagedError, Part, file_name
 from hpcrun.checkpoint.levels import HeldPart, Holding
-from hpcrun.checkpoint.local import LocalStation
-from hpcrun.checkpoint.objects import ObjectCopy, StoredObject, read_index, read_manifest
-from hpcrun.checkpoint.peers import Credentials, Peers
+from hpcrun.checkpoint.objects.catalogue import ObjectCopy, StoredObject, read_index, read_manifest
+from hpcrun.checkpoint.objects.store import Store
+from hpcrun.checkpoint.parity.blocks import parity_holdings
+from hpcrun.checkpoint.parity.peers import Credentials, Peers
+from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.plan import SHARED
 from hpcrun.checkpoint.prove import damages_in, without
-from hpcrun.checkpoint.rebuild import rebuild_members
-from hpcrun.checkpoint.store import Store
+from hpcrun.checkpoint.restore.decide import rebuilds_of
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpcrun.checkpoint.lfs import Layout, Target
+from hpcrun.checkpoint.lustre.lfs import Layout, Target
 from hpcrun.specs.checkpoint import DurableSpec
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40

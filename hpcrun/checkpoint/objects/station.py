@@ -10,9 +10,9 @@ from typing import Any
 
 from hpcrun.checkpoint.format import MANIFEST
 from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart
-from hpcrun.checkpoint.objects import retain
-from hpcrun.checkpoint.store import open_store
-from hpcrun.checkpoint.upload import POLL_S, Sent, commit_copy, send_file
+from hpcrun.checkpoint.objects.catalogue import retain
+from hpcrun.checkpoint.objects.store import open_store
+from hpcrun.checkpoint.objects.upload import POLL_S, Sent, commit_copy, send_file
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved, read_saves

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from hpcrun.checkpoint.blocks import places, rebuilt_path, spans, write_holding
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
-from hpcrun.checkpoint.files import AsideFile, read_at
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import HeldPart, Holding, Member
-from hpcrun.checkpoint.peers import PeerError, Peers
+from hpcrun.checkpoint.parity.blocks import places, rebuilt_path, spans, write_holding
+from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
+from hpcrun.checkpoint.parity.files import AsideFile, read_at
+from hpcrun.checkpoint.parity.peers import PeerError, Peers
 from hpcrun.checkpoint.plan import SHARED, Rebuild
 from hpcrun.checkpoint.prove import prove_part
 

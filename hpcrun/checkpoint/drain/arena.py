@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hpcrun.checkpoint.drain.room import Room, find_room, gib
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
-from hpcrun.checkpoint.room import Room, find_room, gib
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import write_json, write_whole
 

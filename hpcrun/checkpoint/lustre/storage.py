@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hpcrun.checkpoint.lfs import Lfs, LfsError, Quota, Target
-from hpcrun.checkpoint.lustre import FileNeed, Striping, amount, plan_layout, pool_of, usable
+from hpcrun.checkpoint.lustre.layout import FileNeed, Striping, amount, plan_layout, pool_of, usable
+from hpcrun.checkpoint.lustre.lfs import Lfs, LfsError, Quota, Target
 from hpcrun.specs.checkpoint import DurableSpec
 
 MOUNTINFO = Path("/proc/self/mountinfo")

@@ -77,7 +77,7 @@ def open_store(url: str, endpoint: str | None = None, patience: Patience | None 
     if any(part in (".", "..") for part in rest.split("/")):
         raise UsageError(f"{url}: a URL of an object store has no `.` or `..` in it")
     if scheme in _EXTRAS:
-        from hpcrun.checkpoint.s3 import S3Store
+        from hpcrun.checkpoint.objects.s3 import S3Store
 
         return S3Store(url.rstrip("/"), endpoint, patience or Patience())
     return Store(url.rstrip("/"), endpoint, patience or Patience())

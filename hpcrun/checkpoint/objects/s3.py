@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hpcrun.checkpoint.store import PIECE_BYTES, Patience, Store
+from hpcrun.checkpoint.objects.store import PIECE_BYTES, Patience, Store
 from hpcrun.errors import SiteError
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.arena import Slot
-from hpcrun.checkpoint.drain import Drain, Listener
+from hpcrun.checkpoint.drain.arena import Slot
+from hpcrun.checkpoint.drain.pipeline import Drain, Listener
 from hpcrun.checkpoint.format import Piece
 from hpcrun.checkpoint.levels import LEVELS, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.blocks import geometry_of
-from hpcrun.checkpoint.files import read_at
-from hpcrun.checkpoint.frames import FRAME_BYTES, FrameError, Frames, Throttle, hang_up
 from hpcrun.checkpoint.levels import LEVELS, Holding
+from hpcrun.checkpoint.parity.blocks import geometry_of
+from hpcrun.checkpoint.parity.files import read_at
+from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle, hang_up
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, proof_of, proves, render_line
 

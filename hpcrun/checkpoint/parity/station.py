@@ -24,7 +24,9 @@ from typing import Any, Literal, TypeVar
 
 from xxhash import xxh3_64
 
-from hpcrun.checkpoint.blocks import (
+from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
+from hpcrun.checkpoint.parity.blocks import (
     parity_holdings,
     parity_path,
     remove_files,
@@ -32,11 +34,9 @@ from hpcrun.checkpoint.blocks import (
     spans,
     write_holding,
 )
-from hpcrun.checkpoint.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode, parity_room
-from hpcrun.checkpoint.files import AsideFile, read_at
-from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
-from hpcrun.checkpoint.peers import PeerError, Peers, PeerServer, Reply, check_range
+from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode, parity_room
+from hpcrun.checkpoint.parity.files import AsideFile, read_at
+from hpcrun.checkpoint.parity.peers import PeerError, Peers, PeerServer, Reply, check_range
 from hpcrun.errors import HpcrunError, SiteError
 
 Standing = Literal["unknown", "open", "encoded", "done", "failed"]

@@ -26,7 +26,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST, PART_ALIGN, DamagedError, file_name
 from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.store import Listed, Store, open_store
+from hpcrun.checkpoint.objects.store import Listed, Store, open_store
 from hpcrun.errors import UsageError
 from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
 

@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from hpcrun.checkpoint.durable import DurableStation
+from hpcrun.checkpoint.drain.durable import DurableStation
+from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
-from hpcrun.checkpoint.local import LocalStation
-from hpcrun.checkpoint.objectstation import ObjectStation
-from hpcrun.checkpoint.storage import Storage
+from hpcrun.checkpoint.lustre.storage import Storage
+from hpcrun.checkpoint.objects.station import ObjectStation
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -138,7 +138,7 @@ def _object(around: Surroundings) -> Station | None:
 
 
 def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:
-    from hpcrun.checkpoint.neighbour import Neighbourhood  # which itself knows of surroundings
+    from hpcrun.checkpoint.drain.neighbour import Neighbourhood  # which itself knows of surroundings
 
     return Neighbourhood(around, holdings)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.objects import (
+from hpcrun.checkpoint.objects.catalogue import (
     AT_ONCE,
     OBJECT_BYTES,
     Extent,
@@ -28,8 +28,8 @@ from hpcrun.checkpoint.objects import (
     read_index,
     render_index,
 )
+from hpcrun.checkpoint.objects.store import PIECE_BYTES, Listed, Presence, Store
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.store import PIECE_BYTES, Listed, Presence, Store
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved
 

@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.objects import (
+from hpcrun.checkpoint.objects.catalogue import (
     AT_ONCE,
     ObjectCopy,
     StoredObject,
@@ -22,8 +22,8 @@ from hpcrun.checkpoint.objects import (
     read_index,
     read_manifest,
 )
+from hpcrun.checkpoint.objects.store import PIECE_BYTES, Store, open_store
 from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.store import PIECE_BYTES, Store, open_store
 from hpcrun.checkpoint.write import write_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory

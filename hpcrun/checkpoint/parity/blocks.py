@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrun.checkpoint.erasure import Geometry
-from hpcrun.checkpoint.files import ASIDE
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import HeldParity, Holding, Member, parse_holding
+from hpcrun.checkpoint.parity.erasure import Geometry
+from hpcrun.checkpoint.parity.files import ASIDE
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.specs.records import write_whole
 

@@ -26,7 +26,6 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import Draft, commit, draft_of, remove_leftovers, retire
-from hpcrun.checkpoint.direct import write_file_direct
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     Part,
@@ -36,6 +35,7 @@ from hpcrun.checkpoint.format import (
     structure_digest,
 )
 from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart, Stamp
+from hpcrun.checkpoint.lustre.direct import write_file_direct
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.read import read_tail
 from hpcrun.checkpoint.write import open_shared, write_image

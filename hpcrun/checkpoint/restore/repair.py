@@ -16,7 +16,6 @@ from pathlib import Path
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from hpcrun.checkpoint.commit import DAMAGED, set_aside
-from hpcrun.checkpoint.copies import Copy, DirectoryCopy, digests_of, generation_of, remake_manifest, tail_of
 from hpcrun.checkpoint.format import (
     CHUNK,
     END,
@@ -39,6 +38,14 @@ from hpcrun.checkpoint.format import (
 )
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.restore.copies import (
+    Copy,
+    DirectoryCopy,
+    digests_of,
+    generation_of,
+    remake_manifest,
+    tail_of,
+)
 from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of

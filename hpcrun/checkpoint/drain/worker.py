@@ -25,15 +25,21 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcrun.checkpoint import stations
-from hpcrun.checkpoint.arena import SHM, SOCKET, Arena, make_folder
-from hpcrun.checkpoint.blocks import parity_holdings
-from hpcrun.checkpoint.desk import Desk
-from hpcrun.checkpoint.drain import Drain
+from hpcrun.checkpoint.drain import stations
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder
+from hpcrun.checkpoint.drain.desk import Desk
+from hpcrun.checkpoint.drain.lines import Lines, listen
+from hpcrun.checkpoint.drain.pipeline import Drain
+from hpcrun.checkpoint.drain.stations import (
+    Factory,
+    Neighbour,
+    OpenNeighbour,
+    Surroundings,
+    parse_surroundings,
+)
 from hpcrun.checkpoint.levels import Holding, Level, Station
-from hpcrun.checkpoint.lines import Lines, listen
+from hpcrun.checkpoint.parity.blocks import parity_holdings
 from hpcrun.checkpoint.prove import Damage, damages_in, without
-from hpcrun.checkpoint.stations import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
 from hpcrun.errors import SiteError
 from hpcrun.specs.rundir import RunDir
 

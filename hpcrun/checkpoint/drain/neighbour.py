@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpcrun.checkpoint.drain.stations import Surroundings
 from hpcrun.checkpoint.levels import Holding
-from hpcrun.checkpoint.parity import ParityStation
-from hpcrun.checkpoint.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.parity.rebuild import rebuild_members
+from hpcrun.checkpoint.parity.station import ParityStation
 from hpcrun.checkpoint.plan import parse_rebuild
-from hpcrun.checkpoint.rebuild import rebuild_members
-from hpcrun.checkpoint.stations import Surroundings
 from hpcrun.errors import SiteError
 
 

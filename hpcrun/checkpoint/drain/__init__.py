@@ -1,0 +1,1 @@
+"""The drain worker: a save's way from memory through the levels, beside training."""

@@ -1,0 +1,1 @@
+"""The file system of the run directory, Lustre above all: room, layout, direct writes."""

@@ -1,0 +1,1 @@
+"""Copies of saves in object stores, there and back."""

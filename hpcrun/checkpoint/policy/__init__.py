@@ -1,0 +1,1 @@
+"""How often to save at which level, and what is kept."""
