@@ -6,8 +6,8 @@ hashed, synced and committed, is plain writes and one fsync.
 
 Both sides of a pair move the same bytes from and to the same memory, in files of the same count and size;
 pairs alternate, with a sync before each side. Restores begin with cold caches on both sides (the kernel is
-told to drop the files' pages). A save that is written at once starts the disk earlier than its limit, while it
-still hashes, and may come out ahead. Figures of a small or shared machine say little about a parallel file
+told to drop the files' pages). A save that is written at once starts the disk earlier than its limit, while
+it still hashes, and may come out ahead. Figures of a small or shared machine say little about a parallel file
 system; the ratios do.
 """
 
@@ -254,8 +254,7 @@ def through_memory(report: harness.Report, root: Path, total: int, count: int) -
     lanes = [Lane(root, flat, size) for size in COPY]
     found: dict[str, list[float]] = {}
     for number in range(-2, count):  # the first two fill both slots, and are not counted
-        row = dict[str, float]()
-        persisted = dict[int, float]()
+        row, persisted = dict[str, float](), dict[int, float]()
         for lane in lanes[:: -1 if number % 2 else 1]:
             before = limits() if number % 2 else None
             copy_s, calls_s, persisted[lane.size_bytes] = lane.save()

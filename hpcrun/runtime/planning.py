@@ -189,7 +189,8 @@ class _Reader:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    memory: Any = tensor.detach()
+    # Detaching lets go of Python for a moment, for which the threads beside have been waiting.
+    memory: Any = tensor.detach() if tensor.requires_grad else tensor
     if tensor.dtype in _AS_NUMPY and tensor.numel():  # the shorter way, for one of very many
         return memoryview(memory.numpy()).cast("B")
     return memoryview(memory.reshape(-1).view(torch.uint8).numpy())
