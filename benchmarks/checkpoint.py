@@ -120,13 +120,13 @@ class Bench:
 class Behind:
     """Saves through the memory of this node and its drain worker, as anybody's trainer makes them."""
 
-    def __init__(self, directory: Path, *, memory: int = 2) -> None:
+    def __init__(self, directory: Path, **options: Any) -> None:
         from hpcrun.runtime.checkpointer import Checkpointer
 
         self.copy_s = 0.0
         """Of the last save, the copying into memory alone."""
         self._stored = set[int]()
-        self.saves = Checkpointer(directory, memory=memory, on_record=self._hear, keep=1)
+        self.saves = Checkpointer(directory, on_record=self._hear, keep=1, **options)
 
     def is_stored(self, step: int) -> bool:
         """Whether a save is in the directory, synced and committed."""

@@ -86,9 +86,9 @@ def no_save(_step: int) -> Callable[[], bool]:
 
 
 @contextmanager
-def ours(root: Path, trainer: Trainer, *, memory: int) -> Iterator[Begin]:
-    """hpcrun's saves: through memory and the drain worker, or at once."""
-    behind = Behind(root / f"ours-{memory}", memory=memory)
+def ours(root: Path, trainer: Trainer, *, memory: int, direct: bool = False) -> Iterator[Begin]:
+    """hpcrun's saves: through memory and the drain worker, or at once; past the page cache, or not."""
+    behind = Behind(root / f"ours-{memory}-{direct}", memory=memory, durable={"direct": direct})
     behind.saves.fence_before(trainer.optimizer)
 
     def begin(step: int) -> Callable[[], bool]:
@@ -167,6 +167,7 @@ def candidates(root: Path, trainer: Trainer, stack: ExitStack) -> dict[str, Begi
     """All ways to save, and none."""
     made = {
         "ours": ours(root, trainer, memory=2),
+        "ours, direct": ours(root, trainer, memory=2, direct=True),
         "ours, synchronous": ours(root, trainer, memory=0),
         "torch.save": plain(root, trainer),
         "async_save, thread": asynchronous(root, trainer, kind="thread"),
