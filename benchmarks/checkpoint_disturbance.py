@@ -86,7 +86,7 @@ def no_save(_step: int) -> Callable[[], bool]:
 
 
 @contextmanager
-def ours(root: Path, trainer: Trainer, *, memory: int, direct: bool = False) -> Iterator[Begin]:
+def ours(root: Path, trainer: Trainer, *, memory: int, direct: bool = True) -> Iterator[Begin]:
     """hpcrun's saves: through memory and the drain worker, or at once; past the page cache, or not."""
     behind = Behind(root / f"ours-{memory}-{direct}", memory=memory, durable={"direct": direct})
     behind.saves.fence_before(trainer.optimizer)
@@ -167,7 +167,7 @@ def candidates(root: Path, trainer: Trainer, stack: ExitStack) -> dict[str, Begi
     """All ways to save, and none."""
     made = {
         "ours": ours(root, trainer, memory=2),
-        "ours, direct": ours(root, trainer, memory=2, direct=True),
+        "ours, through the page cache": ours(root, trainer, memory=2, direct=False),
         "ours, synchronous": ours(root, trainer, memory=0),
         "torch.save": plain(root, trainer),
         "async_save, thread": asynchronous(root, trainer, kind="thread"),
@@ -278,7 +278,7 @@ def arguments_of(parser: ArgumentParser) -> Any:
     """The options of this script."""
     parser.add_argument("--dir", type=Path, help="where to write; default the temporary directory")
     parser.add_argument(
-        "--layers", type=int, help="of the model, 0.75 MiB of state each; default 256, with --quick 96"
+        "--layers", type=int, help="of the model, 0.75 MiB of state each; default 256, with --quick 64"
     )
     parser.add_argument("--rounds", type=int, help="windows of each kind; default 7, with --quick 3")
     parser.add_argument("--busy", action="store_true", help="only train, for ever")
@@ -293,7 +293,7 @@ def main() -> int:
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's saves in one process warn of just that
-    layers = arguments.layers or (96 if arguments.quick else 256)
+    layers = arguments.layers or (64 if arguments.quick else 256)
     rounds = arguments.rounds or (3 if arguments.quick else 7)
     if arguments.busy:
         be_busy(layers)
