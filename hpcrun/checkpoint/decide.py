@@ -48,7 +48,8 @@ def decide(
     steps = {stamp.step for stamp in near} | {one.step for one in saves}
     steps |= {one.stamp.step for one in objects} | {step_of(one.path) for one in unreadable}
     for stamp in near:
-        found.add(stamp.step, stamp.generation in poisoned and stamp.generation, stamp)
+        is_bad = stamp.generation in poisoned or near_key(stamp.generation) in poisoned
+        found.add(stamp.step, is_bad and stamp.generation, stamp)
     for saved in saves:
         found.add(saved.step, key_of(saved) in poisoned and key_of(saved), saved)
     for copy in objects:
@@ -67,6 +68,11 @@ def decide(
 def key_of(saved: Saved) -> str:
     """What a save is known by where its failures are counted."""
     return saved.generation or saved.path.name
+
+
+def near_key(generation: str) -> str:
+    """The same for what nodes hold of a generation, of which there may be a whole save besides."""
+    return f"near:{generation}"
 
 
 _Candidate = Stamp | Saved | Copy | Unreadable
@@ -93,7 +99,7 @@ class _Candidates:
         for poisoned, one in self._of[step]:
             if poisoned:
                 passed_over.append(
-                    f"step {step}, generation {poisoned}: what went on from it has failed {POISONED} times"
+                    f"step {step}, generation {poisoned}: has failed to be gone on from, or proved damaged"
                 )
             else:
                 usable.append(one)

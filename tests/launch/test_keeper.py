@@ -24,6 +24,7 @@ from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.vault.poison import read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
+from hpcrun.launch.vault.words import in_words
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -246,7 +247,7 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     unrestored = site.run.attempt(4).unrestored
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
-    assert read_poison(site.run)[stamp(15).generation] == 2
+    assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 2
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:
@@ -287,3 +288,27 @@ def test_only_so_many_generations_are_followed() -> None:
         assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
     assert len(story._shares) == 16
     assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
+
+
+def test_events_of_levels_in_words() -> None:
+    lost = {
+        "step": 20,
+        "levels": ["memory", "parity"],
+        "rebuilt": 1,
+        "lost_steps": 5,
+        "passed_over": ["x", "y"],
+    }
+    told = (
+        "goes on from step 20, out of memory and parity; 1 part rebuilt; 5 steps of saves lost: x and 1 more"
+    )
+    assert in_words("restore", lost) == told
+    assert in_words("restore", {"step": 0, "levels": [], "lost_steps": 0}) == "starts from the beginning"
+    assert in_words("checkpoint", {"step": 5, "level": "memory"}) == ""
+    assert in_words("checkpoint", {"step": 5, "level": "durable"}) == "step 5 is in the run directory"
+    failed = {"step": 5, "level": "parity", "problem": "a: no room"}
+    assert in_words("checkpoint", failed) == "step 5 is not stored (parity): a: no room"
+    assert in_words("poison", {"step": 5, "generation": "ab", "count": 2}).endswith(
+        "(generation ab) has failed 2 times"
+    )
+    assert in_words("erasure sets", {"message": "one\ntwo"}) == "one; two"
+    assert in_words("drain died", {"node": "a"}).startswith("the drain worker on a died")

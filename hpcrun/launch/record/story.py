@@ -13,6 +13,7 @@ from hpcrun.hostlist import fold
 from hpcrun.launch.hydra import describe_status
 from hpcrun.launch.record.follow import Pace, until_over
 from hpcrun.launch.record.timeline import is_count
+from hpcrun.launch.vault.words import EVENTS, in_words
 from hpcrun.launch.watch.savelines import describe_save, is_kept
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
@@ -183,6 +184,8 @@ def _are_alike(first: Record, second: Record) -> bool:
 
 def _words(name: str, event: Record) -> str:
     """One event in words; of an event that is not known here, what it holds."""
+    if name in EVENTS:
+        return in_words(name, event)[:_WIDTH]
     match name:
         case "ranks met":
             return f"ranks met{_seconds(event.get('seconds'), ' after {} s')}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrun.checkpoint.arena import SHM, SOCKET, arena_folder
 from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.decide import decide, levels_in_words
+from hpcrun.checkpoint.decide import decide, levels_in_words, near_key
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Stamp
 from hpcrun.checkpoint.plan import RestorePlan
@@ -236,7 +236,8 @@ class Keeper:
         self.look()
         failed = read_json(outcome.files.unrestored)
         if isinstance(failed, dict) and failed.get("generation"):
-            note_failure(self._run, str(failed["generation"]), is_proved=True)
+            # It was in memory; what the run directory has of it may still be whole.
+            note_failure(self._run, near_key(str(failed["generation"])), is_proved=True)
             return
         began = self._restored
         if began is None or not tells_against(outcome, began.step, self.step()):
