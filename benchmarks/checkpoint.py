@@ -1,10 +1,14 @@
-"""Saving and restoring against the limits of the disk, and against torch's own distributed checkpoint.
+"""Saving and restoring against the limits of memory and disk, and against torch's own distributed checkpoint.
 
-One process, one thread. Both sides of a pair move the same bytes from and to the same memory, in files of the
-same count and size; pairs alternate, with a sync before each side. Restores begin with cold caches on both
-sides (the kernel is told to drop the files' pages). The limit of a save is plain writes and one fsync; a save
-starts the disk earlier, while it still hashes, and may come out ahead. Figures of a small or shared machine
-say little about a parallel file system; the ratios do.
+One process, one thread, and the drain worker of its node. The limit of a copy into memory is one memcpy of as
+many bytes into a buffer that was used before; that of what the worker does from then on, until the save is
+hashed, synced and committed, is plain writes and one fsync.
+
+Both sides of a pair move the same bytes from and to the same memory, in files of the same count and size;
+pairs alternate, with a sync before each side. Restores begin with cold caches on both sides (the kernel is
+told to drop the files' pages). A save that is written at once starts the disk earlier than its limit, while
+it still hashes, and may come out ahead. Figures of a small or shared machine say little about a parallel file
+system; the ratios do.
 """
 
 from __future__ import annotations
@@ -25,6 +29,12 @@ from typing import Any
 import harness
 
 PERSIST, RESTORE, SMALL, DECIDE_S = 0.85, 0.85, 2.0, 2.0
+COPY = {32 << 20: 0.8, 1 << 20: 0.8, 128 << 10: 0.6}
+"""Of memcpy, by the size of the tensors."""
+COPIES = "copy into memory against memcpy, tensors of {} KiB"
+CALLS = "save() and fence() against memcpy, tensors of {} KiB"
+BESIDE = "hash, write and commit by the worker against raw write and fsync, tensors of {} KiB"
+WORKER = "worker: a save of many small tensors over one of few large"
 BLOCK = 16 << 20
 
 
@@ -105,6 +115,36 @@ class Bench:
         for name, tensor in self.state.items():
             if not torch.equal(tensor, self.blank[name]):
                 raise RuntimeError(f"{name} came back wrong")
+
+
+class Behind:
+    """Saves through the memory of this node and its drain worker, as anybody's trainer makes them."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        from hpcrun.runtime.checkpointer import Checkpointer
+
+        self.copy_s = 0.0
+        """Of the last save, the copying into memory alone."""
+        self._stored = set[int]()
+        self.saves = Checkpointer(directory, on_record=self._hear, keep=1, **options)
+
+    def is_stored(self, step: int) -> bool:
+        """Whether a save is in the directory, synced and committed."""
+        self.saves.fence()
+        return step in self._stored
+
+    def wait(self, step: int) -> None:
+        """Until it is; between looks the core is free."""
+        while not self.is_stored(step):
+            time.sleep(0.001)
+
+    def _hear(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "save" and "copy_s" in record:
+            self.copy_s = record["copy_s"]
+        elif record["kind"] == "stored" and record["level"] == "durable":
+            self._stored.add(record["step"])
+        elif record["kind"] != "stored":
+            raise RuntimeError(f"a save went wrong: {record}")
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -199,6 +239,68 @@ def measure(report: harness.Report, root: Path, total: int, count: int) -> None:
         report.claim(claim, harness.spread(values), f"at most {SMALL}", met)
 
 
+def through_memory(report: harness.Report, root: Path, total: int, count: int) -> None:
+    """All figures of saves through memory: the copy, the calls of a trainer, and the worker's part."""
+    import torch
+
+    flat: Any = torch.empty(total // 4).uniform_()
+    warm: Any = torch.zeros_like(flat)
+    blob, raw = memoryview(flat.numpy()).cast("B"), root / "raw"
+
+    def limits() -> tuple[float, float]:
+        raw.unlink(missing_ok=True)
+        return timed(lambda: warm.copy_(flat)), timed(lambda: write_blob(raw, blob))
+
+    lanes = [Lane(root, flat, size) for size in COPY]
+    found: dict[str, list[float]] = {}
+    for number in range(-2, count):  # the first two fill both slots, and are not counted
+        row, persisted = dict[str, float](), dict[int, float]()
+        for lane in lanes[:: -1 if number % 2 else 1]:
+            before = limits() if number % 2 else None
+            copy_s, calls_s, persisted[lane.size_bytes] = lane.save()
+            memcpy_s, raw_s = before or limits()
+            row[COPIES.format(lane.size_bytes >> 10)] = memcpy_s / copy_s
+            row[CALLS.format(lane.size_bytes >> 10)] = memcpy_s / calls_s
+            row[BESIDE.format(lane.size_bytes >> 10)] = raw_s / persisted[lane.size_bytes]
+        row[WORKER] = persisted[min(COPY)] / persisted[max(COPY)]
+        for name, value in row.items() if number >= 0 else ():
+            found.setdefault(name, []).append(value)
+    for name, values in sorted(found.items()):
+        report.row(what=name, MiB=total >> 20, ratio=harness.spread(values), pairs=count)
+    least = {COPIES.format(size >> 10): target for size, target in COPY.items()}
+    for name, target in (least | {BESIDE.format(max(COPY) >> 10): PERSIST}).items():
+        met = statistics.median(found[name]) >= target
+        report.claim(name, harness.spread(found[name]), f"at least {target}", met)
+    met = statistics.median(found[WORKER]) <= SMALL
+    report.claim(WORKER, harness.spread(found[WORKER]), f"at most {SMALL}", met)
+    for lane in lanes:
+        lane.behind.saves.close()
+
+
+class Lane:
+    """Saves of one blob, cut into tensors of one size."""
+
+    def __init__(self, root: Path, flat: Any, size_bytes: int) -> None:
+        self.size_bytes, self.step = size_bytes, 0
+        self.state = {f"model.{n}": part for n, part in enumerate(flat.split(size_bytes // 4))}
+        self.behind = Behind(root / f"memory-{size_bytes}")
+
+    def save(self) -> tuple[float, float, float]:
+        """Seconds of the copy, of the calls, and from then on until the save is stored."""
+        self.step += 1
+        saves = self.behind.saves
+        self.state["model.0"][:1] += 1  # a save of the same bytes again would be warned of
+
+        def calls() -> None:
+            saves.save(self.step, self.state)
+            saves.fence()
+
+        calls_s = timed(calls)
+        begin = time.perf_counter()
+        self.behind.wait(self.step)
+        return self.behind.copy_s, calls_s, time.perf_counter() - begin
+
+
 def decide(report: harness.Report, root: Path, count: int) -> None:
     """A restart's decision over a thousand generations of 4,096 tensors in 8 files each."""
     from hpcrun.runtime.checkpoint import Checkpointer
@@ -265,6 +367,7 @@ def main() -> int:
         free = shutil.disk_usage(root).free
         if free < 8 * total:
             return harness.fail(f"{root} has {free >> 20} MiB free, {8 * total >> 20} are needed; use --dir")
+        through_memory(report, root, total, count)
         measure(report, root, total, count)
         decide(report, root, count)
     report.write(arguments.json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Protocol, Self, TypeAlias
@@ -19,13 +19,17 @@ from hpcrun.checkpoint.format import (
     Part,
     Piece,
     Place,
+    padded,
     parse_tail,
     unpack_header,
 )
 
 Buffers: TypeAlias = list[bytearray | memoryview]
-_Fetched: TypeAlias = tuple[Piece, Place, memoryview, int]
-_BATCH_BYTES = 8 << 20
+Wanted: TypeAlias = tuple[Piece, Place, memoryview]
+"""A chunk, and a buffer of just its size."""
+_Fetched: TypeAlias = tuple[Piece, Place, memoryview, memoryview]
+_RUN_BYTES, _RUN_CHUNKS = 8 << 20, 256
+"""Read by one call, which takes 1024 buffers at most; a chunk takes up to three."""
 
 
 class ChunkSource(Protocol):
@@ -71,50 +75,60 @@ class ChunkReader:
 
     def read(self, piece: Piece, place: Place, into: memoryview) -> None:
         """Fill a buffer of exactly the chunk's size; DamagedError if what is there is not that chunk."""
-        self._prove(piece, place, into, self._fetch(piece, place, into))
+        for fetched in self._fetch([(piece, place, into)]):
+            self._prove(*fetched)
 
-    def read_all(
-        self,
-        wanted: Iterator[tuple[Piece, Place, memoryview]],
-        then: Callable[[Piece, memoryview], None],
-    ) -> None:
-        """Read many chunks, proved beside the reading of others, and hand each on when it is proved."""
-        batch, size = list[_Fetched](), 0
+    def read_all(self, wanted: Iterable[Wanted], then: Callable[[Piece, memoryview], None]) -> None:
+        """Read many chunks, proved beside the reading of others, and hand each on when it is proved.
+
+        Neighbours that are asked for one after the other are read together.
+        """
         with ThreadPoolExecutor(1) as beside:
             pending = beside.submit(self._prove_all, [], then)
-            for piece, place, into in wanted:
-                batch.append((piece, place, into, self._fetch(piece, place, into)))
-                size += len(into)
-                if size >= _BATCH_BYTES:
-                    pending.result()
-                    pending = beside.submit(self._prove_all, batch, then)
-                    batch, size = [], 0
+            for run in _runs(wanted):
+                fetched = self._fetch(run)
+                pending.result()
+                pending = beside.submit(self._prove_all, fetched, then)
             pending.result()
-            self._prove_all(batch, then)
 
-    def _prove_all(self, batch: list[_Fetched], then: Callable[[Piece, memoryview], None]) -> None:
-        for piece, place, into, digest in batch:
-            self._prove(piece, place, into, digest)
-            then(piece, into)
+    def _prove_all(self, fetched: list[_Fetched], then: Callable[[Piece, memoryview], None]) -> None:
+        for one in fetched:
+            self._prove(*one)
+            then(one[0], one[2])
 
-    def _fetch(self, piece: Piece, place: Place, into: memoryview) -> int:
-        """Read a chunk; what its hash should be."""
-        assert len(into) == piece.size_bytes, f"{piece}: a buffer of {len(into)} bytes"
-        header = bytearray(HEADER_BYTES)
-        count = self._bytes(place.part, place.at, [header, into])
+    def _fetch(self, run: list[Wanted]) -> list[_Fetched]:
+        """Read chunks that lie one behind the other; what there was of each one's header and bytes."""
+        headers = memoryview(bytearray(HEADER_BYTES * len(run)))
+        buffers, begins, size = Buffers(), list[int](), 0
+        for number, (piece, _, into) in enumerate(run):
+            assert len(into) == piece.size_bytes, f"{piece}: a buffer of {len(into)} bytes"
+            begins.append(size)
+            buffers += [headers[number * HEADER_BYTES :][:HEADER_BYTES], into]
+            if (rest := padded(len(into)) - len(into)) and number + 1 < len(run):
+                buffers.append(bytearray(rest))
+            size += HEADER_BYTES + padded(len(into))
+        place = run[0][1]
+        count = self._bytes(place.part, place.at, buffers)
+        fetched = []
+        for number, (begin, (piece, place, into)) in enumerate(zip(begins, run, strict=True)):
+            there = max(0, count - begin)
+            header = headers[number * HEADER_BYTES :][: min(there, HEADER_BYTES)]
+            fetched.append((piece, place, into[: max(0, there - HEADER_BYTES)], header))
+        return fetched
+
+    def _prove(self, piece: Piece, place: Place, found: memoryview, header: memoryview) -> int:
+        """DamagedError unless this is the chunk that belongs there; its hash."""
         try:
-            length, digest = unpack_header(header[:count], CHUNK, place, self.manifest.generation)
-            if length != len(into):
-                raise DamagedError(f"it holds {length} bytes, not {len(into)}")
-            if count < HEADER_BYTES + length:
-                raise DamagedError(f"the file ends after {count - HEADER_BYTES} of its {length} bytes")
+            length, digest = unpack_header(bytes(header), CHUNK, place, self.manifest.generation)
+            if length != piece.size_bytes:
+                raise DamagedError(f"it holds {length} bytes, not {piece.size_bytes}")
+            if len(found) < length:
+                raise DamagedError(f"the file ends after {len(found)} of its {length} bytes")
+            if xxh3_64_intdigest(found) != digest:
+                raise DamagedError("its bytes do not match their hash")
         except DamagedError as error:
             raise DamagedError(f"{self._where(place)}: {piece}: {error}") from None
         return digest
-
-    def _prove(self, piece: Piece, place: Place, into: memoryview, digest: int) -> None:
-        if xxh3_64_intdigest(into) != digest:
-            raise DamagedError(f"{self._where(place)}: {piece}: its bytes do not match their hash")
 
     def _where(self, place: Place) -> str:
         return self._fetcher.where(place.part, self._part(place.part), place.at)
@@ -178,8 +192,8 @@ class ChunkReader:
         for piece, place in chunks:
             into = memoryview(buffers)[: piece.size_bytes]
             try:
-                digest = self._fetch(piece, place, into)
-                self._prove(piece, place, into, digest)
+                (fetched,) = self._fetch([(piece, place, into)])
+                digest = self._prove(*fetched)
                 if listed is not None and listed.get((piece, place), digest) != digest:
                     raise DamagedError(f"{self._where(place)}: {piece}: is not the chunk that the tail lists")
             except (DamagedError, OSError) as error:
@@ -194,3 +208,18 @@ class ChunkReader:
                 self._part(place.part)
                 chunks[place.part].append((piece, place))
         return [sorted(own, key=lambda one: one[1]) for own in chunks]
+
+
+def _runs(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+    """Chunks that lie one behind the other, no more than are to be read at once."""
+    run, size, following = list[Wanted](), 0, (0, 0)
+    for one in wanted:
+        _, place, into = one
+        if run and (place != following or size + len(into) > _RUN_BYTES or len(run) == _RUN_CHUNKS):
+            yield run
+            run, size = [], 0
+        run.append(one)
+        size += len(into)
+        following = (place.part, place.at + HEADER_BYTES + padded(len(into)))
+    if run:
+        yield run

@@ -38,6 +38,8 @@ from hpcrun.checkpoint.reader import ChunkReader, ChunkSource
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 
+_AS_NUMPY = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8})
+
 
 @dataclass
 class WritePlan:
@@ -109,8 +111,15 @@ def plan_write(
 
 def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
     """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late."""
+    direct, others = dict[tuple[Piece, Place], Tensor](), dict[str, Tensor]()
+    for name, tensor in state.items():
+        chunk = _only_chunk(source.manifest, name, tensor)
+        if chunk is None:
+            others[name] = tensor
+        else:
+            direct[chunk] = tensor
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(state), _metadata(source.manifest, state), False)
+    planner.set_up_planner(dict(others), _metadata(source.manifest, others), False)
     items = planner.create_local_plan().items
     chunks: dict[tuple[Piece, Place], list[ReadItem]] = {}
     for item in items:
@@ -118,7 +127,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
         assert index is not None
         chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
-    reader = _Reader(planner, chunks)
+    reader = _Reader(planner, direct, chunks)
     if isinstance(source, ChunkReader):
         source.read_all(reader.wanted(), reader.arrived)
         return
@@ -127,20 +136,36 @@ def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
         reader.arrived(piece, into)
 
 
+def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[Piece, Place] | None:
+    """The chunk that is all of a tensor and can be read right into it; most are so, and need no plan."""
+    stored = manifest.tensors.get(name)
+    if stored is None or len(stored.chunks) != 1 or isinstance(tensor, DTensor):
+        return None
+    is_alike = stored.shape == tuple(tensor.shape) and stored.dtype == dtype_name(tensor)
+    return stored.chunks[0] if is_alike and tensor.is_cpu and tensor.is_contiguous() else None
+
+
 class _Reader:
     """Gives each chunk the memory it is read into, and puts it where it belongs."""
 
     def __init__(
-        self, planner: DefaultLoadPlanner, chunks: dict[tuple[Piece, Place], list[ReadItem]]
+        self,
+        planner: DefaultLoadPlanner,
+        direct: dict[tuple[Piece, Place], Tensor],
+        chunks: dict[tuple[Piece, Place], list[ReadItem]],
     ) -> None:
         self._planner = planner
-        self._chunks = sorted(chunks.items(), key=lambda one: one[0][1])
+        wanted: list[tuple[tuple[Piece, Place], Tensor | list[ReadItem]]] = [*direct.items(), *chunks.items()]
+        self._chunks = sorted(wanted, key=lambda one: one[0][1])
         self._waiting: dict[Piece, tuple[Tensor, Tensor, list[ReadItem]]] = {}
         self._free: list[Tensor] = []
 
     def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
         """Every chunk in the order of the files: straight into its tensor, or into a buffer."""
         for (piece, place), items in self._chunks:
+            if isinstance(items, Tensor):
+                yield piece, place, raw_bytes(items)
+                continue
             target = self._planner.resolve_tensor(items[0])
             whole = len(items) == 1 and tuple(items[0].lengths) == piece.sizes
             if whole and target.is_cpu and target.is_contiguous():
@@ -168,8 +193,11 @@ class _Reader:
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the host."""
-    memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(memory)
+    # Detaching lets go of Python for a moment, for which the threads beside have been waiting.
+    memory: Any = tensor.detach() if tensor.requires_grad else tensor
+    if tensor.dtype in _AS_NUMPY and tensor.numel():  # the shorter way, for one of very many
+        return memoryview(memory.numpy()).cast("B")
+    return memoryview(memory.reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(tensor: Tensor) -> str:

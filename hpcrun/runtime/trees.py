@@ -31,11 +31,17 @@ class Tree:
 
     def ties(self) -> dict[str, str]:
         """Names of tensors that are another one's memory, and the first name that has it."""
+        # Most begin where no other does; only of the others more has to be looked at, which takes longer.
+        begins: dict[int, list[str]] = {}
+        for name, tensor in self.tensors.items():
+            begins.setdefault(local_of(tensor).data_ptr(), []).append(name)
         first: dict[Any, str] = {}
         return {
             name: owner
-            for name, tensor in self.tensors.items()
-            if (owner := first.setdefault(_memory(name, tensor), name)) != name
+            for names in begins.values()
+            if len(names) > 1
+            for name in names
+            if (owner := first.setdefault(_memory(name, self.tensors[name]), name)) != name
         }
 
 
@@ -89,8 +95,11 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any, Any, Any]]:
     items: Iterable[tuple[Any, Any]] = node.items() if isinstance(node, Mapping) else enumerate(node)
     for key, value in items:
         below = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Tensor):  # most are, and the other questions take longer
+            yield below, node, key, value
+            continue
         is_inner = bool(value) if isinstance(value, Mapping) else _has_tensors([value])
-        if is_inner and not isinstance(value, Tensor):
+        if is_inner:
             yield from _leaves(value, below)
         else:
             yield below, node, key, value

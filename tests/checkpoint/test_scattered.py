@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.format import DamagedError, Manifest, parse_manifest
+from hpcrun.checkpoint.format import HEADER_BYTES, DamagedError, Manifest, Piece, parse_manifest
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.plan import RestorePlan, Source
 from hpcrun.checkpoint.scattered import Scattered
@@ -41,8 +41,9 @@ class Files:
 def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
     """Make a generation and take it apart: part 0 on here, the others on n1 and n2, at odd places."""
 
-    def made(step: int = 5) -> tuple[RestorePlan, Manifest]:
-        saved = save(tmp_path / "run", step, ranks=RANKS, files=RANKS)
+    def made(step: int = 5, shares: list[list[Piece]] | None = None) -> tuple[RestorePlan, Manifest]:
+        ranks = len(shares) if shares else RANKS
+        saved = save(tmp_path / "run", step, ranks=ranks, files=ranks, shares=shares)
         manifest = parse_manifest((saved.path / "manifest.json").read_bytes())
         stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
         sources = []
@@ -132,3 +133,45 @@ def test_a_part_that_is_cut_short_or_gone(scatter: Made, tmp_path: Path) -> None
     path.unlink()
     with pytest.raises(DamagedError, match="is missing"):
         Scattered(plan, "n0", Files(tmp_path, plan))
+
+
+def test_neighbours_are_read_together_and_proved_one_by_one(scatter: Made, tmp_path: Path) -> None:
+    sizes = {f"model.{n:03d}": (n % 7 * 5 + 1,) for n in range(700)}
+    pieces = [Piece(name, "uint8", shape, (0,), shape) for name, shape in sizes.items()]
+    plan, manifest = scatter(shares=[pieces])
+    asked = list[int]()
+
+    class Counted(Files):
+        def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+            asked.append(request["at"])
+            super().read(node, request, into)
+
+    wanted = [
+        (piece, place, memoryview(bytearray(piece.size_bytes)))
+        for tensor in manifest.tensors.values()
+        for piece, place in tensor.chunks
+    ]
+    order = list[str]()
+    with Scattered(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
+        asked.clear()
+        generation.read_all(wanted, lambda piece, _: order.append(piece.tensor))
+    assert order == sorted(sizes)
+    assert all(into == content_of(piece, 5) for piece, _, into in wanted)
+    assert len(asked) < 10
+    # Those that do not lie one behind the other are not taken for neighbours.
+    some = wanted[::2]
+    with Scattered(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
+        generation.read_all(some, lambda piece, into: into.__setitem__(slice(None), bytes(len(into))))
+    assert not any(map(any, (into for _, _, into in some)))
+    assert wanted[1][2] == content_of(wanted[1][0], 5)
+    file = tmp_path / "n0" / "slot-5.bin"
+    whole = file.read_bytes()
+    with Scattered(plan, "n0", None) as generation:
+        for cut, word in ((False, "match their hash"), (True, "ends after 0 of its")):
+            data, begin = bytearray(whole), wanted[300][1].at + HEADER_BYTES
+            data[begin] ^= 1
+            file.write_bytes(data[:begin] if cut else data)
+            order.clear()
+            with pytest.raises(DamagedError, match=rf"model\.300.*{word}"):
+                generation.read_all(wanted, lambda piece, _: order.append(piece.tensor))
+            assert order == sorted(sizes)[:300]

@@ -15,6 +15,7 @@ import pytest
 
 from hpcrun.checkpoint.format import HEADER_BYTES
 from hpcrun.checkpoint.levels import parse_holding
+from hpcrun.checkpoint.storage import mount_of
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.killed_writer import whole_steps
@@ -275,6 +276,17 @@ def test_a_full_disk_of_the_node_does_not_keep_a_save_from_the_run_directory(
     rank.save(2, ["local", "durable"])
     assert host.wait("stored", level="local")["problem"]
     assert host.wait("stored", level="durable")["problem"] is None
+
+
+def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: MakeHost, run: RunDir) -> None:
+    host = start()
+    (rank,) = ranks_of(host, (0,), 1)
+    pays = mount_of(run.checkpoints).kind in ("ext4", "xfs")
+    for attempt, asked, expected in ((1, None, pays), (2, False, False), (3, True, True)):
+        host.configure(attempt, durable={"direct": asked})
+        rank.save(attempt, ["durable"], attempt=attempt)
+        layout = host.wait("stored", level="durable")["facts"].get("layout", {}).get("data-00000.bin", {})
+        assert ("direct_bytes" in layout) == expected
 
 
 def test_nonsense_is_answered(start: MakeHost) -> None:

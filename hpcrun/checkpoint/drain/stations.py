@@ -112,13 +112,17 @@ def _local(around: Surroundings) -> Station | None:
     return None if directory is None else LocalStation(str(directory), around.run.id, around.node)
 
 
+_DIRECT = ("ext4", "xfs")
+"""Where direct writes are as quick as others, as far as that was measured; elsewhere a job asks for them."""
+
+
 def _durable(around: Surroundings) -> Station | None:
-    place = Storage(around.run.checkpoints, around.spec.durable)
+    place, direct = Storage(around.run.checkpoints, around.spec.durable), around.spec.durable.direct
     return DurableStation(
         around.run.checkpoints,
         keep=around.spec.keep,
         keep_every=around.spec.keep_every,
-        direct=around.spec.durable.direct,
+        direct=place.mount.kind in _DIRECT if direct is None else direct,
         prepare_file=place.prepare_file,
         retry_file=place.retry_file,
         layout_facts=place.layout_facts,
