@@ -15,7 +15,7 @@ import pytest
 
 from hpcrun.checkpoint.format import HEADER_BYTES
 from hpcrun.checkpoint.levels import parse_holding
-from hpcrun.checkpoint.storage import mount_of
+from hpcrun.checkpoint.lustre.storage import mount_of
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.killed_writer import whole_steps
