@@ -125,6 +125,8 @@ class Worker:
                 self._rebuild(order)
             case "release":
                 self._opened().release({str(one) for one in order["keep"]})
+            case "ping":
+                self._host.send({"kind": "pong"})
             case "end":
                 self._goes_on = False
             case verb:

@@ -190,7 +190,7 @@ class SavesBehind:
         for flight in list(self._flights.values()):
             while set(flight.ahead) & set(levels or LEVELS) and self._link is not None:
                 self._say_how_far(flight)
-                self._listen(_LOOK_S)
+                self._watch()
         self._meet(0)
 
     def close(self) -> None:
@@ -370,6 +370,15 @@ class SavesBehind:
         except DrainGoneError as error:
             self._hang_up(str(error))
 
+    def _watch(self) -> None:
+        """Listen for a moment; a worker that is stopped or stuck is not waited for."""
+        self._listen(_LOOK_S)
+        if self._link is not None:
+            try:
+                self._link.prod()
+            except DrainGoneError as error:
+                self._hang_up(str(error))
+
     def _hear(self, told: Mapping[str, Any]) -> None:
         generation = told.get("generation") or told.get("stamp", {}).get("generation")
         flight = next((f for f in self._flights.values() if f.stamp.generation == generation), None)
@@ -438,7 +447,7 @@ class SavesBehind:
             return False
         while "durable" in flight.ahead and self._link is not None:
             self._say_how_far(flight)
-            self._listen(_LOOK_S)
+            self._watch()
         if flight.outcomes.get("durable", "not asked for") is None:
             return True
         # It may have been committed by a worker that did not live to tell.

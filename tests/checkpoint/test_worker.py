@@ -308,6 +308,16 @@ def test_one_slot_is_not_taken_from_the_only_copy(start: MakeHost) -> None:
     assert rank.claim(4, 2)["kind"] == "claimed"
 
 
+def test_it_gives_signs_of_life(start: MakeHost) -> None:
+    host = start("a")
+    host.configure()
+    host.say(do="ping")
+    host.wait("pong")
+    rank = Rank(host, 0, [0], 1)
+    rank.say(do="ping")
+    rank.wait("pong")
+
+
 def test_the_end_of_its_host_is_the_end_of_it(start: MakeHost) -> None:
     first, second = start("n1"), start("n2")
     assert first.end() == 0

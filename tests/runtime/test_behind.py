@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 from hpcrun.checkpoint.read import Generation  # noqa: E402
+from hpcrun.runtime import drainlink  # noqa: E402
 from hpcrun.runtime.behind import SavesBehind  # noqa: E402
 from hpcrun.runtime.checkpoint import Checkpointer  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
@@ -196,6 +197,26 @@ def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
     bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
     assert bench.kinds() == [("save", 6), ("save", 7), ("stored", 7)]
     assert [saved.step for saved in saved_steps(bench.checkpoints)] == [7]
+
+
+def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drainlink, "_PROD_S", 0.02)
+    monkeypatch.setattr(drainlink, "_STUCK_S", 0.5)
+    bench = make()
+    bench.worker.stores.clear()
+    bench.worker._thread(lambda: bench.worker.stores.wait(1.5) or bench.worker.stores.set())
+    bench.saves.save_lasting(6, 60, {"a": torch.zeros(1000)})
+    assert bench.kinds()[-1] == ("stored", 6)  # slow, but it answers
+    bench.worker.stores.clear()
+    bench.worker.is_stuck = True
+    bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
+    assert not bench.worker.stores.is_set()
+    assert bench.loaded(7)["a"].sum() == 1000
+    assert bench.kinds()[-2:] == [("save_failed", 7), ("save", 7)]
+    assert "no sign of life" in bench.told[-2]["why"]
+    bench.saves.settle()
 
 
 def test_memory_that_is_refused_fails_the_save_with_its_reason(make: Any) -> None:
