@@ -32,7 +32,7 @@ class DrainLink:
     """One rank's connection to its drain worker; one thread's at a time."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        """DrainGoneError where no worker of this user listens."""
+        """DrainGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
         self._read = bytearray()
         self._news: list[dict[str, Any]] = []
@@ -47,6 +47,11 @@ class DrainLink:
         if (uid := _CREDENTIALS.unpack(told)[1]) != os.getuid():
             self._socket.close()
             raise DrainGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
+        try:
+            self._greet()
+        except DrainGoneError:
+            self._socket.close()
+            raise
 
     def reserve(
         self, size_bytes: int, slots: int, local_ranks: list[int], part_count: int
@@ -84,6 +89,14 @@ class DrainLink:
     def degrade(self) -> None:
         """Let older generations go no further than they have come."""
         self._send("degrade")
+
+    def _greet(self) -> None:
+        """Hear whether the worker lives: one that is stopped is connected to all the same."""
+        self._send("ping")
+        before = self._heard
+        self._receive(_STUCK_S)
+        if self._heard == before:
+            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life")
 
     def prod(self) -> None:
         """Ask for a sign of life, now and then; DrainGoneError where none has come for too long."""
