@@ -257,9 +257,11 @@ class Drain:
 
     def _go(self, journey: _Journey, stations: Mapping[Level, Station], missing: Mapping[Level, str]) -> None:
         """In a thread of its own: from station to station; one that fails does not hold up the others."""
-        load = journey.load
+        load, not_durable = journey.load, False
         for level in journey.levels:
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
+            if level == "object" and problem is None and not_durable:
+                problem = "only what is in the run directory is copied, and this is not"
             station = stations.get(level)
             if station is None:
                 problem = missing.get(level) or f"this worker has no level {level}"
@@ -270,6 +272,7 @@ class Drain:
                     problem = str(error)
             elif isinstance(station, Withdraws):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
+            not_durable |= level == "durable" and problem is not None
             stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
             self._post(partial(self._note, stored))
             if level in _TIDY and station is not None and problem is None:

@@ -215,7 +215,8 @@ class SavesBehind:
             found.append("parity")
         if durable:
             found.append("durable")
-        if spec.object is not None and (step % spec.object.every == 0 if spec.object.every else durable):
+        copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
+        if durable and copied:
             found.append("object")
         return [level for level in found if level in self._offered]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import Problem, UsageError
 from hpcrun.specs.fields import Directory, Time, readable
 from hpcrun.units import parse_time
 
@@ -49,7 +49,11 @@ class ObjectSpec(_Section):
     """Copies in an object store, by fsspec."""
 
     url: _Url = Field(description="where: s3://BUCKET/PREFIX, or any other scheme that fsspec knows")
-    every: int = Field(default=0, ge=0, description="steps between copies; 0: every durable save")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between copies; 0: every durable save. A multiple of `durable.every`",
+    )
     keep: int = Field(default=2, ge=1, description="newest copies kept")
     endpoint: str | None = Field(
         default=None, description="URL of a store that is not Amazon's (Ceph, MinIO)"
@@ -111,3 +115,32 @@ class CheckpointSpec(_Section):
     undurable: Literal["alert", "stop"] = Field(
         default="alert", description="what happens when it has passed"
     )
+
+
+def check_saves(asked: CheckpointSpec) -> list[Problem]:
+    """What of the section does not go together."""
+    problems = []
+    if not asked.memory:
+        survive = asked.parity.survive
+        for key, value in (("local", asked.local), ("parity.survive", survive)):
+            if value is not None:
+                text = f"needs saves in memory, and checkpoint.memory is 0; use 2, or leave {key} out"
+                problems.append(Problem(f"checkpoint.{key}", text))
+    durable = asked.durable.every or asked.every
+    wanted = [("durable.every", asked.durable.every, "every", asked.every)]
+    if asked.object is not None:
+        wanted.append(("object.every", asked.object.every, "durable.every", durable))
+    for key, steps, below, unit in wanted:
+        if steps and not unit:
+            text = f"{steps} needs checkpoint.every, which is 0: nothing is saved on the way"
+        elif steps and steps % unit:
+            text = f"{steps} is not a multiple of checkpoint.{below}, {unit}; use {_nearest(steps, unit)}"
+        else:
+            continue
+        problems.append(Problem(f"checkpoint.{key}", text))
+    return problems
+
+
+def _nearest(steps: int, unit: int) -> str:
+    low = steps // unit * unit
+    return " or ".join(str(one) for one in (low, low + unit) if one)

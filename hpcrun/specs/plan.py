@@ -12,6 +12,7 @@ from hpcrun.errors import Problem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
 from hpcrun.hostlist import expand, fold
 from hpcrun.mesh import Degrees, partition
+from hpcrun.specs.checkpoint import check_saves
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
@@ -407,5 +408,6 @@ _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
     (_check_microbatches, ("parallel", "train")),
     (_check_zero_bubble, ("parallel", "train")),
     (_check_steps, ("parallel", "train")),
+    (check_saves, ("checkpoint",)),
     (check_elastic, ("elastic", "parallel", "command")),
 )

@@ -260,3 +260,18 @@ def test_ranks_that_disagree_about_who_they_are_wait_until_they_agree(tmp_path: 
     node.ask(1, do="reserve", size_bytes=4096, slots=2, ranks=[0])
     assert "beside ranks [0]" in node.heard[1][-1]["why"]
     node.drain.close()
+
+
+def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(node: Node) -> None:
+    durable, objects = node.stations["durable"], Slow("object")
+    node.stations["object"] = objects
+    node.configure(1)
+    durable.problem = "no space left"
+    node.save(1, ["durable", "object"])
+    told = node.until_stored(2)
+    assert [level for _, level, problem in told if problem] == ["durable", "object"]
+    assert objects.begun == []
+    durable.problem = None
+    node.save(2, ["durable", "object"])
+    node.until_stored(4)
+    assert objects.begun == [2]

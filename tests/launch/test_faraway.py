@@ -101,3 +101,8 @@ def test_a_store_that_is_away_stops_only_a_run_that_has_nothing_else(far: Far) -
     far.run.events.write_text(json.dumps(line) + "\n")
     with pytest.raises(SiteError, match="all that is left of this run is in the object store: nonsense"):
         far.prepare(3, "nonsense://nowhere")
+
+
+def test_that_nothing_is_copied_without_memory_is_said(far: Far) -> None:
+    far.prepare(1)
+    assert "checkpoint.memory is 0" in far.notes[0]

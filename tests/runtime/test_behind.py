@@ -260,3 +260,11 @@ def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
     fill_all(bench)
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
     assert [one["do"] for one in bench.worker.said].count("degrade") == 1
+
+
+def test_a_copy_is_made_of_what_goes_to_the_run_directory_and_of_nothing_else(make: Any) -> None:
+    bench = make(every=1, durable={"every": 4}, object={"url": "s3://b/p", "every": 2})
+    bench.saves._offered = ["durable", "object"]
+    levels = {step: bench.saves._levels(step, lasting=step == 6) for step in (2, 3, 4, 6, 8)}
+    both = ["durable", "object"]
+    assert levels == {2: [], 3: [], 4: both, 6: both, 8: both}

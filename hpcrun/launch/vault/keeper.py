@@ -87,6 +87,11 @@ class Keeper:
         self._attempt, self._restored = attempt, None
         self._story = Story(placement.nodes)
         self._undurable.begin()
+        if self._spec.checkpoint.object is not None and not self.has_levels and attempt.number == 1:
+            self._note(
+                "checkpoint.object: only saves that go through memory are copied, and checkpoint.memory is 0;"
+                " `hpcrun ckpt upload` copies others"
+            )
         silent = self._open(attempt, placement, domains) if self.has_levels else []
         begin = time.monotonic()
         plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
