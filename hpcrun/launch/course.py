@@ -129,7 +129,8 @@ class Course:
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
-        self._lost: list[NodeLost] = []
+        gone = {*launch.placement.ranks} - {*nodes.alive}
+        self._lost = [one for one in nodes.lost if one.node in gone]
         self._told_lost: set[str] = set()
         self._stragglers = Stragglers()
         self._replaced: tuple[str, ...] = ()
@@ -150,6 +151,8 @@ class Course:
     def run(self, inbox: Inbox) -> Outcome:
         """Start the attempt, follow it to its end, and leave nothing of it behind."""
         launch = self._launch
+        if self._lost:
+            return self._not_begun()
         self._event("launch", ranks=launch.ranks, command=list(launch.command), job=launch.job)
         running = RunningAttempt(self._launch, inbox, self._nodes)
         try:
@@ -169,6 +172,15 @@ class Course:
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
         outcome = self._outcome(verdict, missing)
+        self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        return outcome
+
+    def _not_begun(self) -> Outcome:
+        """A node was lost while the attempt was made ready: without it nothing is started."""
+        attempt, name = self._launch.attempt, self._launch.launcher.name
+        for gone in self._lost:
+            self._tell_lost(gone.node, gone.why)
+        outcome = self._failed(explain(attempt, self._launch.ranks, [], None, self._lost, name), "failed")
         self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         return outcome
 

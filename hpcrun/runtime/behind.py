@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
@@ -104,26 +104,52 @@ class SavesBehind:
     def save(self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool = False) -> bool:
         """Begin to save the state of a step; it must stay as it is until the fence. False: left out.
 
-        With `lasting` it goes to the run directory, whatever step it is.
+        With `lasting` it goes to the run directory, whatever step it is. What is due there is written by the
+        ranks at once where memory cannot be had.
         """
+        begun = self._begin(step, position, state, lasting=lasting)
+        is_due = lasting or not self._spec.durable.every or step % self._spec.durable.every == 0
+        if begun == "refused" and is_due:
+            return self._write_instead(step, position, state)
+        return begun == "begun"
+
+    def _begin(
+        self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool
+    ) -> Literal["begun", "refused", "skipped"]:
         self.fence()
         begin, at = time.monotonic(), time.time()
         entries = self._direct.entries(state)
         self._serial += 1
         self._flights.pop(self._serial - _WINDOW, None)
         if not self._get_ready(step, entries) or self._plan is None or self._snapshot is None:
-            return False
+            return "refused"
         generation = xxh3_128_hexdigest(f"{self._seed} {step} {self._serial}".encode())
         slot = self._claim(step, generation, wait=lasting)
-        if slot is None:
-            return False
+        if not isinstance(slot, int):
+            return slot
         stamp = Stamp(generation, step, position, self._control.size, self._direct.attempt)
         levels, size = self._levels(step, lasting=lasting), self._plan.whole_bytes
         flight = Flight(self._serial, stamp, slot, self._key, levels, size, at, 0.0)
         self._flights[self._serial] = self._current = flight
         self._snapshot.start(slot, self._key, self._plan, entries)
         flight.stall_s = time.monotonic() - begin
+        return "begun"
+
+    def _write_instead(self, step: int, position: int, state: dict[str, Tensor]) -> bool:
+        """Write a state that memory does not take, and wait for it; that it fails is told."""
+        try:
+            self._write(step, position, state)
+        except SiteError as error:
+            if self._control.rank == 0:
+                self._report_failure(step, "durable", str(error))
+            return False
         return True
+
+    def _write(self, step: int, position: int, state: dict[str, Tensor]) -> None:
+        begin = time.monotonic()
+        self._direct.save(step, position, state, beside=True)
+        if self._control.rank == 0:
+            self._tell({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
 
     def has_restored(self, generation: str) -> None:
         """All ranks go on from this generation: what is older is needed no more."""
@@ -172,17 +198,14 @@ class SavesBehind:
 
         Where it cannot go through memory, the ranks write it themselves.
         """
-        self.save(step, position, state, lasting=True)
+        self._begin(step, position, state, lasting=True)
         self.fence()
         flight = self._flights.get(self._serial)
         # What failed on one rank need not be waited for on the others.
         lost = flight is None or "memory" in flight.outcomes
         is_lost = bool(self._meet(_REFUSED if lost else 0) & _REFUSED)
         if not self._control.everywhere(lambda: self._arrives(step, None if is_lost else flight)):
-            begin = time.monotonic()
-            self._direct.save(step, position, state, beside=True)
-            if self._control.rank == 0:
-                self._tell({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+            self._write(step, position, state)
 
     def settle(self, *levels: Level) -> None:
         """Wait until all that was begun has arrived at these levels, or has failed to; else at all levels."""
@@ -215,7 +238,8 @@ class SavesBehind:
             found.append("parity")
         if durable:
             found.append("durable")
-        if spec.object is not None and (step % spec.object.every == 0 if spec.object.every else durable):
+        copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
+        if durable and copied:
             found.append("object")
         return [level for level in found if level in self._offered]
 
@@ -289,7 +313,7 @@ class SavesBehind:
         self._known = True
         return _SINGLE if len(paths) == 1 else 0
 
-    def _claim(self, step: int, generation: str, *, wait: bool) -> int | None:
+    def _claim(self, step: int, generation: str, *, wait: bool) -> int | Literal["refused", "skipped"]:
         """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
         slot: int | None = None
         busy = ""
@@ -312,15 +336,15 @@ class SavesBehind:
                 told, why = told | _REFUSED, busy
             if told & (_GONE | _REFUSED):
                 self._give_up(step, why)
-                return None
-            if not told & _BUSY:
+                return "refused"
+            if slot is not None and not told & _BUSY:
                 return slot
             if behind == "skip" and tries:
                 if self._control.rank == 0:
                     self._tell(
                         {"kind": "save_skipped", "step": step, "why": busy or "another rank is behind"}
                     )
-                return None
+                return "skipped"
             if behind == "degrade" and tries == 1 and self._link is not None:
                 self._try(self._link.degrade)
             # The first try did not know yet what all nodes have sealed by now; the next ones wait.
@@ -367,6 +391,8 @@ class SavesBehind:
         try:
             for told in self._link.news(wait_s):
                 self._hear(told)
+            if wait_s:  # a worker that is stopped or stuck is not waited for
+                self._link.prod()
         except DrainGoneError as error:
             self._hang_up(str(error))
 

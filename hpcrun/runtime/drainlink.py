@@ -18,6 +18,8 @@ _ANSWERS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""
 _ANSWER_S, _RESERVE_S = 60.0, 600.0
 """Memory is filled when it is reserved, which takes a while."""
+_PROD_S, _STUCK_S = 2.0, 30.0
+"""A worker that has been quiet is asked for a sign of life, and given up when none comes."""
 _MOST_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 
@@ -30,10 +32,11 @@ class DrainLink:
     """One rank's connection to its drain worker; one thread's at a time."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        """DrainGoneError where no worker of this user listens."""
+        """DrainGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
         self._read = bytearray()
         self._news: list[dict[str, Any]] = []
+        self._heard, self._prodded = time.monotonic(), 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             _connect(self._socket, path)
@@ -44,6 +47,11 @@ class DrainLink:
         if (uid := _CREDENTIALS.unpack(told)[1]) != os.getuid():
             self._socket.close()
             raise DrainGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
+        try:
+            self._greet()
+        except DrainGoneError:
+            self._socket.close()
+            raise
 
     def reserve(
         self, size_bytes: int, slots: int, local_ranks: list[int], part_count: int
@@ -81,6 +89,24 @@ class DrainLink:
     def degrade(self) -> None:
         """Let older generations go no further than they have come."""
         self._send("degrade")
+
+    def _greet(self) -> None:
+        """Hear whether the worker lives: one that is stopped is connected to all the same."""
+        self._send("ping")
+        before = self._heard
+        self._receive(_STUCK_S)
+        if self._heard == before:
+            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life")
+
+    def prod(self) -> None:
+        """Ask for a sign of life, now and then; DrainGoneError where none has come for too long."""
+        now = time.monotonic()
+        if self._prodded < self._heard:
+            if now - self._heard > _PROD_S:
+                self._prodded = now
+                self._send("ping")
+        elif now - self._prodded > _STUCK_S:
+            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life for {_STUCK_S:g} s")
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """What the worker has told unasked since the last time; DrainGoneError when it is gone."""
@@ -127,6 +153,7 @@ class DrainLink:
                 data = b""
             if not data:
                 raise DrainGoneError(f"{self._path}: the drain worker has ended")
+            self._heard = time.monotonic()
             self._read += data
             *lines, rest = self._read.split(b"\n")
             self._read = bytearray(rest)

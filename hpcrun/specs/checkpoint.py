@@ -50,7 +50,11 @@ class ObjectSpec(_Section):
     """Copies in an object store, by fsspec."""
 
     url: _Url = Field(description="where: s3://BUCKET/PREFIX, or any other scheme that fsspec knows")
-    every: int = Field(default=0, ge=0, description="steps between copies; 0: every durable save")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="steps between copies; 0: every durable save. A multiple of `durable.every`",
+    )
     keep: int = Field(default=2, ge=1, description="newest copies kept")
     endpoint: str | None = Field(
         default=None, description="URL of a store that is not Amazon's (Ceph, MinIO)"

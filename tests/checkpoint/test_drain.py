@@ -296,3 +296,37 @@ def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.save(2, ["local"])
     node.drain.close()
+
+
+def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(node: Node) -> None:
+    durable, objects = node.stations["durable"], Slow("object")
+    node.stations["object"] = objects
+    node.configure(1)
+    durable.problem = "no space left"
+    node.save(1, ["durable", "object"])
+    told = node.until_stored(2)
+    assert [level for _, level, problem in told if problem] == ["durable", "object"]
+    assert objects.begun == []
+    durable.problem = None
+    node.save(2, ["durable", "object"])
+    node.until_stored(4)
+    assert objects.begun == [2]
+
+
+def test_a_slow_object_store_keeps_no_save_waiting(node: Node) -> None:
+    objects = Slow("object")
+    objects.gate.clear()
+    node.stations["object"] = objects
+    node.configure(1)
+    for step in (1, 2, 3, 4):
+        node.save(step, ["durable", "object"], published=step - 1 or None)
+        node.until(lambda: node.stations["durable"].begun == list(range(1, step + 1)))  # noqa: B023
+        node.until(lambda: not node.drain._journeys)
+    assert objects.begun == [1]
+    objects.gate.set()
+    node.until(lambda: not node.drain._copies)
+    told = [(one["stamp"]["step"], one["problem"]) for one in node.told("stored") if one["level"] == "object"]
+    left = "left out: a newer copy is due"
+    assert told == [(1, None), (2, left), (3, left), (4, None)]
+    # What it was given is no memory that is filled anew meanwhile.
+    assert {len(part.image) for load in objects.stored for part in load.parts} == {0}

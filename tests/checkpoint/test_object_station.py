@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,10 +152,11 @@ def test_the_station_keeps_so_many_copies(s3: Store, bucket: Bucket, tmp_path: P
     assert station(bucket, tmp_path).holdings() == ()
 
 
-def test_memory_that_does_not_make_up_the_file_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_is_refused(bucket: Bucket, tmp_path: Path) -> None:
     saved = save(tmp_path, 16)
-    (load,) = loads_of(saved, [(0,)])
-    with pytest.raises(SiteError, match=r"data-00000.bin: \d+ bytes are at hand, the record has"):
+    (load,) = loads_of(saved, [(0, 1)])
+    os.truncate(saved.path / "data-00000.bin", 100)
+    with pytest.raises(SiteError, match=r"data-00000.bin: 100 bytes are at hand, the record has"):
         station(bucket, tmp_path).store(load)
     assert bucket.all_keys() == []
 

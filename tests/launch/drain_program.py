@@ -5,6 +5,7 @@ drain_program.py FOLDER: FOLDER/NODE.json has the holdings of each node; FOLDER/
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -37,6 +38,10 @@ def main(folder: Path) -> None:
             case "rebuild":
                 made = json.loads((folder / "rebuilt.json").read_text())
                 say(kind="rebuilt", id=order["id"], holding=made | {"node": node})
+            case "ping":
+                say(kind="pong")
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "say":
                 say(**order["message"])
             case "die":

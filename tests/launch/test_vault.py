@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -85,6 +86,24 @@ def test_a_worker_that_dies_is_told_and_comes_back_as_it_was_configured(
     host.obey({"do": "die"})
     until(lambda: len(listener.hears("died")) == 2)
     assert [one["again_s"] for one in listener.hears("died")] == [0.05, 0.2]
+
+
+def test_a_worker_that_hangs_is_ended_and_another_one_started(
+    listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "_PING_S", 0.05)
+    monkeypatch.setattr(hosts, "_STUCK_S", 3.0)
+    host = listener.host
+    host.obey({"do": "configure", "node": "n1"})
+    until(lambda: listener.hears("ready"))
+    log = tmp_path / "n1.log"
+    until(lambda: listener.hears("ready") and log.read_text().count("ping") > 2)
+    assert not listener.hears("died")
+    host.obey({"do": "stop"})
+    (died,) = until(lambda: listener.hears("died"))
+    assert died["status"] == -signal.SIGKILL
+    assert "hangs" in listener.hears("log")[0]["text"]
+    until(lambda: len(listener.hears("ready")) == 2)
 
 
 def test_a_long_inventory_is_told_in_pieces() -> None:

@@ -29,6 +29,7 @@ class StandIn:
         self.stores.set()
         self.one_by_one = threading.Lock()
         self.refuses = ""
+        self.is_stuck = False
         self._server: socket.socket | None = None
         self._lines: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -118,6 +119,9 @@ class _Rank:
                 self.sealed.pop(slot, None)
                 return {"kind": "claimed", "slot": slot}
         return {"kind": "busy", "why": "all slots are on their way"}
+
+    def ping(self, told: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self.worker.is_stuck else {"kind": "pong"}
 
     def lost(self, told: dict[str, Any]) -> None:
         """Here every rank is alone."""

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 from hpcrun.checkpoint.read import Generation  # noqa: E402
+from hpcrun.runtime import drainlink  # noqa: E402
 from hpcrun.runtime.behind import SavesBehind  # noqa: E402
 from hpcrun.runtime.checkpoint import Checkpointer  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
@@ -156,7 +157,7 @@ def test_a_lost_worker_costs_a_save_and_the_next_one_finds_the_new_one(make: Any
     assert bench.saves.save(1, 1, state)
     bench.saves.fence()
     bench.worker.kill()
-    assert not bench.saves.save(2, 2, state)
+    assert bench.saves.save(2, 2, state)  # by the ranks themselves
     bench.saves.fence()
     bench.worker.start()
     state["a"].add_(1)
@@ -168,7 +169,7 @@ def test_a_lost_worker_costs_a_save_and_the_next_one_finds_the_new_one(make: Any
         ("save_failed", 2),
         ("stored", 3),
     ]
-    assert [saved.step for saved in saved_steps(bench.checkpoints)] == [3]
+    assert [saved.step for saved in saved_steps(bench.checkpoints)] == [2, 3]
 
 
 def test_a_worker_lost_before_the_fence_fails_the_save_that_is_copied(make: Any) -> None:
@@ -179,7 +180,10 @@ def test_a_worker_lost_before_the_fence_fails_the_save_that_is_copied(make: Any)
     bench.saves.settle()
     bench.saves.fence()
     assert ("save_failed", 1) in bench.kinds()
+    assert not bench.checkpoints.exists()
+    bench.checkpoints.touch()  # where nobody can make a directory
     assert not bench.saves.save(2, 2, {"a": torch.ones(1000)})
+    assert bench.kinds()[-1] == ("save_failed", 2)
 
 
 def test_a_save_that_must_not_be_lost_is_written_by_the_ranks_where_no_worker_is(make: Any) -> None:
@@ -198,13 +202,40 @@ def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
     assert [saved.step for saved in saved_steps(bench.checkpoints)] == [7]
 
 
-def test_memory_that_is_refused_fails_the_save_with_its_reason(make: Any) -> None:
+def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drainlink, "_PROD_S", 0.02)
+    monkeypatch.setattr(drainlink, "_STUCK_S", 0.5)
     bench = make()
+    bench.worker.stores.clear()
+    bench.worker._thread(lambda: bench.worker.stores.wait(1.5) or bench.worker.stores.set())
+    bench.saves.save_lasting(6, 60, {"a": torch.zeros(1000)})
+    assert bench.kinds()[-1] == ("stored", 6)  # slow, but it answers
+    bench.worker.stores.clear()
+    bench.worker.is_stuck = True
+    bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
+    assert not bench.worker.stores.is_set()
+    assert bench.loaded(7)["a"].sum() == 1000
+    assert bench.kinds()[-2:] == [("save_failed", 7), ("save", 7)]
+    assert "no sign of life" in bench.told[-2]["why"]
+    # It is still there, and takes connections, but nobody waits long for it.
+    assert bench.saves.save(8, 80, {"a": torch.ones(1000)})
+    assert bench.kinds()[-2:] == [("save_failed", 8), ("save", 8)]
+    assert [one["do"] for one in bench.worker.said].count("reserve") == 1
+
+
+def test_memory_that_is_refused_fails_the_save_with_its_reason(make: Any) -> None:
+    bench = make(durable={"every": 4})
     bench.worker.refuses = "4 GiB are asked for, 1 GiB is free"
     assert not bench.saves.save(1, 1, {"a": torch.ones(1000)})
     assert "1 GiB is free" in bench.told[0]["why"]
+    # What is due in the run directory gets there all the same.
+    assert bench.saves.save(4, 4, {"a": torch.ones(1000)})
+    assert bench.loaded(4)["a"].sum() == 1000
+    assert bench.kinds() == [("save_failed", 1), ("save_failed", 4), ("save", 4)]
     bench.worker.refuses = ""
-    assert bench.saves.save(2, 2, {"a": torch.ones(1000)})
+    assert bench.saves.save(5, 5, {"a": torch.ones(1000)})
 
 
 def fill_all(bench: Bench) -> None:
@@ -237,3 +268,11 @@ def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
     fill_all(bench)
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
     assert [one["do"] for one in bench.worker.said].count("degrade") == 1
+
+
+def test_a_copy_is_made_of_what_goes_to_the_run_directory_and_of_nothing_else(make: Any) -> None:
+    bench = make(every=1, durable={"every": 4}, object={"url": "s3://b/p", "every": 2})
+    bench.saves._offered = ["durable", "object"]
+    levels = {step: bench.saves._levels(step, lasting=step == 6) for step in (2, 3, 4, 6, 8)}
+    both = ["durable", "object"]
+    assert levels == {2: [], 3: [], 4: both, 6: both, 8: both}

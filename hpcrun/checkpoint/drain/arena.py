@@ -121,9 +121,18 @@ class Arena:
     """Slots that are in use by no rank, and hold something."""
 
     def __post_init__(self) -> None:
+        self._inode = self.folder.stat().st_ino
         for path in sorted(self.folder.iterdir()):
             if match := _SLOT.fullmatch(path.name):
                 self.old.append(_reopen(path, int(match[1])))
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its folder still is: some systems clear /dev/shm when a user's last session ends."""
+        try:
+            return self.folder.stat().st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def every(self) -> Iterator[Slot]:
         """All slots there are."""

@@ -5,6 +5,7 @@ plan      what it will put into them, once for each structure
 claim     a slot for the next save; `busy` where none can be given without losing something
 filled    the bytes are in place
 lost      they will not be: nobody needs to wait for this rank's part
+ping      a sign of life is wanted
 degrade   the save that was just refused a slot is wanted more than the oldest one's next levels
 """
 
@@ -67,6 +68,7 @@ class Desk(Listener):
                 "filled": self._filled,
                 "lost": self._lost,
                 "degrade": self._degrade,
+                "ping": self._ping,
             }.get(message["do"])
             if handle is None:
                 raise ValueError(f"unknown verb {message['do']}")
@@ -94,6 +96,8 @@ class Desk(Listener):
             return
         decided = {one: wish for one, wish in wishes.items() if wish is not None}
         drain.ranks = ranks
+        # All its pages are made now, which may take minutes.
+        self._tell_host({"kind": "reserving"})
         answers: dict[int, dict[str, Any]] = {}
         try:
             sizes = {one: wish[0] for one, wish in decided.items()}
@@ -148,6 +152,9 @@ class Desk(Listener):
             if slot.state == "claimed":
                 slot.empty()
         drain.fail(stamp, f"rank {rank}: {message['why']}")
+
+    def _ping(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+        known.send({"kind": "pong"})
 
     def _degrade(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
         if known.refused:

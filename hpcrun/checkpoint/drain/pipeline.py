@@ -1,7 +1,8 @@
 """The way of a save through the levels: sealed in memory, then from station to station, beside training.
 
 One thread seals, another goes with the loads: one load after the other, oldest first, because nodes that
-chose differently would wait for each other. All else happens in the worker's own thread, by `settle`.
+chose differently would wait for each other. A third copies to the object store what is in the run directory,
+so that no memory, and no save, waits for that. All else happens in the worker's own thread, by `settle`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -69,6 +70,10 @@ class _Journey:
     slots: list[Slot]
     why_not: str = ""
     """Set when it goes no further than it has come."""
+    is_copied: bool = False
+    """It is to be in the object store as well."""
+    is_durable: bool = False
+    """The run directory has it."""
 
 
 class Drain:
@@ -88,8 +93,10 @@ class Drain:
         self._outcomes = SimpleQueue[Callable[[], None]]()
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._carrier = ThreadPoolExecutor(1, "drain")
+        self._copier = ThreadPoolExecutor(1, "copy")
         self._gathering: dict[str, _Gathering] = {}
         self._journeys: list[_Journey] = []
+        self._copies: list[_Journey] = []
         self._to_release: set[str] | None = None
         """What stays, of all that is to be let go of and has not been yet."""
         self._kept: set[str] = set()
@@ -179,11 +186,30 @@ class Drain:
             parts.append(SealedPart(record.number, record.part, image, str(slot.path)))
         load = Load(gathering.stamp, tuple(parts))
         self._listener.all_sealed(load.stamp, _size(load))
-        levels = [level for level in LEVELS[1:] if level in gathering.levels]
-        journey = _Journey(load, levels, slots)
+        levels: list[Level] = [
+            level for level in LEVELS[1:] if level in gathering.levels and level != "object"
+        ]
+        journey = _Journey(load, levels, slots, is_copied="object" in gathering.levels)
         self._journeys.append(journey)
         going = self._carrier.submit(self._go, journey, self._stations, self._missing)
         self._when_done(going, lambda: self._arrived(journey, going))
+
+    def _copy(self, journey: _Journey) -> None:
+        """On to the object store; of several that wait for it only the newest."""
+        self._give_up_journeys(self._copies, "left out: a newer copy is due")
+        load = journey.load
+        parts = tuple(replace(one, image=memoryview(b"")) for one in load.parts)
+        why_not = "" if journey.is_durable else "only what is in the run directory is copied, and this is not"
+        copy = _Journey(Load(load.stamp, parts), ["object"], [], why_not)
+        self._copies.append(copy)
+        going = self._copier.submit(self._go, copy, self._stations, self._missing)
+        self._when_done(going, lambda: self._copied(copy, going))
+
+    def _copied(self, copy: _Journey, going: Future[None]) -> None:
+        self._copies.remove(copy)
+        if (error := going.exception()) is not None:
+            stored = Stored(copy.load.stamp, "object", 0.0, 0, f"{type(error).__name__}: {error}")
+            self._listener.stored(stored, self.ranks)
 
     def fail(self, stamp: Stamp, why: str) -> None:
         """A generation that cannot become whole on this node; also other nodes are told."""
@@ -268,11 +294,12 @@ class Drain:
         """End after what cannot be left half done."""
         self._hurry.set()
         why = "the worker ends"
-        self._give_up_journeys(self._journeys, why)
+        self._give_up_journeys([*self._journeys, *self._copies], why)
         self._sealer.shutdown(cancel_futures=True)
         self.settle()  # what was just sealed sets out
         self._give_up_journeys(self._journeys, why)
         self._carrier.shutdown(cancel_futures=True)
+        self._copier.shutdown(cancel_futures=True)
         self._release()
         self.settle()
 
@@ -291,6 +318,7 @@ class Drain:
                     problem = str(error)
             elif isinstance(station, Withdraws):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
+            journey.is_durable |= level == "durable" and problem is None
             stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
             self._post(partial(self._note, stored))
             if level in _TIDY and station is not None and problem is None:
@@ -315,6 +343,8 @@ class Drain:
             slot.in_flight = False
         if (error := going.exception()) is not None:
             self._listener.failed(journey.load.stamp, self.ranks, f"{type(error).__name__}: {error}")
+        elif journey.is_copied:
+            self._copy(journey)
 
     def _when_done(self, future: Future[Any], then: Callable[[], None]) -> None:
         future.add_done_callback(lambda done: None if done.cancelled() else self._post(then))

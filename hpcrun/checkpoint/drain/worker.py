@@ -86,6 +86,7 @@ class Worker:
         try:
             while self._goes_on:
                 self._turn()
+                self._check_arena()
         finally:
             self._close()
 
@@ -112,6 +113,11 @@ class Worker:
             while True:
                 self._host.send(self._answers.get_nowait())
 
+    def _check_arena(self) -> None:
+        """In an arena that is gone nobody finds this worker; the next one makes it anew."""
+        if self._goes_on and self._drain is not None and not self._drain.arena.is_there:
+            raise SiteError(f"{self._drain.arena.folder}: somebody has removed it")
+
     def _hear_host(self) -> None:
         for order in self._host.receive():
             if self._goes_on:
@@ -133,6 +139,8 @@ class Worker:
                 self._rebuild(order)
             case "release":
                 self._opened().release({str(one) for one in order["keep"]})
+            case "ping":
+                self._host.send({"kind": "pong"})
             case "end":
                 self._goes_on = False
             case verb:

@@ -1,43 +1,29 @@
-"""Level `object` of a drain worker: its node's share of a generation goes from memory to the object store."""
+"""Level `object` of a drain worker: its node's share of a save goes to the object store.
+
+It is read from the run directory, so that a slow store keeps no memory from the next save.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.format import MANIFEST
-from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart
+from hpcrun.checkpoint.format import MANIFEST, file_name
+from hpcrun.checkpoint.levels import Holding, Level, Load
 from hpcrun.checkpoint.objects.catalogue import retain
 from hpcrun.checkpoint.objects.store import open_store
-from hpcrun.checkpoint.objects.upload import POLL_S, Sent, commit_copy, send_file
+from hpcrun.checkpoint.objects.upload import POLL_S, FileSource, Sent, commit_copy, send_file
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved, read_saves
 
 
-class SealedSource:
-    """The data file of a node as its sealed parts make it up: the same bytes, but from memory."""
-
-    def __init__(self, parts: Sequence[SealedPart]) -> None:
-        self._parts = parts
-        self.size_bytes = max(one.part.start + one.part.size_bytes for one in parts)
-
-    def read(self, at: int, size_bytes: int) -> bytes:
-        """The parts lie where the run directory has them, with zeros in between."""
-        data = bytearray(size_bytes)
-        for one in self._parts:
-            start, end = one.part.start, one.part.start + one.part.size_bytes
-            low, high = max(start, at), min(end, at + size_bytes)
-            if low < high:
-                data[low - at : high - at] = one.image[low - start : high - start]
-        return bytes(data)
-
-
 class ObjectStation:
-    """Level `object` of a node: its own data file from memory; the node with part 0 commits and cleans up.
+    """Level `object` of a node: its own data file; the node with part 0 commits and cleans up.
 
     A copy is always one of a generation that the run directory has, whose manifest and record it takes: what
     was not committed there is not copied.
@@ -70,8 +56,8 @@ class ObjectStation:
             raise SiteError(str(error)) from None
         with store:
             for number in sorted({one.part.file for one in load.parts}):
-                source = SealedSource([one for one in load.parts if one.part.file == number])
-                done = done.plus(send_file(store, self._run_id, saved, number, source))
+                with contextlib.closing(FileSource(saved.path / file_name(number))) as source:
+                    done = done.plus(send_file(store, self._run_id, saved, number, source))
             if load.parts[0].number == 0:
                 commit_copy(store, self._run_id, saved, manifest, record, self._patience_s, hurry=self._hurry)
                 facts["committed"] = True

@@ -32,6 +32,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _CALM_S = 60.0
 """A worker that has lived for so long starts with a clean record."""
 _LEAVE_S = 3.0
+_PING_S = 10.0
+_STUCK_S, _RESERVING_S = 120.0, 900.0
+"""A worker from which nothing is heard for so long is ended; one that makes memory may take longer."""
+_LATE_S = 2.0
+"""A longer time between two looks at it counts for no more: this host itself may have been stopped."""
 
 
 class DrainHost:
@@ -60,6 +65,7 @@ class DrainHost:
         self._read, self._unsent = b"", b""
         self._configured: dict[str, Any] | None = None
         self._began, self._deaths, self._again_at = 0.0, 0, 0.0
+        self._looked, self._quiet_s, self._patience_s, self._is_pinged = 0.0, 0.0, _STUCK_S, False
 
     def fileno(self) -> int:
         """Becomes readable when the worker has said something, or has ended."""
@@ -85,7 +91,11 @@ class DrainHost:
         """Hear what the worker has said; one that has died is started again, after a while."""
         self._flush()
         for message in self._messages():
-            self._tell(message)
+            self._quiet_s, self._is_pinged = 0.0, False
+            self._patience_s = _RESERVING_S if message.get("kind") == "reserving" else _STUCK_S
+            if message.get("kind") not in ("pong", "reserving"):
+                self._tell(message)
+        self._watch()
         if self._child is not None and self._child.poll() is not None:
             self._bury(self._child)
         if self._child is None and self._again_at and time.monotonic() >= self._again_at:
@@ -131,6 +141,24 @@ class DrainHost:
         self._selector.register(child.stdout, selectors.EVENT_READ)
         self._child, self._began, self._again_at = child, time.monotonic(), 0.0
         self._read = self._unsent = b""
+        self._looked, self._quiet_s, self._patience_s, self._is_pinged = self._began, 0.0, _STUCK_S, False
+
+    def _watch(self) -> None:
+        """A worker that hangs does less for anybody than a new one."""
+        now = time.monotonic()
+        self._quiet_s += min(now - self._looked, _LATE_S)
+        self._looked = now
+        if self._child is None or self._configured is None:
+            return
+        if self._quiet_s > self._patience_s:
+            self._tell(
+                {"kind": "log", "text": f"its drain worker hangs and is ended (pid {self._child.pid})"}
+            )
+            self._child.kill()
+            self._quiet_s = 0.0
+        elif self._quiet_s > _PING_S and not self._is_pinged:
+            self._is_pinged = True
+            self._send({"do": "ping"})
 
     def _bury(self, child: subprocess.Popen[bytes]) -> None:
         """Whatever it was storing is lost to the levels below; what is in memory is not."""

@@ -22,6 +22,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
+from hpcrun.launch.vault.faraway import FarAway
 from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
@@ -64,6 +65,8 @@ class Keeper:
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
         self._undurable = Undurable(run, spec.checkpoint)
+        wanted = spec.checkpoint.object
+        self._far = FarAway(run, wanted, nodes.rest, note) if wanted is not None else None
 
     @property
     def has_levels(self) -> bool:
@@ -86,11 +89,19 @@ class Keeper:
         self._attempt, self._restored = attempt, None
         self._story = Story(placement.nodes)
         self._undurable.begin()
+        if self._spec.checkpoint.object is not None and not self.has_levels and attempt.number == 1:
+            self._note(
+                "checkpoint.object: only saves that go through memory are copied, and checkpoint.memory is 0;"
+                " `hpcrun ckpt upload` copies others"
+            )
         silent = self._open(attempt, placement, domains) if self.has_levels else []
         begin = time.monotonic()
         plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
+        if self._far is not None and attempt.number > 1 and (plan.stamp is None or plan.passed_over):
+            plan = self._far.better(plan, placement.nodes)
         self._restored = plan.stamp
-        if (plan.stamp is not None or plan.passed_over) and (self.has_levels or plan.poisoned):
+        is_told = self.has_levels or plan.poisoned or plan.copy
+        if is_told and (plan.stamp is not None or plan.passed_over):
             self._tell_of(attempt, plan, silent, time.monotonic() - begin)
         self._write(attempt, plan)
         if self.has_levels:
@@ -183,7 +194,7 @@ class Keeper:
             self._note(f"passed over: {text}")
         if plan.stamp is None:
             self._note("nothing that was saved is whole: starting from the beginning")
-        elif plan.save is None:
+        elif plan.save is None or plan.copy is not None:
             self._note(f"going on from step {step}, out of {levels_in_words(plan)}")
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:

@@ -1,0 +1,84 @@
+"""What a run has in an object store: brought home where nothing nearer is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.objects.catalogue import list_saves
+from hpcrun.checkpoint.objects.download import bring_home
+from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.checkpoint.restore.decide import Copy, decide
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.vault.poison import read_poison
+from hpcrun.specs.checkpoint import ObjectSpec
+from hpcrun.specs.records import read_lines
+from hpcrun.specs.rundir import RunDir
+
+_LOOK_S = 0.2
+_T = TypeVar("_T")
+
+
+class FarAway:
+    """The copies of a run; the nodes are heard while the store is asked."""
+
+    def __init__(
+        self, run: RunDir, spec: ObjectSpec, rest: Callable[[float], None], note: Callable[[str], None]
+    ) -> None:
+        self._run, self._spec, self._rest, self._note = run, spec, rest, note
+
+    def better(self, plan: RestorePlan, nodes: Sequence[str]) -> RestorePlan:
+        """A plan for a newer copy, which is a save of the run directory on return; else the given one.
+
+        SiteError where nothing else is left and the store, which has a copy, cannot be asked.
+        """
+        try:
+            copies = self._copies()
+        except (SiteError, UsageError) as error:
+            if plan.stamp is None and self._has_stored():
+                raise SiteError(f"all that is left of this run is in the object store: {error}") from None
+            self._note(f"copies in the object store are not considered: {error}")
+            return plan
+        newest = plan.lost_steps + (plan.stamp.step if plan.stamp else 0)
+        while True:
+            far = decide([], [], [], copies, read_poison(self._run), nodes)
+            if far.stamp is None or (plan.stamp is not None and far.stamp.step <= plan.stamp.step):
+                return plan
+            stamp = far.stamp
+            self._note(f"step {stamp.step} is fetched from {far.copy}: nothing nearer is whole")
+            try:
+                home = self._beside(partial(self._bring, stamp.generation))
+            except (SiteError, UsageError, DamagedError, OSError) as error:
+                self._note(f"step {stamp.step} cannot be fetched: {error}")
+                copies = [one for one in copies if one.stamp != stamp]
+                plan = replace(plan, passed_over=(*plan.passed_over, f"{far.copy}: {error}"))
+                continue
+            lost = max(0, newest - stamp.step)
+            return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
+
+    def _copies(self) -> list[Copy]:
+        found = self._beside(lambda: list_saves(self._spec.url, self._run.id, self._spec.endpoint))
+        return [Copy(one.stamp, one.url) for one in found]
+
+    def _bring(self, generation: str) -> str:
+        url, endpoint = self._spec.url, self._spec.endpoint
+        return str(bring_home(url, endpoint, self._run.id, generation, self._run.checkpoints).path)
+
+    def _has_stored(self) -> bool:
+        """Whether an earlier attempt has told of a copy."""
+        return any(
+            line.get("event") == "checkpoint" and line.get("level") == "object" and not line.get("problem")
+            for line in read_lines(self._run.events)
+        )
+
+    def _beside(self, action: Callable[[], _T]) -> _T:
+        """Do something in another thread, and listen to the nodes meanwhile."""
+        with ThreadPoolExecutor(1, "faraway") as pool:
+            doing = pool.submit(action)
+            while not doing.done():
+                self._rest(_LOOK_S)
+            return doing.result()

@@ -1,0 +1,108 @@
+"""A run whose saves are gone goes on from its copies in an object store."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec", reason="pip install 'hpcrun-slurm[s3]'")
+
+from hpcrun.checkpoint.objects.catalogue import list_saves
+from hpcrun.checkpoint.objects.store import open_store
+from hpcrun.checkpoint.objects.upload import upload
+from hpcrun.errors import SiteError
+from hpcrun.launch.agents.nodes import ThisNode
+from hpcrun.launch.vault.keeper import Keeper
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
+from tests.checkpoint.generations import save
+
+
+class Far:
+    """A run whose saves of steps 5 and 10 are also in a store."""
+
+    def __init__(self, path: Path) -> None:
+        self.run, self.url = RunDir(path / "run"), f"local://{path}/store"
+        self.notes: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        for step in (5, 10):
+            saved = save(self.run.checkpoints, step)
+            with open_store(self.url) as store:
+                upload(store, self.run.id, saved)
+
+    def prepare(self, number: int, url: str = "") -> None:
+        section = CheckpointSpec.model_validate({"object": {"url": url or self.url}})
+        spec = JobSpec.model_construct(checkpoint=section)
+
+        def tell(attempt: Any, event: str, **more: Any) -> None:
+            self.events.append({"event": event, **more})
+
+        nodes = ThisNode(self.run)
+        self.keeper = Keeper(self.run, spec, nodes, tell, self.notes.append)
+        self.keeper.prepare(self.run.attempt(number).create(), Placement(nodes.alive), {})
+        nodes.close()
+
+    @property
+    def steps(self) -> list[int]:
+        return [one.step for one in saved_steps(self.run.checkpoints)]
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Far:
+    return Far(tmp_path)
+
+
+def test_where_nothing_is_left_the_newest_copy_is_brought_home(far: Far) -> None:
+    shutil.rmtree(far.run.checkpoints)
+    far.prepare(2)
+    assert far.steps == [10]
+    assert far.keeper.step() == 10
+    (event,) = far.events
+    assert (event["event"], event["step"], event["levels"]) == ("restore", 10, ["object"])
+    assert far.notes[-1] == "going on from step 10, out of the object store"
+
+
+def test_a_damaged_copy_leads_to_the_one_before(far: Far) -> None:
+    shutil.rmtree(far.run.checkpoints)
+    (copy,) = [one for one in list_saves(far.url, far.run.id) if one.saved.step == 10]
+    (path,) = Path(copy.url.removeprefix("local://")).glob("data-*.bin.*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    far.prepare(2)
+    assert far.steps == [5]
+    assert far.events[0]["lost_steps"] == 0
+    assert copy.url in far.events[0]["passed_over"][0]
+
+
+def test_a_damaged_save_gives_way_to_its_copy(far: Far) -> None:
+    (far.run.checkpoints / "step-00000010" / "data-00000.bin").write_bytes(b"")
+    far.prepare(2)
+    assert far.steps == [5, 10]
+    assert (far.events[0]["step"], far.events[0]["lost_steps"]) == (10, 0)
+
+
+def test_what_is_nearer_and_whole_needs_no_store(far: Far) -> None:
+    far.prepare(2, "nonsense://nowhere")
+    assert (far.events, far.notes) == ([], [])
+
+
+def test_a_store_that_is_away_stops_only_a_run_that_has_nothing_else(far: Far) -> None:
+    shutil.rmtree(far.run.checkpoints)
+    far.prepare(2, "nonsense://nowhere")
+    assert far.notes[0].startswith("copies in the object store are not considered: nonsense:// needs")
+    line = {"event": "checkpoint", "level": "object", "step": 10}
+    far.run.events.write_text(json.dumps(line) + "\n")
+    with pytest.raises(SiteError, match="all that is left of this run is in the object store: nonsense"):
+        far.prepare(3, "nonsense://nowhere")
+
+
+def test_that_nothing_is_copied_without_memory_is_said(far: Far) -> None:
+    far.prepare(1)
+    assert "checkpoint.memory is 0" in far.notes[0]

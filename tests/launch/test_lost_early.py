@@ -1,0 +1,38 @@
+"""A node that is lost while an attempt is made ready, such as during a rebuild."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.vault.keeper import Keeper
+from hpcrun.specs.records import read_lines
+from tests.launch.conftest import PROGRAM, Recorder, Site
+from tests.launch.pretended import pretend, supervise
+
+
+def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = pretend("abc")
+    usual = Keeper.prepare
+
+    def lose_one(keeper: Keeper, *words: Any) -> dict[str, str]:
+        if there.pretended.alive == ("a", "b", "c"):
+            there.pretended.where = ()  # no rank is there yet
+            there.pretended.lose("b")
+        return usual(keeper, *words)
+
+    monkeypatch.setattr(Keeper, "prepare", lose_one)
+    overrides = ("resources={nodes: 2, spares: 1}", "parallel.dp_shard=2", "retry={node: 1, crash: 0}")
+    job = prepare(site.job, overrides)
+    outcome = supervise(there, job, Recorder(), [str(PROGRAM), "wait-until-2"])
+    assert outcome.status == "done", outcome.message
+    events = list(read_lines(outcome.run.events))
+    lost = [(one["attempt"], one["node"]) for one in events if one["event"] == "node lost"]
+    assert lost[0] == (1, "b")
+    assert [one["attempt"] for one in events if one["event"] == "launch"] == [2]
+    (fault,) = [one for one in events if one["event"] == "fault"]
+    assert (fault["cause"], fault["nodes"]) == ("node", ["b"])
