@@ -139,6 +139,11 @@ def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Pro
 def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
     every, durable = spec.every, spec.durable.every
     copies = spec.object.every if spec.object is not None else 0
+    for name, between in (("durable.every", durable), ("object.every", copies)):
+        if between and not every:
+            text = f"{between} needs checkpoint.every, which is 0: nothing is saved on the way"
+            yield Problem(f"checkpoint.{name}", text)
+            return
     if every and durable % every:
         text = f"{durable} is no multiple of checkpoint.every {every}; use {_near(durable, every)}"
         yield Problem("checkpoint.durable.every", text)
@@ -169,7 +174,6 @@ def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
     needs = "needs saves in the memory of nodes; set checkpoint.memory to 1 or 2, or leave it out"
     used = {
         "local": spec.local is not None,
-        "object": spec.object is not None,
         "parity.scheme": spec.parity.scheme not in ("auto", "none"),
         "parity.survive": spec.parity.survive is not None,
         "durable.every": spec.durable.every not in (0, spec.every),

@@ -1,4 +1,4 @@
-"""An S3 server, one for all tests, and a bucket for each."""
+"""An S3 server for the tests of a module, and a bucket for each; others want no process but their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpcrun.checkpoint.objects.store import Patience, Store, open_store
 from tests.checkpoint.object_store import CREDENTIALS, Bucket, new_bucket, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_endpoint() -> Iterator[str]:
     """Where the server listens."""
     pytest.importorskip("s3fs", reason="pip install 'hpcrun-slurm[s3]'")

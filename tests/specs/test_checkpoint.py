@@ -22,7 +22,8 @@ STORE = "object: {url: 's3://b/p', every: %d}"
             "object.every",
             r"\(checkpoint.durable.every 40\); use 40 or 80",
         ),
-        (STORE % 0, "object", "set checkpoint.memory to 1 or 2"),
+        ("memory: 2, durable: {every: 6}", "durable.every", "6 needs checkpoint.every, which is 0"),
+        (f"memory: 2, {STORE % 6}", "object.every", "6 needs checkpoint.every, which is 0"),
         ("local: /scratch", "local", "set checkpoint.memory to 1 or 2"),
         ("parity: {scheme: xor}", "parity.scheme", "set checkpoint.memory to 1 or 2"),
         ("parity: {survive: leaf}", "parity.survive", "set checkpoint.memory to 1 or 2"),
@@ -47,10 +48,11 @@ def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: s
     [
         "every: 20",
         f"memory: 2, every: 20, durable: {{every: 40}}, {STORE % 80}, keep_every: 200",
-        f"memory: 1, durable: {{every: 30}}, {STORE % 60}, local: /scratch, parity: {{scheme: rs}}",
+        f"memory: 1, every: 30, durable: {{every: 30}}, {STORE % 60}, local: /scratch, parity: {{scheme: rs}}",
         "every: 20, durable: {every: 20}, parity: {scheme: none}",
         "max_undurable: 2h, undurable: stop",
         "every: 40, keep_every: 100",
+        STORE % 0,  # copied by hand, and gone on from
         "keep_every: 500",
     ],
 )
