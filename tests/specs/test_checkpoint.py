@@ -48,7 +48,7 @@ def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: s
     [
         "every: 20",
         f"memory: 2, every: 20, durable: {{every: 40}}, {STORE % 80}, keep_every: 200",
-        f"memory: 1, every: 30, durable: {{every: 30}}, {STORE % 60}, local: /scratch, parity: {{scheme: rs}}",
+        f"memory: 1, every: 30, durable: {{every: 30}}, {STORE % 60}, local: /x, parity: {{scheme: rs}}",
         "every: 20, durable: {every: 20}, parity: {scheme: none}",
         "max_undurable: 2h, undurable: stop",
         "every: 40, keep_every: 100",
