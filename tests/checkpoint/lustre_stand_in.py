@@ -53,7 +53,7 @@ class Emulated:
         )
         folder = tmp_path / "bin"
         folder.mkdir()
-        root = Path(lfsgrammar.__file__).parents[2]
+        root = Path(lfsgrammar.__file__).parents[3]
         command = folder / "lfs"
         paths = [str(root), str(Path(__file__).parent)]
         command.write_text(

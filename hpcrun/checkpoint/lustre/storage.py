@@ -306,7 +306,11 @@ def check_osts(
 
 def check_plain(found: os.statvfs_result, need: SaveNeed) -> list[Finding]:
     """Whether saves fit on a file system that only tells its totals."""
-    findings = [_room("space", found.f_bavail * found.f_frsize, need.save_bytes, need.saves, amount)]
+    if found.f_blocks:
+        free = found.f_bavail * found.f_frsize
+        findings = [_room("space", free, need.save_bytes, need.saves, amount)]
+    else:
+        findings = [Finding("unknown", "space: this file system does not count it")]
     if found.f_files:
         findings.append(_room("inodes", found.f_favail, need.save_files, need.saves, str))
     else:
