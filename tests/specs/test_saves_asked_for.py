@@ -41,3 +41,10 @@ def test_what_goes_together() -> None:
     levels = "{every: 4, memory: 1, local: /disk, durable: {every: 8}, object: {url: 's3://b/p', every: 16}}"
     for section in (levels, "{every: 4, object: {url: 's3://b/p', every: 8}}", "{}"):
         parse_job(BASE, "job.yaml", (f"checkpoint={section}",))
+
+
+def test_a_command_has_saves_in_memory_where_it_asks_for_them() -> None:
+    job = parse_job("command: [python, own.py]\ncheckpoint: {memory: 2}\n", "job.yaml", ())
+    assert job.spec.checkpoint.memory == 2
+    with pytest.raises(SpecError, match="checkpoint: stands beside command"):
+        parse_job("command: [python, own.py]\ncheckpoint: {every: 2}\n", "job.yaml", ())
