@@ -1,4 +1,4 @@
-"""What befalls runs whose saves are in memory: the supervisor's own host goes, an agent, or they are queued again."""
+"""What befalls runs with saves in memory: the batch host goes, an agent goes, or they are queued again."""
 
 from __future__ import annotations
 
