@@ -165,8 +165,8 @@ class Checkpointer:
                 *(["object"] if self._spec.object else []),
             ]
             _say(
-                f"saves go to {', '.join(levels)}; there is no parity on other nodes: that needs the agents"
-                " of `hpcrun train` or `hpcrun submit`"
+                f"saves go to {', '.join(levels)}; there is no parity on other nodes, and memory ends"
+                " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
 
     def _tell(self, record: dict[str, Any]) -> None:

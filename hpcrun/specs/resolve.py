@@ -119,7 +119,8 @@ def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[Problem]:
     if job.command is None:
         return []
     found, plain = job.model_dump(mode="json"), defaults()
-    keys = ["model", "data", "train", "checkpoint", "device"]
+    # With memory the section is for those that serve a program's `hpcrun.Checkpointer`.
+    keys = ["model", "data", "train", *([] if job.checkpoint.memory else ["checkpoint"]), "device"]
     keys += [f"parallel.{key}" for key in plain["parallel"] if key not in AXES]
     used = [
         key

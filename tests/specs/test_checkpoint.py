@@ -58,3 +58,10 @@ def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: s
 )
 def test_what_can_work_is_taken(section: str) -> None:
     parse_job(f"{BASE}checkpoint: {{{section}}}\n", "job.yaml")
+
+
+def test_a_command_has_saves_in_memory_where_it_asks_for_them() -> None:
+    job = parse_job("command: [python, own.py]\ncheckpoint: {memory: 2}\n", "job.yaml")
+    assert job.spec.checkpoint.memory == 2
+    with pytest.raises(SpecError, match="checkpoint: stands beside command"):
+        parse_job("command: [python, own.py]\ncheckpoint: {every: 2}\n", "job.yaml")

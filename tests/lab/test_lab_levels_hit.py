@@ -1,0 +1,61 @@
+"""What befalls runs with saves in memory: the batch host goes, an agent goes, or they are queued again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.lab.desk import Desk, records, story
+from tests.lab.test_lab_levels import JOB, events, stored
+
+
+@pytest.mark.parametrize("launcher", ["hydra", "srun"])
+def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> None:
+    desk.profile(f"mpi: {{library: mpich, launcher: {launcher}}}\n")
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "resources.nodes=4", "resources.spares=2", "cluster=lab")
+    desk.until(lambda: len(stored(run, "parity")) > 1, run)
+    first = records(run, "attempts/1/placement.json")[0]["nodes"]
+    desk.lab.node(first[0]).power_off()
+    desk.until(lambda: bool(events(run, "takeover")), run)
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    (restored,) = events(run, "restore")
+    assert (restored["levels"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
+    second = records(run, "attempts/2/placement.json")[0]["nodes"]
+    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    for node in second:
+        assert desk.lab.node(node).run(["ls", "-A", "/dev/shm"]).stdout == ""
+
+
+def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "resources={nodes: 2, spares: 0}", "parallel.dp_shard=4", "retry={}")
+    desk.until(lambda: len(stored(run, "parity")) > 1, run)
+    job = json.loads(run.job.read_text())["submissions"][-1]["job"]
+    desk.lab.run(["scontrol", "requeue", str(job)]).require()
+    desk.until(run.attempt(1).outcome.exists, run)
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    (restored,) = events(run, "restore")
+    # On the same nodes their memory may still be there.
+    assert restored["levels"] in (["memory"], ["durable"]), story(run)
+    assert restored["step"] >= 10
+    assert restored["lost_steps"] == 0
+
+
+def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
+    (desk.path / "job.yaml").write_text(JOB)
+    run = desk.submit("job.yaml", "resources.nodes=4", "resources.spares=2")
+    desk.until(lambda: len(stored(run, "parity")) > 1, run)
+    nodes = records(run, "attempts/1/placement.json")[0]["nodes"]
+    desk.hpcrun("chaos", "kill-agent", run.id, "--node", nodes[-1])
+    assert desk.ended(run, 200)["status"] == "done", story(run)
+    (restored,) = events(run, "restore")
+    assert "durable" not in restored["levels"], story(run)
+    assert restored["step"] >= 10
+    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    # What the killed agent cannot give back, the next run on that node does.
+    for node in desk.lab.nodes:
+        if node.name == nodes[-1]:
+            continue
+        assert node.run(["ls", "-A", "/dev/shm"]).stdout == "", node.name
