@@ -1,7 +1,7 @@
 """`hpcrun.Checkpointer`: saves for anybody's training script, under whatever has started it.
 
     with hpcrun.Checkpointer("runs/mine") as saves:
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 0}
+        state = {"model": model, "optimizer": optimizer, "epoch": 0}
         step = saves.load(state) or 0
         saves.fence_before(optimizer)
         ...
@@ -39,7 +39,16 @@ from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreContro
 from hpcrun.runtime.drainhome import AgentHome, OwnHome
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.planning import dtype_name, raw_bytes
-from hpcrun.runtime.trees import Tree, pack, put_back, take_apart, unpack
+from hpcrun.runtime.trees import (
+    Tree,
+    begin_optimizers,
+    forget_unfilled,
+    hand_back,
+    pack,
+    put_back,
+    take_apart,
+    unpack,
+)
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.rundir import RunDir, find_run
 from hpcrun.specs.saves import saved_steps
@@ -125,20 +134,29 @@ class Checkpointer:
     def load(self, state: Mapping[str, Any], *, strict: bool = True, only: str = "") -> int | None:
         """Fill a state from the newest save that proves whole, whatever layout wrote it; gives its step.
 
+        A state is nested dicts and lists of tensors and plain values, and of what has state_dict() and
+        load_state_dict(): give the optimizer itself, which before its first step has no tensors to fill.
         Tensors are filled where they are, plain values replaced, random state set last. `only`: a beginning
         of names, such as "model."; nothing else is touched. Without `strict`, what is in one of state and
         save alone, or has another shape or type there, stays as it is. None where nothing was saved.
         """
         if self._behind is not None:
             self._behind.settle()
+        begun = begin_optimizers(state)
         tree = take_apart(state)
         tree.tensors = {name: tensor for name, tensor in tree.tensors.items() if name.startswith(only)}
         loading = _Loading(self._control, tree, strict=strict, only=only)
         attempt = self._run.attempt(self._direct.attempt)
-        restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
-        if restored is None:
-            return None
-        loading.finish()
+        filled: set[str] = set()
+        try:
+            restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
+            if restored is None:
+                return None
+            loading.finish()
+            filled = loading.filled
+        finally:
+            forget_unfilled(begun, filled)
+        hand_back(tree, filled)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)
         for problem in restored.passed_over if self._control.rank == 0 else ():
@@ -187,6 +205,8 @@ class _Loading:
         self._names = {name for told in control.allgather(list(mine)) for name in told}
         self._values: dict[str, Any] = {}
         self._tied: dict[str, str] = {}
+        self.filled: set[str] = set()
+        """Names of what the save has."""
 
     def fit(self, where: str, world_size: int, source: ChunkSource) -> dict[str, Tensor]:
         """Those tensors of the state that the save has; UsageError where it is another state."""
@@ -211,6 +231,7 @@ class _Loading:
             _refuse(where, "also holds", sorted(stored - self._names))
         self._values = {} if self._only or not told else told[0]["values"]
         random, mine = checkpoint.rng_state(), f"rng.{self._control.rank}"
+        self.filled = {*found, *self._tied, *self._values}
         is_alike = world_size == self._control.size and mine in every and every[mine].shape == random.shape
         if is_alike and not self._only:
             found[mine] = random
@@ -248,7 +269,8 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(
-            f"{where}: {verb} {names[0]}{more}; load with strict=False, or with the state that was saved"
+            f"{where}: {verb} {names[0]}{more}; load with strict=False, or into the state that was saved (an"
+            " optimizer that has not stepped yet has none: give the optimizer, not its state_dict())"
         )
 
 

@@ -98,8 +98,8 @@ class CheckpointSpec(_Section):
         default=0,
         ge=0,
         le=2,
-        description="saves held in the memory of each node (two let training go on while one is stored);"
-        " 0: ranks write to the run directory themselves, and wait for it",
+        description="saves held in the memory of each node (two let training go on while one is stored;"
+        " with one, every save goes on to the run directory); 0: ranks write to the run directory themselves, and wait for it",
     )
     local: Directory | None = Field(
         default=None,
@@ -140,7 +140,7 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
     every, durable = spec.every, spec.durable.every
     copies = spec.object.every if spec.object is not None else 0
     for name, between in (("durable.every", durable), ("object.every", copies)):
-        if between and not every:
+        if between and not every and steps is not None:
             text = f"{between} needs checkpoint.every, which is 0: nothing is saved on the way"
             yield Problem(f"checkpoint.{name}", text)
             return

@@ -153,6 +153,58 @@ def test_an_optimizer_is_fenced_off_and_a_training_goes_on_to_the_bit(tmp_path: 
     assert {one["kind"] for one in told} <= {"save", "stored"}
 
 
+def objects(seed: int) -> tuple[Any, ...]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {"model": model, "optimizer": optimizer, "rates": rates, "epoch": 0}, model, optimizer, rates
+
+
+def steps_of(model: Any, optimizer: Any, rates: Any, *, numbers: range) -> list[float]:
+    losses = []
+    for number in numbers:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 8), float(number))).square().mean()
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_models_and_optimizers_are_given_as_they_are(tmp_path: Path) -> None:
+    _, *undisturbed = objects(1)
+    whole = steps_of(*undisturbed, numbers=range(1, 9))
+    state, *parts = objects(1)
+    with hpcrun.Checkpointer(tmp_path, memory=0) as saves:
+        assert saves.load(state) is None
+        assert not parts[1].state  # nothing is left of looking
+        assert steps_of(*parts, numbers=range(1, 5)) == whole[:4]
+        state["epoch"] = 7
+        saves.save(4, state)
+    fresh, *others = objects(2)
+    with hpcrun.Checkpointer(tmp_path, memory=0) as saves:
+        assert saves.load(fresh) == 4
+    assert fresh["epoch"] == 7
+    assert steps_of(*others, numbers=range(5, 9)) == whole[4:]
+    assert others[1].param_groups[0]["lr"] == pytest.approx(0.01 * 0.1**4)
+
+
+def test_of_a_part_of_a_save_the_rest_stays_as_new(tmp_path: Path) -> None:
+    state, *parts = objects(1)
+    steps_of(*parts, numbers=range(1, 3))
+    with hpcrun.Checkpointer(tmp_path, memory=0) as saves:
+        saves.save(2, {"model": state["model"]})
+        fresh, _, optimizer, _ = objects(2)
+        with pytest.raises(UsageError, match="lacks optimizer"):
+            saves.load(fresh)
+        assert not optimizer.state
+        assert saves.load(fresh, strict=False) == 2
+    assert not optimizer.state
+    assert torch.equal(fresh["model"].weight, state["model"].weight)
+
+
 SCRIPT = """\
 import json, sys, torch, torch.distributed as dist, hpcrun
 from torch.distributed.device_mesh import init_device_mesh
