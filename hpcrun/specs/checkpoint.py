@@ -99,7 +99,8 @@ class CheckpointSpec(_Section):
         ge=0,
         le=2,
         description="saves held in the memory of each node (two let training go on while one is stored;"
-        " with one, every save goes on to the run directory); 0: ranks write to the run directory themselves, and wait for it",
+        " with one, every save goes on to the run directory); 0: ranks write to the run directory themselves,"
+        " and wait for it",
     )
     local: Directory | None = Field(
         default=None,
