@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Desk:
         assert code in (None, done.exit_code), f"{words}: {done.exit_code}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr, done.stderr
         return done
+
+    def shared_memory(self, nodes: Iterable[str]) -> dict[str, set[str]]:
+        """The files in the /dev/shm of nodes; what other tests have killed may have left some."""
+        seek = ["find", "/dev/shm", "-type", "f"]
+        return {name: {*self.lab.node(name).run(seek).require().stdout.split()} for name in nodes}
 
     def submit(self, *words: str) -> RunDir:
         """Submit a job; the run."""

@@ -14,6 +14,7 @@ from tests.lab.test_lab_levels import JOB, events, stored
 def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> None:
     desk.profile(f"mpi: {{library: mpich, launcher: {launcher}}}\n")
     (desk.path / "job.yaml").write_text(JOB)
+    before = desk.shared_memory(node.name for node in desk.lab.nodes)
     run = desk.submit("job.yaml", "resources.nodes=4", "resources.spares=2", "cluster=lab")
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     first = records(run, "attempts/1/placement.json")[0]["nodes"]
@@ -24,8 +25,8 @@ def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> No
     assert (restored["levels"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
-    for node in second:
-        assert desk.lab.node(node).run(["ls", "-A", "/dev/shm"]).stdout == ""
+    for node, there in desk.shared_memory(second).items():
+        assert there <= before[node], node
 
 
 def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
@@ -45,6 +46,7 @@ def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
 
 def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
     (desk.path / "job.yaml").write_text(JOB)
+    before = desk.shared_memory(node.name for node in desk.lab.nodes)
     run = desk.submit("job.yaml", "resources.nodes=4", "resources.spares=2")
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     nodes = records(run, "attempts/1/placement.json")[0]["nodes"]
@@ -55,7 +57,5 @@ def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
     assert restored["step"] >= 10
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
     # What the killed agent cannot give back, the next run on that node does.
-    for node in desk.lab.nodes:
-        if node.name == nodes[-1]:
-            continue
-        assert node.run(["ls", "-A", "/dev/shm"]).stdout == "", node.name
+    for node, there in desk.shared_memory({*before} - {nodes[-1]}).items():
+        assert there <= before[node], node
