@@ -34,8 +34,8 @@ def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
     run = desk.submit("job.yaml", "resources={nodes: 2, spares: 0}", "parallel.dp_shard=4", "retry={}")
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     job = json.loads(run.job.read_text())["submissions"][-1]["job"]
+    # Whether there is the time to write down how it ended, before Slurm kills what is left, is not known.
     desk.lab.run(["scontrol", "requeue", str(job)]).require()
-    desk.until(run.attempt(1).outcome.exists, run)
     assert desk.ended(run, 200)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     # On the same nodes their memory may still be there.
