@@ -88,7 +88,8 @@ def no_save(_step: int) -> Callable[[], bool]:
 @contextmanager
 def ours(root: Path, trainer: Trainer, *, memory: int, direct: bool = True) -> Iterator[Begin]:
     """hpcrun's saves: through memory and the drain worker, or at once; past the page cache, or not."""
-    behind = Behind(root / f"ours-{memory}-{direct}", memory=memory, durable={"direct": direct})
+    options = {"durable": {"direct": direct}} if memory else {}
+    behind = Behind(root / f"ours-{memory}-{direct}", memory=memory, **options)
     behind.saves.fence_before(trainer.optimizer)
 
     def begin(step: int) -> Callable[[], bool]:
