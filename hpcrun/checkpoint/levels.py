@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 
 Level = Literal["memory", "local", "parity", "durable", "object"]
 LEVELS: tuple[Level, ...] = ("memory", "local", "parity", "durable", "object")
@@ -74,8 +74,6 @@ class Member:
     @property
     def size_bytes(self) -> int:
         """Of all parts together, each of them padded to PART_ALIGN."""
-        from hpcrun.checkpoint.format import PART_ALIGN, padded
-
         return sum(padded(part.size_bytes, PART_ALIGN) for _, part in self.parts)
 
 

@@ -64,12 +64,17 @@ def write_file(path: Path, data: bytes) -> None:
     """Write a small new file and sync it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(descriptor, left) :]
+        write_on(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_on(descriptor: int, data: bytes) -> None:
+    """Write all of it, however much one call takes."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def _checked(pieces: Sequence[Piece], contents: Iterable[Bytes]) -> Iterator[Bytes]:

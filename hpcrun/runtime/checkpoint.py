@@ -6,9 +6,8 @@ Ranks agree through their control alone: training's process groups see nothing o
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.checkpoint.restore.decide import key_of
+from hpcrun.checkpoint.restore.holdings import no_collection
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
@@ -145,14 +145,14 @@ class Checkpointer:
         is whatever that finds fitting in the save, and random state is among it or is not loaded.
         """
         while True:
-            with _no_collection():
+            with no_collection():
                 chosen = self._control.everywhere(self.choose)
             if chosen is None:
                 return None
             saved = _saved(chosen)
             problem, random_state = None, None
             try:
-                with _no_collection():
+                with no_collection():
                     random_state = self._load(saved, state, expected, fit)
             except UsageError as error:
                 problem = ["usage", str(error)]
@@ -192,7 +192,7 @@ class Checkpointer:
         """
         problem, random_state = None, None
         try:
-            with _no_collection():
+            with no_collection():
                 where = f"step {stamp.step}"
                 random_state = self._fill(source, where, stamp.world_size, state, expected, fit)
         except UsageError as error:
@@ -358,18 +358,6 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
             f"{where}: {verb} {names[0]}{more}; was the model changed?"
             " Resume with the model of the run, or start a new run with model.weights"
         )
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A manifest is many small objects, none of them garbage; looking for some takes a while."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def rng_state() -> Tensor:

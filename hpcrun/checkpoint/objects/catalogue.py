@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
@@ -33,6 +34,7 @@ from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
 OBJECT_BYTES = 64 << 20
 """The least size of an object, but for files that are smaller; the largest is eight times this."""
 AT_ONCE = 8
+_T = TypeVar("_T")
 """Objects under way together, each with one piece in memory."""
 _ENOUGH_OBJECTS = 256
 _STALE_S = 24 * 3600.0
@@ -301,3 +303,17 @@ def _step_of(key: str) -> int:
 
 def _hash(told: dict[str, object]) -> str:
     return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+
+
+def all_of(calls: Sequence[Callable[[], _T]], given_up: threading.Event) -> list[_T]:
+    """What the calls give, several of them at a time; with the first that fails the others are given up."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        under_way = [pool.submit(call) for call in calls]
+        try:
+            for one in as_completed(under_way):
+                one.result()
+        except BaseException:
+            given_up.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [one.result() for one in under_way]

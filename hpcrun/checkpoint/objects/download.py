@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from xxhash import xxh3_64
@@ -17,6 +18,7 @@ from hpcrun.checkpoint.objects.catalogue import (
     AT_ONCE,
     ObjectCopy,
     StoredObject,
+    all_of,
     list_copies,
     pieces_of,
     read_index,
@@ -132,15 +134,7 @@ def _fetch_file(store: Store, copy: ObjectCopy, objects: list[StoredObject], pat
         show(one.size_bytes)
 
     try:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            under_way = [pool.submit(fetch, one) for one in objects]
-            try:
-                for done in as_completed(under_way):
-                    done.result()
-            except BaseException:
-                given_up.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        all_of([partial(fetch, one) for one in objects], given_up)
         os.ftruncate(descriptor, sum(one.size_bytes for one in objects))
         os.fsync(descriptor)
     finally:

@@ -7,8 +7,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from hpcrun.checkpoint.objects.catalogue import (
     Extent,
     ObjectCopy,
     StoredObject,
+    all_of,
     copy_place,
     cut,
     index_name,
@@ -146,16 +148,7 @@ def send_file(
         show(extent.size_bytes)
         return sent
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        under_way = [pool.submit(send, extent) for extent in cut(source.size_bytes, least)]
-        try:
-            for one in as_completed(under_way):
-                one.result()
-        except BaseException:
-            given_up.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    results = [one.result() for one in under_way]
+    results = all_of([partial(send, extent) for extent in cut(source.size_bytes, least)], given_up)
     index = render_index(saved.generation, number, [one for one, _ in results])
     store.write(f"{place}{index_name(number)}", index)
     sent = [one.size_bytes for one, presence in results if presence is not None]

@@ -14,7 +14,7 @@ from hpcrun.checkpoint.commit import begin, discard, set_aside
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.verify import damages, usual_jobs
-from hpcrun.checkpoint.write import write_file
+from hpcrun.checkpoint.write import write_file, write_on
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
@@ -107,9 +107,7 @@ def _copy(source: int, target: Path) -> None:
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         while data := os.read(source, _BLOCK):
-            left = memoryview(data)
-            while left:
-                left = left[os.write(descriptor, left) :]
+            write_on(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
