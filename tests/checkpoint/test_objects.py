@@ -301,7 +301,7 @@ def test_reading_is_as_patient(s3: Store, bucket: Bucket, checkpoints: Path, met
 
 def test_a_store_that_says_nothing_is_given_up(bucket: Bucket, checkpoints: Path) -> None:
     bucket.tell("stall?after=0")
-    impatient = Patience(tries=2, first_pause_s=0.01, answer_s=0.2)
+    impatient = Patience(tries=2, first_pause_s=0.01, answer_s=1.0)
     with open_store(bucket.url, bucket.endpoint, impatient) as store:
         with pytest.raises(SiteError, match=r"cannot be reached \(tried 2 times\): Read timeout"):
             send(store, save(checkpoints, 16))
