@@ -124,6 +124,8 @@ def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world
             stack.callback(shown.close)
             return shown
 
+        if world.kind != "torchrun":
+            importlib.import_module("hpcrun.runtime.entry").load_mpi()
         join = importlib.import_module("hpcrun.runtime.rank").join
         return int(join(job, overrides, resume, world, display))
 

@@ -8,14 +8,19 @@ import importlib
 from hpcrun.launch.shim import Requests
 
 
-def main(run_dir: str, number: int, requests: Requests) -> int:
-    """Be a rank of an attempt that our supervisor started; gives the exit code.
+def load_mpi() -> None:
+    """Start MPI, where it is installed, before torch is loaded.
 
     MPICH sends its addresses in blocks that it does not clear. Slurm's pmi2 takes 1,024 bytes a request, and
     zeros count next to nothing there; but in a heap that torch's import has filled with text the blocks get
-    longer than that, and the ranks do not meet.
+    longer than that, and the ranks do not meet: one start in fifteen of four ranks was seen to fail.
     """
     # What is missing is told where MPI is needed.
     with contextlib.suppress(ImportError, RuntimeError):
         importlib.import_module("mpi4py.MPI")
+
+
+def main(run_dir: str, number: int, requests: Requests) -> int:
+    """Be a rank of an attempt that our supervisor started; gives the exit code."""
+    load_mpi()
     return int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, number, requests))
