@@ -283,7 +283,7 @@ class Lane:
     def __init__(self, root: Path, flat: Any, size_bytes: int) -> None:
         self.size_bytes, self.step = size_bytes, 0
         self.state = {f"model.{n}": part for n, part in enumerate(flat.split(size_bytes // 4))}
-        self.behind = Behind(root / f"memory-{size_bytes}")
+        self.behind = Behind(root / f"memory-{size_bytes}", spread=0)
 
     def save(self) -> tuple[float, float, float]:
         """Seconds of the copy, of the calls, and from then on until the save is stored."""

@@ -86,10 +86,9 @@ def no_save(_step: int) -> Callable[[], bool]:
 
 
 @contextmanager
-def ours(root: Path, trainer: Trainer, *, memory: int, direct: bool = True) -> Iterator[Begin]:
-    """hpcrun's saves: through memory and the drain worker, or at once; past the page cache, or not."""
-    options = {"durable": {"direct": direct}} if memory else {}
-    behind = Behind(root / f"ours-{memory}-{direct}", memory=memory, **options)
+def ours(root: Path, trainer: Trainer, *, memory: int = 2, **options: Any) -> Iterator[Begin]:
+    """hpcrun's saves: through memory and the drain worker, or at once."""
+    behind = Behind(root / f"ours-{memory}-{len(list(root.iterdir()))}", memory=memory, **options)
     behind.saves.fence_before(trainer.optimizer)
 
     def begin(step: int) -> Callable[[], bool]:
@@ -167,8 +166,9 @@ class Windows:
 def candidates(root: Path, trainer: Trainer, stack: ExitStack) -> dict[str, Begin]:
     """All ways to save, and none."""
     made = {
-        "ours": ours(root, trainer, memory=2),
-        "ours, through the page cache": ours(root, trainer, memory=2, direct=False),
+        "ours": ours(root, trainer),
+        "ours, through the page cache": ours(root, trainer, durable={"direct": False}),
+        "ours, without rests": ours(root, trainer, spread=0),
         "ours, synchronous": ours(root, trainer, memory=0),
         "torch.save": plain(root, trainer),
         "async_save, thread": asynchronous(root, trainer, kind="thread"),

@@ -159,6 +159,7 @@ class Stored:
     stamp: Stamp
     level: Level
     seconds: float
+    """Of the work for it, without rests between."""
     size_bytes: int
     problem: str | None = None
     """Why the level does not have it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hpcrun.checkpoint.format import HEADER_BYTES, TAIL, Layout, Part, Piece, frames, lay_out, padded
@@ -26,10 +26,12 @@ def plan_slot(number: int, pieces: Sequence[Piece], file: int, start: int) -> Sl
     return SlotPlan(number, lay_out(number, pieces), tuple(piece.size_bytes for piece in pieces), file, start)
 
 
-def seal(image: memoryview, generation: bytes, plan: SlotPlan) -> Part:
+def seal(
+    image: memoryview, generation: bytes, plan: SlotPlan, between: Callable[[], None] = lambda: None
+) -> Part:
     """Turn raw bytes at their places into a part: headers, hashes, tail and end; nothing else is copied.
 
-    What comes of it is what `write_part` writes, byte for byte.
+    What comes of it is what `write_part` writes, byte for byte. `between` is called after each chunk.
     """
     assert len(image) == plan.layout.size_bytes
     tail_hash = 0
@@ -42,6 +44,7 @@ def seal(image: memoryview, generation: bytes, plan: SlotPlan) -> Part:
             tail_hash = frame.digest
         if rest := padded(end) - end:
             image[end : end + rest] = bytes(rest)
+        between()
     layout = plan.layout
     return Part(
         plan.file, plan.start, layout.size_bytes, layout.tail_at, layout.tail_bytes, f"{tail_hash:016x}"

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hpcrun.checkpoint.format import TAIL, Bytes, Part, Piece, frames, lay_out, padded
@@ -51,12 +51,15 @@ def write_part(
     return Part(file, start, layout.size_bytes, layout.tail_at, layout.tail_bytes, f"{tail_hash:016x}")
 
 
-def write_image(descriptor: int, image: memoryview, position: int) -> None:
-    """Write a sealed part as it is, in large writes; not synced."""
+def write_image(
+    descriptor: int, image: memoryview, position: int, written: Callable[[int], None] = lambda count: None
+) -> None:
+    """Write a sealed part as it is, in large writes; not synced. `written` gets the bytes of each."""
     at = 0
     while at < len(image):
         count = os.pwrite(descriptor, image[at : at + _BATCH_BYTES], position + at)
         _start_writeback(descriptor, position + at, count)
+        written(count)
         at += count
 
 

@@ -60,7 +60,7 @@ class Pace:
         elif kind == "save":
             _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), line.get("seconds"))
         elif kind == "stored":
-            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), line.get("lag_s"))
+            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), _without_rests(line))
 
     def take_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Several lines."""
@@ -76,6 +76,15 @@ class Pace:
     def lead_s(self) -> float:
         """How long before the end the last save has to be asked for, to be durable; 0 where nobody knows."""
         return self.takes_s().get("durable", 0.0)
+
+
+def _without_rests(line: Mapping[str, Any]) -> Any:
+    """How long a save took but for the rests of workers: at the end there are none."""
+    lag_s, facts = line.get("lag_s"), line.get("facts")
+    rested_s = facts.get("rested_s") if isinstance(facts, Mapping) else None
+    if isinstance(lag_s, int | float) and isinstance(rested_s, int | float) and 0 <= rested_s <= lag_s:
+        return lag_s - rested_s
+    return lag_s
 
 
 def _note(values: deque[float], value: Any) -> None:

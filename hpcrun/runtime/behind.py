@@ -200,6 +200,7 @@ class SavesBehind:
         """
         self._begin(step, position, state, lasting=True)
         self.fence()
+        self._listen(_LOOK_S)  # only rank 0 waits below, but the workers of all have to hear of it
         flight = self._flights.get(self._serial)
         # What failed on one rank need not be waited for on the others.
         lost = flight is None or "memory" in flight.outcomes
@@ -385,10 +386,12 @@ class SavesBehind:
                 self._tell({"kind": "save_unchanged", "step": flight.stamp.step, "why": why})
 
     def _listen(self, wait_s: float = 0.0) -> None:
-        """Take in what the worker has told."""
+        """Take in what the worker has told; where that is waited for, it hears so."""
         if self._link is None:
             return
         try:
+            if wait_s:
+                self._link.hasten()
             for told in self._link.news(wait_s):
                 self._hear(told)
             if wait_s:  # a worker that is stopped or stuck is not waited for

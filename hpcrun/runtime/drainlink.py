@@ -90,6 +90,10 @@ class DrainLink:
         """Let older generations go no further than they have come."""
         self._send("degrade")
 
+    def hasten(self) -> None:
+        """Somebody waits for what was filled: the worker need not spare training now."""
+        self._send("hasten")
+
     def _greet(self) -> None:
         """Hear whether the worker lives: one that is stopped is connected to all the same."""
         self._send("ping")

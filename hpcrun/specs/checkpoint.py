@@ -118,6 +118,14 @@ class CheckpointSpec(_Section):
         description="a save is due and the one before is not stored yet: wait for it, leave this save out,"
         " or let the older one go no further than it has come",
     )
+    spread: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="the part of the time between saves over which a node's worker may spread hashing and"
+        " writing, with rests between, so that training does not feel it; it rests no more once somebody"
+        " waits for a save. 0: as fast as it can",
+    )
     max_undurable: _Limit | None = Field(
         default=None, description="the longest time without a new durable save; null: no limit"
     )

@@ -13,6 +13,7 @@ import pytest
 
 from hpcrun.checkpoint.drain.arena import Arena, make_folder
 from hpcrun.checkpoint.drain.desk import Desk
+from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.drain.pipeline import Drain
 from hpcrun.checkpoint.drain.room import Room
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
@@ -129,6 +130,31 @@ def node(tmp_path: Path) -> Iterator[Node]:
     for station in node.stations.values():
         station.gate.set()
     node.drain.close()
+
+
+def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
+    now = 0.0
+
+    def look() -> float:  # an hour has passed at every look
+        nonlocal now
+        now += 3600
+        return now
+
+    node.drain.pacer = Pacer(look)
+    node.drain.pacer.spread = 0.25
+    for number, step in enumerate((2, 4)):
+        node.ask(0, do="hasten")  # for nothing that is on its way
+        node.save(step, ["durable"])
+        time.sleep(0.05)
+        node.drain.settle()
+        assert len(node.told("sealed")) == number
+        node.ask(1, do="hasten")
+        assert node.until_stored(number + 1)[-1] == (step, "durable", None)
+        assert node.told("stored")[-1]["facts"]["rested_s"] > 0
+        now += 1e9  # saves are far between
+        node.until(
+            lambda: not any(slot.in_flight for slots in node.drain.arena.slots.values() for slot in slots)
+        )
 
 
 def test_level_after_level_and_save_after_save(node: Node) -> None:

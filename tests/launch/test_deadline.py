@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,14 @@ def test_how_long_a_save_takes_is_until_it_is_durable() -> None:
     )
     assert behind.takes_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
     assert behind.lead_s == 332.0
+
+
+def test_what_a_worker_rested_does_not_count() -> None:
+    stored = {"kind": "stored", "level": "durable", "lag_s": 100.0}
+    assert pace_of(stored | {"facts": {"rested_s": 80.0}}).lead_s == 30.0
+    senseless: list[Any] = [None, [], {}, {"rested_s": "long"}, {"rested_s": 101.0}, {"rested_s": -1.0}]
+    for facts in senseless:
+        assert pace_of(stored | {"facts": facts}).lead_s == 150.0
 
 
 def test_only_the_newest_saves_count() -> None:

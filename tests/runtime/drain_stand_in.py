@@ -126,6 +126,9 @@ class _Rank:
     def lost(self, told: dict[str, Any]) -> None:
         """Here every rank is alone."""
 
+    def hasten(self, told: dict[str, Any]) -> None:
+        """It never rests."""
+
     def degrade(self, told: dict[str, Any]) -> None:
         self.worker.stores.set()
 

@@ -6,6 +6,7 @@ claim     a slot for the next save; `busy` where none can be given without losin
 filled    the bytes are in place
 lost      they will not be: nobody needs to wait for this rank's part
 ping      a sign of life is wanted
+hasten    somebody waits for what is on its way
 degrade   the save that was just refused a slot is wanted more than the oldest one's next levels
 """
 
@@ -68,6 +69,7 @@ class Desk(Listener):
                 "filled": self._filled,
                 "lost": self._lost,
                 "degrade": self._degrade,
+                "hasten": self._hasten,
                 "ping": self._ping,
             }.get(message["do"])
             if handle is None:
@@ -155,6 +157,9 @@ class Desk(Listener):
 
     def _ping(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
         known.send({"kind": "pong"})
+
+    def _hasten(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+        drain.hasten()
 
     def _degrade(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
         if known.refused:

@@ -122,12 +122,13 @@ class DurableStation:
         layout_facts: Callable[[Path], dict[str, Any]] = no_layout,
         patience: Patience = Patience(),
         hurry: threading.Event | None = None,
+        written: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """`hurry`: once it is set, nobody is waited for any more."""
+        """`hurry`: once it is set, nobody is waited for any more. `written` gets the bytes of each write."""
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._retry, self._layout_facts = retry_file, layout_facts
-        self._hurry = hurry or threading.Event()
+        self._hurry, self._written = hurry or threading.Event(), written
         self._has_committed = False
         self._known: tuple[dict[int, str], str, str] | None = None
         """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
@@ -220,12 +221,14 @@ class DurableStation:
         descriptor = open_shared(path)
         try:
             if self._direct:
-                done = write_file_direct(path, [(one.part.start, one.image) for one in parts])
+                done = write_file_direct(
+                    path, [(one.part.start, one.image) for one in parts], written=self._written
+                )
                 return {"direct_bytes": done.direct_bytes} | (
                     {"why_buffered": done.why_buffered} if done.why_buffered else {}
                 )
             for one in parts:
-                write_image(descriptor, one.image, one.part.start)
+                write_image(descriptor, one.image, one.part.start, self._written)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,13 @@ class LocalStation:
 
     level: Level = "local"
 
-    def __init__(self, directory: str, run_id: str, node: str) -> None:
-        """`directory` may name variables of the environment, and begin with ~; SiteError for unknown ones."""
+    def __init__(
+        self, directory: str, run_id: str, node: str, written: Callable[[int], None] = lambda count: None
+    ) -> None:
+        """`directory` may name variables of the environment, and begin with ~; SiteError for unknown ones.
+
+        `written` gets the bytes of each write.
+        """
         expanded = os.path.expanduser(os.path.expandvars(directory))  # noqa: PTH111 - with variables before
         if "$" in expanded:
             raise SiteError(
@@ -38,7 +43,7 @@ class LocalStation:
                 " set it in the job's environment, or name the directory"
             )
         self.folder = Path(expanded) / run_id.replace("/", "+") / node
-        self._node = node
+        self._node, self._written = node, written
 
     def store(self, load: Load) -> dict[str, Any]:
         """Copy the parts into one file; their hashes are in them."""
@@ -52,7 +57,7 @@ class LocalStation:
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 for one in load.parts:
-                    write_image(descriptor, one.image, position)
+                    write_image(descriptor, one.image, position, self._written)
                     held.append(HeldPart(one.number, target.name, position, one.part))
                     position += padded(one.part.size_bytes, PART_ALIGN)
                 os.fsync(descriptor)

@@ -19,8 +19,9 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.drain.arena import Arena, Slot
+from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.drain.stations import TakesMemory, Withdraws
-from hpcrun.checkpoint.format import PART_ALIGN, padded
+from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
 from hpcrun.checkpoint.partrecord import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
@@ -59,6 +60,7 @@ class _Gathering:
     stamp: Stamp
     levels: list[Level]
     slots: dict[int, Slot] = field(default_factory=dict)
+    rested_s: float = 0.0
 
 
 @dataclass
@@ -74,6 +76,8 @@ class _Journey:
     """It is to be in the object store as well."""
     is_durable: bool = False
     """The run directory has it."""
+    rested_s: float = 0.0
+    """Between pieces of its work, until now."""
 
 
 class Drain:
@@ -82,6 +86,7 @@ class Drain:
     def __init__(self, arena: Arena, listener: Listener, wake: Callable[[], None]) -> None:
         """`wake` is called in other threads, whenever `settle` has something to do."""
         self.arena, self._listener, self._wake = arena, listener, wake
+        self.pacer = Pacer()
         self.ranks: tuple[int, ...] = ()
         """Of this node, in this attempt."""
         self.published: str | None = None
@@ -114,6 +119,7 @@ class Drain:
         """The stations of an attempt, and why others are missing; what is on its way is hurried on."""
         if hurry is not self._hurry:
             self._hurry.set()
+            self.hasten()
             self._give_up_journeys(self._journeys, "the attempt is over")
             for gathering in list(self._gathering.values()):
                 self.fail(gathering.stamp, "the attempt is over")
@@ -139,8 +145,19 @@ class Drain:
             try:
                 outcome = self._outcomes.get_nowait()
             except Empty:
-                return
+                break
             outcome()
+        if not self._is_busy:
+            self.pacer.relax()
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._journeys or self._gathering)
+
+    def hasten(self) -> None:
+        """Somebody waits for what is on its way."""
+        if self._is_busy:
+            self.pacer.hasten()
 
     def fill(self, slot: Slot, plan: SlotPlan, stamp: Stamp, levels: list[Level]) -> None:
         """A rank has copied its bytes into a slot that it had claimed."""
@@ -149,17 +166,25 @@ class Drain:
             self._listener.failed(stamp, (slot.rank,), "another rank of this node has no part of it")
             return
         slot.state, slot.in_flight = "filled", True
-        self._gathering.setdefault(stamp.generation, _Gathering(stamp, levels))
-        image = slot.image(plan.layout.size_bytes)
-        sealing = self._sealer.submit(seal, image, bytes.fromhex(stamp.generation), plan)
+        if stamp.generation not in self._gathering:
+            self.pacer.save_begins()
+            self._gathering[stamp.generation] = _Gathering(stamp, levels)
+        sealing = self._sealer.submit(self._seal, slot, plan, stamp)
         self._when_done(sealing, lambda: self._sealed(slot, plan, stamp, sealing))
+
+    def _seal(self, slot: Slot, plan: SlotPlan, stamp: Stamp) -> tuple[Part, float]:
+        """In a thread of its own; the part, and how long it rested."""
+        self.pacer.start()
+        image = slot.image(plan.layout.size_bytes)
+        part = seal(image, bytes.fromhex(stamp.generation), plan, self.pacer.rest)
+        return part, self.pacer.rested_s
 
     def _sealed(self, slot: Slot, plan: SlotPlan, stamp: Stamp, sealing: Future[Any]) -> None:
         gathering = self._gathering.get(stamp.generation)
         error = sealing.exception()
         if error is None:
             try:
-                slot.hold(PartRecord(stamp, plan.number, sealing.result()))
+                slot.hold(PartRecord(stamp, plan.number, sealing.result()[0]))
             except OSError as problem:
                 error = problem
         if error is not None:
@@ -172,6 +197,7 @@ class Drain:
             slot.in_flight = False
             return
         gathering.slots[slot.rank] = slot
+        gathering.rested_s += sealing.result()[1]
         if gathering.slots.keys() >= set(self.ranks):
             del self._gathering[stamp.generation]
             self._set_out(gathering)
@@ -189,7 +215,8 @@ class Drain:
         levels: list[Level] = [
             level for level in LEVELS[1:] if level in gathering.levels and level != "object"
         ]
-        journey = _Journey(load, levels, slots, is_copied="object" in gathering.levels)
+        is_copied = "object" in gathering.levels
+        journey = _Journey(load, levels, slots, is_copied=is_copied, rested_s=gathering.rested_s)
         self._journeys.append(journey)
         going = self._carrier.submit(self._go, journey, self._stations, self._missing)
         self._when_done(going, lambda: self._arrived(journey, going))
@@ -293,6 +320,7 @@ class Drain:
     def close(self) -> None:
         """End after what cannot be left half done."""
         self._hurry.set()
+        self.pacer.hasten()
         why = "the worker ends"
         self._give_up_journeys([*self._journeys, *self._copies], why)
         self._sealer.shutdown(cancel_futures=True)
@@ -307,6 +335,7 @@ class Drain:
         """In a thread of its own: from station to station; one that fails does not hold up the others."""
         load = journey.load
         for level in journey.levels:
+            self.pacer.start()
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
             station = stations.get(level)
             if station is None:
@@ -318,8 +347,12 @@ class Drain:
                     problem = str(error)
             elif isinstance(station, Withdraws):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
+            seconds = time.monotonic() - began - self.pacer.rested_s
+            journey.rested_s += self.pacer.rested_s
+            if journey.rested_s:
+                facts = facts | {"rested_s": round(journey.rested_s, 6)}
             journey.is_durable |= level == "durable" and problem is None
-            stored = Stored(load.stamp, level, time.monotonic() - began, _size(load), problem, facts)
+            stored = Stored(load.stamp, level, seconds, _size(load), problem, facts)
             self._post(partial(self._note, stored))
             if level in _TIDY and station is not None and problem is None:
                 with contextlib.suppress(OSError, SiteError):  # it is tried again after the next

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from hpcrun.checkpoint.drain.durable import DurableStation
 from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
 from hpcrun.checkpoint.lustre.storage import Storage
 from hpcrun.checkpoint.objects.station import ObjectStation
@@ -40,6 +41,8 @@ class Surroundings:
     """Of the run: what those who talk to each other prove to know."""
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set when the attempt is over: nobody is waited for any more."""
+    pacer: Pacer = field(default_factory=Pacer)
+    """Of this worker: what has to be kept to between writes."""
     address: str = ""
     """Of this node, where its worker listens for the others; empty: it does not."""
     neighbour: Neighbour | None = None
@@ -109,7 +112,9 @@ OpenNeighbour = Callable[[Surroundings, Callable[[], Sequence[Holding]]], Neighb
 
 def _local(around: Surroundings) -> Station | None:
     directory = around.spec.local
-    return None if directory is None else LocalStation(str(directory), around.run.id, around.node)
+    if directory is None:
+        return None
+    return LocalStation(str(directory), around.run.id, around.node, around.pacer.rest)
 
 
 _DIRECT = ("ext4", "xfs")
@@ -127,6 +132,7 @@ def _durable(around: Surroundings) -> Station | None:
         retry_file=place.retry_file,
         layout_facts=place.layout_facts,
         hurry=around.hurry,
+        written=around.pacer.rest,
     )
 
 

@@ -178,7 +178,8 @@ class Worker:
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
             self._listening = listen(folder, SOCKET)
             self._selector.register(self._listening, selectors.EVENT_READ)
-        around = parse_surroundings(order, self._drain.arena.folder)
+        around = replace(parse_surroundings(order, self._drain.arena.folder), pacer=self._drain.pacer)
+        around.pacer.spread = around.spec.spread
         before = self._around
         if before is not None and (before.run, before.node) != (around.run, around.node):
             raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")

@@ -1,0 +1,91 @@
+"""How fast the drain worker goes beside training: in short stints with rests between, unless somebody waits.
+
+Hashing and writing take bandwidth of the memory, and a core, from training. Spread over many steps that is
+not felt; done at once, the steps beside it are longer. What is spread is durable later: `spread` bounds that
+by a part of the time between saves, and there are no more rests once anybody waits for a save.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+LEAST_SHARE = 0.1
+"""Of its time that a thread works at least: more rest than that no training would notice."""
+STINT_S = 0.002
+"""What is shorter is not worth a rest."""
+MOST_REST_S = 1.0
+"""A write that took long has mostly waited itself, for a disk or a server, and training has not felt it."""
+
+
+def share_for(worked_s: float, interval_s: float | None, spread: float) -> float:
+    """The share of its time that a thread is to work, for a save that takes so much work.
+
+    `interval_s`: from the save before to this one; None: not known yet. `spread`: the part of that time over
+    which the work may be spread; 0: no rests.
+    """
+    if not spread:
+        return 1.0
+    if interval_s is None:
+        return LEAST_SHARE
+    room_s = spread * interval_s
+    return min(1.0, max(LEAST_SHARE, worked_s / room_s)) if room_s > 0 else 1.0
+
+
+class _Stint(threading.local):
+    """Of each thread."""
+
+    since = 0.0
+    rested_s = 0.0
+
+
+class Pacer:
+    """Keeps the threads of a worker to their shares; all methods may be called in any of them."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.spread = 0.0
+        """Of the job; see `share_for`."""
+        self._clock, self._hasty = clock, threading.Event()
+        self._lock, self._stint = threading.Lock(), _Stint()
+        self._share, self._worked_s = 1.0, 0.0
+        self._begun: float | None = None
+
+    def save_begins(self) -> None:
+        """A save is to be stored: what the one before took, and how long ago it was, tell the share."""
+        now = self._clock()
+        with self._lock:
+            interval_s = None if self._begun is None else now - self._begun
+            self._share = share_for(self._worked_s, interval_s, self.spread)
+            self._begun, self._worked_s = now, 0.0
+
+    def start(self) -> None:
+        """This thread begins to work."""
+        self._stint.since, self._stint.rested_s = self._clock(), 0.0
+
+    @property
+    def rested_s(self) -> float:
+        """How long this thread has rested since it began."""
+        return self._stint.rested_s
+
+    def rest(self, *_of: object) -> None:
+        """Called between pieces of work, the smaller the better; waits as long as the share asks for."""
+        begin = self._clock()
+        worked_s = begin - self._stint.since
+        if worked_s < STINT_S:
+            return
+        with self._lock:
+            self._worked_s += worked_s
+            share = self._share
+        if share < 1.0 and not self._hasty.is_set():
+            self._hasty.wait(min(MOST_REST_S, worked_s * (1 / share - 1)))
+        self._stint.since = self._clock()
+        self._stint.rested_s += self._stint.since - begin
+
+    def hasten(self) -> None:
+        """No more rests: somebody waits."""
+        self._hasty.set()
+
+    def relax(self) -> None:
+        """Nobody waits any more."""
+        self._hasty.clear()
