@@ -86,9 +86,9 @@ def no_save(_step: int) -> Callable[[], bool]:
 
 
 @contextmanager
-def ours(root: Path, trainer: Trainer, *, memory: int = 2, **options: Any) -> Iterator[Begin]:
+def ours(folder: Path, trainer: Trainer, *, memory: int = 2, **options: Any) -> Iterator[Begin]:
     """hpcrun's saves: through memory and the drain worker, or at once."""
-    behind = Behind(root / f"ours-{memory}-{len(list(root.iterdir()))}", memory=memory, **options)
+    behind = Behind(folder, memory=memory, **options)
     behind.saves.fence_before(trainer.optimizer)
 
     def begin(step: int) -> Callable[[], bool]:
@@ -166,10 +166,10 @@ class Windows:
 def candidates(root: Path, trainer: Trainer, stack: ExitStack) -> dict[str, Begin]:
     """All ways to save, and none."""
     made = {
-        "ours": ours(root, trainer),
-        "ours, through the page cache": ours(root, trainer, durable={"direct": False}),
-        "ours, without rests": ours(root, trainer, spread=0),
-        "ours, synchronous": ours(root, trainer, memory=0),
+        "ours": ours(root / "ours", trainer),
+        "ours, through the page cache": ours(root / "ours-cached", trainer, durable={"direct": False}),
+        "ours, without rests": ours(root / "ours-at-once", trainer, spread=0),
+        "ours, synchronous": ours(root / "ours-synchronous", trainer, memory=0),
         "torch.save": plain(root, trainer),
         "async_save, thread": asynchronous(root, trainer, kind="thread"),
         "async_save, thread, kept stager": asynchronous(root, trainer, kind="thread", keeps_stager=True),

@@ -389,7 +389,9 @@ class Lab:
         self.wait_for_state(self.nodes, {"idle"})
 
     def _resume(self, names: Iterable[str]) -> None:
-        self._set(names, "resume")
+        # One that came back by itself meanwhile cannot be resumed: who waits for it will see.
+        with contextlib.suppress(SiteError):
+            self._set(names, "resume")
 
     def _set(self, names: Iterable[str], state: str, *more: str) -> None:
         """As an admin would, when Slurm does not come to it by itself."""
