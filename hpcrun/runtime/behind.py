@@ -349,7 +349,7 @@ class SavesBehind:
             if behind == "degrade" and tries == 1 and self._link is not None:
                 self._try(self._link.degrade)
             # The first try did not know yet what all nodes have sealed by now; the next ones wait.
-            self._listen(_LOOK_S if tries else 0.0)
+            self._listen(_LOOK_S if tries else 0.0, hasten=True)
             tries += 1
 
     def _meet(self, bits: int) -> int:
@@ -385,12 +385,12 @@ class SavesBehind:
                 why = "its bytes are those of the save before; is what trains what is saved?"
                 self._tell({"kind": "save_unchanged", "step": flight.stamp.step, "why": why})
 
-    def _listen(self, wait_s: float = 0.0) -> None:
+    def _listen(self, wait_s: float = 0.0, *, hasten: bool = False) -> None:
         """Take in what the worker has told; where that is waited for, it hears so."""
         if self._link is None:
             return
         try:
-            if wait_s:
+            if hasten or wait_s:
                 self._link.hasten()
             for told in self._link.news(wait_s):
                 self._hear(told)

@@ -142,6 +142,8 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
 
     node.drain.pacer = Pacer(look)
     node.drain.pacer.spread = 0.25
+    node.drain.pacer.save_begins()
+    now += 1e9  # saves are far between
     for number, step in enumerate((2, 4)):
         node.ask(0, do="hasten")  # for nothing that is on its way
         node.save(step, ["durable"])
@@ -151,7 +153,7 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
         node.ask(1, do="hasten")
         assert node.until_stored(number + 1)[-1] == (step, "durable", None)
         assert node.told("stored")[-1]["facts"]["rested_s"] > 0
-        now += 1e9  # saves are far between
+        now += 1e9
         node.until(
             lambda: not any(slot.in_flight for slots in node.drain.arena.slots.values() for slot in slots)
         )

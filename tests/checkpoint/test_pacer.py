@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
 from hpcrun.checkpoint.drain.pacer import LEAST_SHARE, Pacer, share_for
 
 
-def ticking(seconds: float) -> Callable[[], float]:
-    """A clock by which that much has passed at every look."""
-    times = itertools.count()
-    return lambda: seconds * next(times)
+class Clock:
+    """Time that passes as it is told to: so much at every look."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self.now += self.seconds
+        return self.now
+
+
+def sparing(clock: Clock) -> Pacer:
+    """A pacer that has seen two saves far apart."""
+    pacer = Pacer(clock)
+    pacer.spread = 0.25
+    pacer.save_begins()
+    clock.now += 1e6
+    pacer.save_begins()
+    pacer.start()
+    return pacer
 
 
 @pytest.mark.parametrize(
     ("worked_s", "interval_s", "spread", "share"),
     [
         (1.0, 100.0, 0.0, 1.0),  # not asked for
-        (0.0, None, 0.25, LEAST_SHARE),  # the first save: nobody waits for it
+        (0.0, None, 0.25, 1.0),  # the first save: nobody knows when the next one is due
         (1.0, 400.0, 0.25, LEAST_SHARE),  # a hundred seconds for one of work: slower would help nobody
         (5.0, 40.0, 0.25, 0.5),  # ten seconds for five
         (30.0, 40.0, 0.25, 1.0),  # saves come as fast as they can be stored
@@ -37,45 +51,45 @@ def test_the_share_follows_from_what_the_last_save_took(
 
 
 def test_a_rest_is_as_long_as_the_share_asks_for() -> None:
-    pacer = Pacer()
-    pacer.spread = 0.25
-    pacer.save_begins()
-    pacer.start()
-    worked_s = 0.0
-    for _ in range(3):
-        begin = time.monotonic()
-        while time.monotonic() < begin + 0.005:
-            pass
-        worked_s += 0.005
-        pacer.rest(4096)
-    assert pacer.rested_s >= worked_s * (1 / LEAST_SHARE - 1)
+    pacer = sparing(Clock(0.005))  # by which every piece of work, and every rest, takes 5 ms
+    begin = time.monotonic()
+    pacer.rest()
+    pacer.rest(4096)
+    assert time.monotonic() - begin >= 2 * 0.005 * (1 / LEAST_SHARE - 1)
+    assert pacer.rested_s == pytest.approx(0.01)
 
 
 def test_too_little_work_is_not_worth_a_rest() -> None:
-    pacer = Pacer(ticking(0.0001))
-    pacer.spread = 0.25
-    pacer.save_begins()
-    pacer.start()
+    pacer = sparing(Clock(0.0001))
     for _ in range(10):
         pacer.rest()
     assert pacer.rested_s == 0
 
 
-def test_without_a_spread_there_are_no_rests() -> None:
-    pacer = Pacer(ticking(3600.0))
-    pacer.save_begins()
+@pytest.mark.parametrize("why", ["no spread", "the first save", "a new attempt", "somebody waits"])
+def test_when_there_are_no_rests(why: str) -> None:
+    pacer = sparing(Clock(3600.0))
+    if why == "no spread":
+        pacer.spread = 0.0
+        pacer.save_begins()
+    elif why == "somebody waits":
+        pacer.hasten()
+    else:
+        pacer.forget()
+        pacer.save_begins()
     pacer.start()
-    pacer.rest()  # nine times an hour, otherwise
+    begin = time.monotonic()
+    for _ in range(1000):  # of which each would be a second long
+        pacer.rest()
+    assert time.monotonic() - begin < 500
 
 
 def test_who_rests_goes_on_when_somebody_waits() -> None:
-    pacer = Pacer(ticking(3600.0))
-    pacer.spread = 0.25
-    pacer.save_begins()
+    pacer = sparing(Clock(3600.0))
 
     def work() -> None:
         pacer.start()
-        for _ in range(1000):  # of which each rest is a second long, however long the work was
+        for _ in range(1000):  # of which each is a second long, however long the work was
             pacer.rest()
 
     worker = threading.Thread(target=work, daemon=True)

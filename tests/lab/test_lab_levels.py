@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
+from tests.lab.cluster import Lab, Shape
 from tests.lab.desk import Desk, records, story
 
 JOB = """
@@ -36,16 +38,16 @@ def stored(run: RunDir, level: str) -> list[int]:
     return [line["step"] for line in found if line["level"] == level and "problem" not in line]
 
 
-@pytest.mark.parametrize("what", ["node", "rack"])
-def test_what_lost_nodes_held_comes_out_of_memory_and_parity(desk: Desk, what: str) -> None:
+def go_on_without(what: str, desk: Desk, placement: str) -> None:
+    """Run a job on two nodes in each of two racks, take a node or a rack away, and look at how it went on."""
     (desk.path / "job.yaml").write_text(JOB)
     desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
     (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
     before = desk.shared_memory(node.name for node in desk.lab.nodes)
-    run = desk.submit("job.yaml")
+    run = desk.submit("job.yaml", f"resources.placement={placement}")
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
-    racks = [{node.name for node in rack} for rack in desk.lab.racks]
     first = records(run, "attempts/1/placement.json")[0]["nodes"]
+    racks = [rack for rack in ({node.name for node in rack} for rack in desk.lab.racks) if rack & {*first}]
     assert [len(rack & {*first}) for rack in racks] == [2, 2], records(run, "attempts/1/placement.json")
     # The first node has the batch shell and the supervisor.
     lost = [first[-1]] if what == "node" else sorted(racks[1] if first[0] in racks[0] else racks[0])
@@ -65,3 +67,15 @@ def test_what_lost_nodes_held_comes_out_of_memory_and_parity(desk: Desk, what: s
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
     for node, there in desk.shared_memory(second).items():
         assert there <= before[node], node
+
+
+@pytest.mark.parametrize("what", ["node", "rack"])
+def test_what_lost_nodes_held_comes_out_of_memory_and_parity(desk: Desk, what: str) -> None:
+    go_on_without(what, desk, "spread")
+
+
+def test_so_it_does_where_a_lost_rack_has_no_other_nodes(lab_here: None, tmp_path: Path) -> None:
+    with Lab(Shape((2, 2, 2, 2))) as lab:
+        desk = Desk(lab, tmp_path)
+        desk.profile()
+        go_on_without("rack", desk, "pack")

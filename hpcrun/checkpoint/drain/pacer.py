@@ -22,14 +22,10 @@ MOST_REST_S = 1.0
 def share_for(worked_s: float, interval_s: float | None, spread: float) -> float:
     """The share of its time that a thread is to work, for a save that takes so much work.
 
-    `interval_s`: from the save before to this one; None: not known yet. `spread`: the part of that time over
-    which the work may be spread; 0: no rests.
+    `interval_s`: from the save before to this one; None: not known yet, so that nothing is put off.
+    `spread`: the part of that time over which the work may be spread; 0: no rests.
     """
-    if not spread:
-        return 1.0
-    if interval_s is None:
-        return LEAST_SHARE
-    room_s = spread * interval_s
+    room_s = spread * (interval_s or 0.0)
     return min(1.0, max(LEAST_SHARE, worked_s / room_s)) if room_s > 0 else 1.0
 
 
@@ -58,6 +54,11 @@ class Pacer:
             interval_s = None if self._begun is None else now - self._begun
             self._share = share_for(self._worked_s, interval_s, self.spread)
             self._begun, self._worked_s = now, 0.0
+
+    def forget(self) -> None:
+        """How far saves are apart is not known any more."""
+        with self._lock:
+            self._begun, self._worked_s = None, 0.0
 
     def start(self) -> None:
         """This thread begins to work."""

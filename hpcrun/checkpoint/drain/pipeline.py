@@ -120,6 +120,7 @@ class Drain:
         if hurry is not self._hurry:
             self._hurry.set()
             self.hasten()
+            self.pacer.forget()
             self._give_up_journeys(self._journeys, "the attempt is over")
             for gathering in list(self._gathering.values()):
                 self.fail(gathering.stamp, "the attempt is over")
