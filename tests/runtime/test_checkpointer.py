@@ -226,6 +226,7 @@ with hpcrun.Checkpointer(sys.argv[1]) as saves:
     step = saves.load(fresh)
 told = [nothing, step, fresh["mine"]["rank"] == rank, fresh["weights"].full_tensor().sum().item()]
 pathlib.Path(f"told-{rank}.json").write_text(json.dumps(told))
+dist.barrier()  # a rank that leaves while the other still talks to it takes it down
 dist.destroy_process_group()
 """
 
