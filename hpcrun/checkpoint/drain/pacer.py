@@ -80,8 +80,8 @@ class Pacer:
             share = self._share
         if share < 1.0 and not self._hasty.is_set():
             self._hasty.wait(min(MOST_REST_S, worked_s * (1 / share - 1)))
+            self._stint.rested_s += self._clock() - begin
         self._stint.since = self._clock()
-        self._stint.rested_s += self._stint.since - begin
 
     def hasten(self) -> None:
         """No more rests: somebody waits."""
