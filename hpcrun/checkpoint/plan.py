@@ -71,6 +71,8 @@ class RestorePlan:
     rebuilds: tuple[Rebuild, ...] = ()
     save: str | None = None
     """The directory of a committed save, where all comes from it."""
+    is_mendable: bool = False
+    """Nodes hold parts of the save: if it is damaged after all, they may make it whole."""
     copy: str | None = None
     """The URL of a copy in an object store, which has to be fetched first."""
     lost_steps: int = 0

@@ -50,6 +50,9 @@ def refusal(
     retries = spec.retries
     if retries is None:
         return "the job has no retry: block, and a command is not known to go on where it stopped"
+    if in_place and run.attempt(outcome.attempt).unrestored.exists():
+        # Not the job's fault, and it comes to an end: what cannot be loaded twice is not tried again.
+        return None
     if cause in ("crash", "hang") and not progress and is_repeated(run, outcome):
         return REPEATED
     if not in_place and cause != "node" and progress is not None and progress <= 0:
@@ -70,8 +73,12 @@ def back_off_s(fruitless: int) -> float:
 
 
 def uses(run: RunDir, cause: Cause) -> int:
-    """How often there was another attempt for this cause."""
-    return sum(cause in (record.get("requeued"), record.get("relaunched")) for record in outcomes(run))
+    """How often there was another attempt for this cause; one that could not load its state is none."""
+    return sum(
+        cause in (record.get("requeued"), record.get("relaunched"))
+        and not run.attempt(record["attempt"]).unrestored.exists()
+        for record in outcomes(run)
+    )
 
 
 def is_repeated(run: RunDir, outcome: Outcome) -> bool:

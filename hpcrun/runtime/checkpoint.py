@@ -135,14 +135,21 @@ class Checkpointer:
         retire(self.root, self._keep, self._damaged, keep_every=self._keep_every)
 
     def restore(
-        self, state: dict[str, Tensor], expected: dict[str, tuple[int, ...]], fit: Fit | None = None
+        self,
+        state: dict[str, Tensor],
+        expected: dict[str, tuple[int, ...]],
+        fit: Fit | None = None,
+        *,
+        mendable: str | None = None,
     ) -> Restored | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.
 
         `expected` names every tensor of the whole job with its whole shape; nothing else may be stored. A
         damaged save is passed over, by all ranks or none, and set aside once another one is loaded. Random
         state comes last. None where nothing was saved; SiteError where no save is whole. With `fit` the state
-        is whatever that finds fitting in the save, and random state is among it or is not loaded.
+        is whatever that finds fitting in the save, and random state is among it or is not loaded. `mendable`:
+        a generation of which nodes hold parts; where it is damaged, it is for the supervisor to see whether
+        they make it whole, before an older one is taken: DamagedError.
         """
         while True:
             with no_collection():
@@ -167,6 +174,9 @@ class Checkpointer:
             if kind == "usage":
                 raise UsageError(text)
             self._damaged[saved.path] = _Problem(text, kind == "damaged")
+            if kind == "damaged" and mendable == saved.generation:
+                self._control.everywhere(self._set_damaged_aside)
+                raise DamagedError(text)
         self._here[saved.step] = saved.path
         newest = max((step_of(path) for path in self._damaged), default=saved.step)
         passed_over = self._control.everywhere(self._set_damaged_aside)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.parity.peers import Credentials, Peers
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.scattered import Scattered
@@ -34,14 +35,19 @@ def restore(
 ) -> Restored | None:
     """Fill the state by the plan of this attempt; as the run directory has it where there is no plan.
 
-    RanksDiedError where the planned generation is not whole after all: the next attempt passes it over.
+    RanksDiedError where the planned generation is not whole after all: the next attempt passes it over, or
+    finds that it can be made whole.
     """
     plan = _agreed(attempt, control)
     if plan is None:
         return checkpoints.restore(state, expected, fit)
     checkpoints.avoided = frozenset(plan.poisoned)
     if not plan.sources:
-        return checkpoints.restore(state, expected, fit)
+        mendable = plan.stamp.generation if plan.stamp is not None and plan.is_mendable else None
+        try:
+            return checkpoints.restore(state, expected, fit, mendable=mendable)
+        except DamagedError as error:
+            raise _unrestored(attempt, control, plan, str(error)) from None
     assert plan.stamp is not None
     try:
         source: Scattered = _all_or_none(control, lambda: _open(plan, attempt))
@@ -51,10 +57,15 @@ def restore(
             told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
             return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
     except SiteError as error:
-        why = str(error)
-        generation = plan.stamp.generation
-        control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
-        raise RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}") from None
+        raise _unrestored(attempt, control, plan, str(error)) from None
+
+
+def _unrestored(attempt: Attempt, control: Control, plan: RestorePlan, why: str) -> RanksDiedError:
+    """Write down, for the supervisor, that the planned generation is not whole; the error to raise."""
+    assert plan.stamp is not None
+    generation = plan.stamp.generation
+    control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
+    return RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}")
 
 
 def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:

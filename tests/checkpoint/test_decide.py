@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Level, Member, Stamp, parse_holding
-from hpcrun.checkpoint.plan import parse_plan, parse_rebuild
+from hpcrun.checkpoint.plan import SHARED, parse_plan, parse_rebuild
 from hpcrun.checkpoint.prove import without
 from hpcrun.checkpoint.restore.decide import Copy, decide, levels_in_words
 from hpcrun.specs.saves import Saved, Unreadable
@@ -178,6 +178,43 @@ def test_a_node_that_does_not_answer_has_nothing() -> None:
     assert decide(one_each(stamp(20)), [saved(10)], [], [], {}, NODES[1:]).save is not None
 
 
+def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def scraps(owner: Stamp, missing: Collection[int]) -> Holding:
+        asked.append((owner.step, sorted(missing)))
+        return holding(owner, SHARED, [0], "durable")
+
+    near = one_each(stamp(20))
+    broken = Unreadable(RUN / "step-00000020", "its record is torn")
+    plan = decide(near[1:], [saved(10)], [broken], [], {}, NODES, scraps=scraps)
+    assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory", "durable"), 0)
+    assert [one.node for one in plan.sources] == [SHARED, "b", "c", "d"]
+    assert asked == [(20, [0])]
+    # Nobody is asked where all is there, where the save seems whole, or where that is not what is wrong.
+    assert decide(near, [saved(20)], [], [], {}, NODES, scraps=scraps).levels == ("memory",)
+    plan = decide(near[1:], [saved(20)], [], [], {}, NODES, scraps=scraps)
+    assert (plan.save, plan.is_mendable) == (str(saved(20).path), True)
+    assert not decide([], [saved(20)], [], [], {}, NODES, scraps=scraps).is_mendable
+    other = replace(holding(stamp(20), "b", [3]).parts[0], part=part_of(stamp(20), 3, "x"))
+    torn = [*near[1:], Holding(stamp(20), "memory", "b", (other,))]
+    assert decide(torn, [saved(10)], [], [], {}, NODES, scraps=scraps).save == str(saved(10).path)
+    assert len(asked) == 1
+    # With parity a part of two that are missing is enough.
+    kept = [one for one in with_parity(stamp(20)) if one.node != "b" and (one.node != "a" or one.parity)]
+    plan = decide(kept, [saved(10)], [], [], {}, NODES, scraps=scraps)
+    assert (plan.stamp, plan.levels) == (stamp(20), ("memory", "parity", "durable"))
+    # What it offers is held to the same rules.
+    odd = HeldPart(0, "data-00000.bin", 0, part_of(stamp(20), 0, "x"))
+
+    def other_bytes(owner: Stamp, missing: Collection[int]) -> Holding:
+        return Holding(owner, "durable", SHARED, (odd,))
+
+    plan = decide(with_parity(stamp(20))[2:], [saved(10)], [], [], {}, NODES, scraps=other_bytes)
+    assert plan.stamp == stamp(10)
+    assert "part 0 on data-00000.bin is not the one that parity was made of" in plan.passed_over[0]
+
+
 def test_what_failed_twice_is_passed_over() -> None:
     near, older = one_each(stamp(20)), saved(10)
     once = {stamp(20).generation: 1}
@@ -297,22 +334,44 @@ def some_inventory(rng: random.Random) -> tuple[list[Holding], list[Saved], Mapp
 def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> None:
     holdings, saves, poison, living = some_inventory(random.Random(seed))
     told = [parse_holding(json.loads(json.dumps(one.as_json()))) for one in holdings]
-    plan = decide(told, saves, [], [], poison, living)
+    chance = random.Random(seed)
+    shared = {
+        owner: holding(
+            owner, SHARED, [n for n in range(owner.world_size) if chance.random() < 0.3], "durable"
+        )
+        for owner in dict.fromkeys(one.stamp for one in holdings)
+    }
+
+    def scraps(owner: Stamp, missing: Collection[int]) -> Holding | None:
+        parts = tuple(one for one in shared[owner].parts if one.number in missing)
+        return replace(shared[owner], level="durable", parts=parts) if parts else None
+
+    plan = decide(told, saves, [], [], poison, living, scraps=scraps)
     bad = {generation for generation, count in poison.items() if count >= 2}
-    whole = {one.stamp for one in holdings if is_whole(one.stamp, holdings, living)}
+    live = [one for one in holdings if one.node in living]
+    there = [*holdings, *(shared[one.stamp] for one in live)]
+    whole = {one.stamp for one in live if is_whole(one.stamp, there, [*living, SHARED])}
     near = {one.step for one in whole if one.generation not in bad}
+    at_hand = {one.stamp for one in live if is_whole(one.stamp, holdings, living)}
     stored = {one.step for one in saves if one.generation not in bad}
     expected = max(near | stored, default=None)
     assert (plan.stamp.step if plan.stamp else None) == expected
     if plan.stamp is None:
         return
     assert plan.stamp.generation not in bad
-    assert (plan.save is None) == (plan.stamp.step in near)
+    # A save that seems whole comes before what would have to be put together.
+    if plan.save is not None:
+        assert plan.stamp.step in stored
+        assert (
+            not {one for one in whole if one.step == plan.stamp.step and one.generation not in bad} & at_hand
+        )
+        assert plan.is_mendable == any(one.stamp.generation == plan.stamp.generation for one in live)
     if plan.save is None:
         assert plan.stamp in whole
         numbers = [one.number for one in plan.sources]
         numbers += [n for order in plan.rebuilds for i in order.lost for n, _ in order.members[i].parts]
         assert set(numbers) == set(range(plan.stamp.world_size))
-        assert all(one.node in living and one.part == part_of(plan.stamp, one.number) for one in plan.sources)
+        usable = {*living, SHARED} if "durable" in plan.levels else set(living)
+        assert all(one.node in usable and one.part == part_of(plan.stamp, one.number) for one in plan.sources)
         assert all(order.node in living for order in plan.rebuilds)
         assert all(len(order.lost) <= order.parity for order in plan.rebuilds)

@@ -15,6 +15,7 @@ import pytest
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
+from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.vault import host as hosts
@@ -272,6 +273,40 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
     assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
     (order,) = site.orders("spare", "rebuild")
     assert order["order"]["lost"] == [1]
+
+
+def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together(site: Site) -> None:
+    saved = save(site.run.checkpoints, 20, files=3, ranks=3)
+    with Generation(saved) as generation:
+        parts = generation.manifest.parts
+    owner = Stamp(saved.generation, 20, saved.position, 3, 1)
+
+    def kept(number: int) -> Holding:
+        one = HeldPart(number, f"/arena/{NODES[number]}", 0, parts[number])
+        return Holding(owner, "memory", NODES[number], (one,))
+
+    site.holds(kept(0), kept(1))
+    plan = site.prepare(2)
+    assert plan is not None
+    assert (plan.save, plan.is_mendable) == (str(saved.path), True)
+    (saved.path / "data-00001.bin").unlink()
+    plan = site.prepare(3)
+    assert plan is not None
+    assert (plan.levels, plan.save) == (("memory", "durable"), None)
+    assert [one.path for one in plan.sources][2] == str(saved.path / "data-00002.bin")
+    # A changed byte is only found by ranks; then what is asked for is read before it counts.
+    path = saved.path / "data-00002.bin"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    plan = site.prepare(4)
+    assert plan is not None
+    assert plan.stamp == owner
+    unrestored = {"generation": saved.generation, "why": "a byte"}
+    site.run.attempt(4).unrestored.write_text(json.dumps(unrestored))
+    site.keeper.after(Outcome(site.run, 4, "failed", 5, "it fell", None))
+    with pytest.raises(SiteError, match="part 2 of 3 is on no node that answers"):
+        site.prepare(5)
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,14 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.compare import differences
+from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.read import Generation
+from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.records import read_lines
 from hpcrun.specs.saves import saved_steps
+from tests.launch.conftest import Recorder, send
 
 JOB = """\
 name: t
@@ -66,3 +73,59 @@ def test_saves_behind_training_change_no_bit_and_are_gone_on_from(tmp_path: Path
     _, lines, _ = train(tmp_path, "behind", *longer)
     assert [one["step"] for one in lines if one["kind"] == "restore"] == [8]
     assert [step for step, *_ in steps_of(lines)][-2:] == [9, 10]
+
+
+def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two parts one is damaged in the run directory, and the other one on no node any more."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
+    (tmp_path / "corpus.txt").write_text("to be or not to be, that is the question. " * 40)
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    words = ["parallel.dp_shard=2", "train.steps=16", "retry={crash: 0}"]
+    _, plain, _ = train(tmp_path, "plain", "job.yaml", *words)
+    words += ["checkpoint.memory=2", f"checkpoint.local={tmp_path}/disk", "checkpoint.durable={every: 4}"]
+    observer = Recorder()
+
+    def act(record: dict[str, Any]) -> None:
+        if record["kind"] == "step" and record["step"] == 6:
+            send(signal.SIGTERM)()
+
+    monkeypatch.setattr(observer, "step", act)
+    with Inbox() as inbox:
+        first = Supervisor(prepare(tmp_path / "job.yaml", words), inbox, observer).run()
+    assert first.status == "saved", first.message
+    newest = saved_steps(first.run.checkpoints)[-1]
+    assert newest.step == first.step
+    _lose_on_disk(tmp_path / "disk", newest.generation, 1)
+    with Generation(newest) as generation:
+        part = generation.manifest.parts[0]
+    path = newest.path / f"data-{part.file:05d}.bin"
+    data = bytearray(path.read_bytes())
+    data[part.start + part.tail_at // 2] ^= 1
+    path.write_bytes(data)
+
+    with Inbox() as inbox:
+        again = Supervisor(prepare(None, resume=first.run), inbox, Recorder()).run()
+    assert again.status == "done", again.message
+    events = list(read_lines(first.run.events))
+    restores = [
+        (one["step"], one["levels"]) for one in events if one["event"] == "restore" and one["attempt"] > 1
+    ]
+    assert restores == [(newest.step, ["durable"]), (newest.step, ["local", "durable"])]
+    assert len(list(first.run.checkpoints.glob("damaged-*"))) == 1
+    assert steps_of(list(read_lines(first.run.metrics))) == steps_of(plain)
+
+
+def _lose_on_disk(disk: Path, generation: str, number: int) -> None:
+    """As if the part, the last one in its file, had been on a node that is gone."""
+    (record,) = disk.rglob(f"*.{generation}.json")
+    told = parse_checked(json.loads(record.read_text()))
+    told["parts"] = [one for one in told["parts"] if one["number"] != number]
+    os.truncate(
+        record.with_suffix(".bin"), max(one["at"] + one["part"]["size_bytes"] for one in told["parts"])
+    )
+    record.write_text(render_checked(told))

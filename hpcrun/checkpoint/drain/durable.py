@@ -86,6 +86,10 @@ class Patience:
     most_s: float = 1.0
 
 
+class _InVainError(SiteError):
+    """Others have not done their share in time; nothing is wrong with what was written here."""
+
+
 @dataclass
 class _Told:
     """What workers say of their shares."""
@@ -156,7 +160,11 @@ class DurableStation:
             else:
                 self._await_commit(draft, stamp)
         except (OSError, SiteError) as error:
-            self._give_up(draft, stamp, numbers, str(error))
+            self._give_up(draft, stamp, numbers, error)
+            if is_told and isinstance(error, _InVainError):
+                # Together with what nodes hold, what was written may be all there is of this generation; the
+                # next save here makes room.
+                raise
             if leads:
                 _empty(draft.aside)
             elif not is_told or (draft.aside / _LEADER).exists():
@@ -172,7 +180,7 @@ class DurableStation:
         if not self._is_committed(draft):
             with contextlib.suppress(OSError):
                 draft.aside.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._give_up(draft, stamp, numbers, why)
+            self._give_up(draft, stamp, numbers, SiteError(why))
 
     def holdings(self) -> Sequence[Holding]:
         """Nothing: all nodes see the run directory alike."""
@@ -308,24 +316,25 @@ class DurableStation:
         while True:
             yield
             if time.monotonic() > deadline:
-                raise SiteError(f"waited {most_s:g} s in vain for {what}")
+                raise _InVainError(f"waited {most_s:g} s in vain for {what}")
             if self._hurry.wait(pause):
                 yield
-                raise SiteError(f"no longer waiting for {what}: the attempt is over")
+                raise _InVainError(f"no longer waiting for {what}: the attempt is over")
             pause = min(2 * pause, self._patience.most_s)
 
     def _is_committed(self, draft: Draft) -> bool:
         saved = read_save(draft.final)
         return isinstance(saved, Saved) and saved.generation == draft.generation.hex()
 
-    def _give_up(self, draft: Draft, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+    def _give_up(self, draft: Draft, stamp: Stamp, numbers: Sequence[int], error: Exception) -> None:
         """Say so, for all who wait; where even that cannot be written, they wait in vain."""
         if self._is_committed(draft):
             return
-        node = os.uname().nodename
+        node, why = os.uname().nodename, str(error)
         told = {
             "generation": stamp.generation,
             "why": why if why.startswith("node ") else f"node {node}: {why}",
+            "in_vain": isinstance(error, _InVainError),
         }
         with contextlib.suppress(OSError):
             write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checked(told))
@@ -369,7 +378,7 @@ def _check_failed(path: Path, stamp: Stamp) -> None:
     """SiteError where a worker says that a generation is lost."""
     told = _read(path)
     if told is not None and told.get("generation") == stamp.generation:
-        raise SiteError(str(told.get("why")))
+        raise (_InVainError if told.get("in_vain") else SiteError)(str(told.get("why")))
 
 
 def _empty(aside: Path) -> None:

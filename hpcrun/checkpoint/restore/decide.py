@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_values
+from typing import NamedTuple
 
 from hpcrun.checkpoint.levels import LEVELS, HeldParity, Holding, Level, Member, Stamp
 from hpcrun.checkpoint.plan import SHARED, Rebuild, RestorePlan, Source, Survivor
@@ -17,6 +18,10 @@ from hpcrun.specs.saves import Saved, Unreadable, step_of
 POISONED = 2
 """So many failures, and a generation is passed over."""
 _COST = {level: cost for cost, level in enumerate(LEVELS)}
+
+
+Scraps = Callable[[Stamp, Collection[int]], Holding | None]
+"""Those of the given parts of a generation that lie whole in the run directory, though it does not."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +40,18 @@ def decide(
     poison: Mapping[str, int],
     nodes: Sequence[str],
     check: Callable[[Saved], str | None] = lambda _saved: None,
+    scraps: Scraps = lambda _stamp, _missing: None,
 ) -> RestorePlan:
     """The plan for the newest generation that is whole; of several of that step the one nearest by.
 
     `nodes`: those that live; what is rebuilt goes to the first of them that has nothing of the generation.
     `check` makes the cheap checks of a save in the run directory: what is wrong with it, or None. It is asked
-    only about saves that nothing newer makes needless.
+    only about saves that nothing newer makes needless. `scraps` likewise: only where nodes hold a part of a
+    generation, and neither they nor the run directory have all of it.
     """
     near = _by_stamp(holdings, {*nodes, SHARED})
     poisoned = {generation for generation, count in poison.items() if count >= POISONED}
-    found = _Candidates(near, nodes, check)
+    found = _Candidates(near, nodes, check, scraps)
     steps = {stamp.step for stamp in near} | {one.step for one in saves}
     steps |= {one.stamp.step for one in objects} | {step_of(one.path) for one in unreadable}
     for stamp in near:
@@ -78,6 +85,16 @@ def near_key(generation: str) -> str:
 _Candidate = Stamp | Saved | Copy | Unreadable
 
 
+class _Missing(NamedTuple):
+    """Why a generation cannot be had from where it was looked for, and the parts that are nowhere there."""
+
+    why: str
+    numbers: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return self.why
+
+
 class _Candidates:
     """All that is known of each step, and the best of it."""
 
@@ -86,8 +103,9 @@ class _Candidates:
         near: Mapping[Stamp, list[Holding]],
         nodes: Sequence[str],
         check: Callable[[Saved], str | None],
+        scraps: Scraps,
     ) -> None:
-        self._near, self._nodes, self._check = near, nodes, check
+        self._near, self._nodes, self._check, self._scraps = near, nodes, check, scraps
         self._of: dict[int, list[tuple[str | bool, _Candidate]]] = {}
 
     def add(self, step: int, poisoned: str | bool, candidate: _Candidate) -> None:
@@ -103,24 +121,51 @@ class _Candidates:
                 )
             else:
                 usable.append(one)
-        plans = []
+        plans, partial = [], dict[Stamp, _Missing]()
         for stamp in (one for one in usable if isinstance(one, Stamp)):
             outcome = _near_plan(stamp, self._near[stamp], self._nodes)
-            if isinstance(outcome, str):
-                passed_over.append(f"step {step}, generation {stamp.generation}: {outcome}")
-            else:
+            if isinstance(outcome, RestorePlan):
                 plans.append(outcome)
+            else:
+                partial[stamp] = outcome
         if plans:
             return min(plans, key=_cost)
+        committed, wrong = self._committed(usable, {one.generation for one in partial})
+        plan = committed or self._mixed(partial)
+        passed_over += [f"step {step}, generation {one.generation}: {why}" for one, why in partial.items()]
+        passed_over += wrong
+        if plan is not None:
+            return plan
+        for copy in (one for one in usable if isinstance(one, Copy)):
+            return RestorePlan(copy.stamp, ("object",), copy=copy.url)
+        return None
+
+    def _committed(
+        self, usable: Sequence[_Candidate], held: Collection[str]
+    ) -> tuple[RestorePlan | None, list[str]]:
+        """From a save in the run directory; and what is wrong with others of the step."""
+        wrong: list[str] = []
         for saved in sorted((one for one in usable if isinstance(one, Saved)), key=lambda one: -one.attempt):
             problem = self._check(saved)
             if problem is None:
-                return RestorePlan(_stamp_of(saved), ("durable",), save=str(saved.path))
-            passed_over.append(f"{saved.path}: is damaged: {problem}")
-        for broken in (one for one in usable if isinstance(one, Unreadable)):
-            passed_over.append(f"{broken.path}: is damaged: {broken.problem}")
-        for copy in (one for one in usable if isinstance(one, Copy)):
-            return RestorePlan(copy.stamp, ("object",), copy=copy.url)
+                is_held = saved.generation in held
+                plan = RestorePlan(_stamp_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held)
+                return plan, wrong
+            wrong.append(f"{saved.path}: is damaged: {problem}")
+        wrong += [f"{one.path}: is damaged: {one.problem}" for one in usable if isinstance(one, Unreadable)]
+        return None, wrong
+
+    def _mixed(self, partial: dict[Stamp, _Missing]) -> RestorePlan | None:
+        """From what nodes hold and whole parts of files that are no whole save; it is no longer partial."""
+        for stamp in sorted(partial, key=lambda one: -one.attempt):
+            scraps = self._scraps(stamp, partial[stamp].numbers) if partial[stamp].numbers else None
+            if scraps is None:
+                continue
+            outcome = _near_plan(stamp, [*self._near[stamp], scraps], self._nodes)
+            if isinstance(outcome, RestorePlan):
+                del partial[stamp]
+                return outcome
+            partial[stamp] = outcome
         return None
 
 
@@ -142,15 +187,15 @@ def _by_stamp(holdings: Iterable[Holding], living: Collection[str]) -> dict[Stam
     return found
 
 
-def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) -> RestorePlan | str:
+def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) -> RestorePlan | _Missing:
     """How to get a generation from what nodes hold of it, or why that cannot be done."""
     sources: dict[int, Source] = {}
     for source in _sources(holdings):
         if not 0 <= source.number < stamp.world_size:
-            return f"{source.node} holds part {source.number} of {stamp.world_size}"
+            return _Missing(f"{source.node} holds part {source.number} of {stamp.world_size}")
         known = sources.setdefault(source.number, source)
         if known.part != source.part:
-            return f"part {source.number} on {known.node} is not the one on {source.node}"
+            return _Missing(f"part {source.number} on {_place(known)} is not the one on {_place(source)}")
         if _COST[source.level] < _COST[known.level]:
             sources[source.number] = source
     missing = set(range(stamp.world_size)) - sources.keys()
@@ -159,14 +204,15 @@ def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) 
     for members, blocks in sets.items():
         for number, part in (one for member in members for one in member.parts):
             if number in sources and sources[number].part != part:
-                return f"part {number} on {sources[number].node} is not the one that parity was made of"
+                where = _place(sources[number])
+                return _Missing(f"part {number} on {where} is not the one that parity was made of")
         if missing & {number for one in members for number, _ in one.parts}:
             order = _rebuild(stamp, members, blocks, sources, _builder(nodes, holdings, len(rebuilds)))
             if order is not None:
                 rebuilds.append(order)
                 missing -= {number for index in order.lost for number, _ in members[index].parts}
     if missing:
-        return _what_is_missing(stamp, missing, sources, sets)
+        return _Missing(_what_is_missing(stamp, missing, sources, sets), frozenset(missing))
     levels = {source.level for source in sources.values()} | ({"parity"} if rebuilds else set())
     return RestorePlan(
         stamp,
@@ -174,6 +220,10 @@ def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) 
         tuple(sources[number] for number in sorted(sources)),
         tuple(rebuilds),
     )
+
+
+def _place(source: Source) -> str:
+    return source.node or source.path
 
 
 def _sources(holdings: Iterable[Holding]) -> Iterator[Source]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.objects.catalogue import list_saves
@@ -14,13 +12,11 @@ from hpcrun.checkpoint.objects.download import bring_home
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.restore.decide import Copy, decide
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch.vault.meanwhile import meanwhile
 from hpcrun.launch.vault.poison import read_poison
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
-
-_LOOK_S = 0.2
-_T = TypeVar("_T")
 
 
 class FarAway:
@@ -51,7 +47,7 @@ class FarAway:
             stamp = far.stamp
             self._note(f"step {stamp.step} is fetched from {far.copy}: nothing nearer is whole")
             try:
-                home = self._beside(partial(self._bring, stamp.generation))
+                home = meanwhile(self._rest, partial(self._bring, stamp.generation))
             except (SiteError, UsageError, DamagedError, OSError) as error:
                 self._note(f"step {stamp.step} cannot be fetched: {error}")
                 copies = [one for one in copies if one.stamp != stamp]
@@ -61,7 +57,7 @@ class FarAway:
             return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
 
     def _copies(self) -> list[Copy]:
-        found = self._beside(lambda: list_saves(self._spec.url, self._run.id, self._spec.endpoint))
+        found = meanwhile(self._rest, lambda: list_saves(self._spec.url, self._run.id, self._spec.endpoint))
         return [Copy(one.stamp, one.url) for one in found]
 
     def _bring(self, generation: str) -> str:
@@ -74,11 +70,3 @@ class FarAway:
             line.get("event") == "checkpoint" and line.get("level") == "object" and not line.get("problem")
             for line in read_lines(self._run.events)
         )
-
-    def _beside(self, action: Callable[[], _T]) -> _T:
-        """Do something in another thread, and listen to the nodes meanwhile."""
-        with ThreadPoolExecutor(1, "faraway") as pool:
-            doing = pool.submit(action)
-            while not doing.done():
-                self._rest(_LOOK_S)
-            return doing.result()

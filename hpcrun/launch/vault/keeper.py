@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,11 +19,13 @@ from hpcrun.checkpoint.parity.sets import Domains, ErasureSets, choose_sets
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.restore.decide import decide, levels_in_words, near_key
+from hpcrun.checkpoint.restore.scraps import find_scraps
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.launch.vault.faraway import FarAway
+from hpcrun.launch.vault.meanwhile import meanwhile
 from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
@@ -64,6 +67,8 @@ class Keeper:
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
+        self._scraps: dict[tuple[Stamp, frozenset[int]], Holding | None] = {}
+        """What was found in the run directory, so that it is read once a decision."""
         self._undurable = Undurable(run, spec.checkpoint)
         wanted = spec.checkpoint.object
         self._far = FarAway(run, wanted, nodes.rest, note) if wanted is not None else None
@@ -160,7 +165,7 @@ class Keeper:
 
     def _settle(self, placement: Placement) -> RestorePlan:
         """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
-        self._proved = in_doubt(self._run)
+        self._proved, self._scraps = in_doubt(self._run), {}
         holdings, mute = self._workers.inventory(self._workers.ready, self._proved)
         if mute:
             self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
@@ -181,7 +186,19 @@ class Keeper:
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
         check = _check if self.has_levels else _cheapest_check
-        return decide(holdings, saves, unreadable, [], read_poison(self._run), nodes, check)
+        poison = read_poison(self._run)
+        plan = decide(holdings, saves, unreadable, [], poison, nodes, check, self._scraps_of)
+        # Where there is no other attempt, ranks had better take an older save than end.
+        return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
+
+    def _scraps_of(self, stamp: Stamp, missing: Collection[int]) -> Holding | None:
+        """What the run directory has of what no node has; all of it is read where that is in doubt."""
+        key = stamp, frozenset(missing)
+        if key not in self._scraps:
+            prove = stamp.generation in self._proved
+            search = partial(find_scraps, self._run.checkpoints, stamp, key[1], prove=prove)
+            self._scraps[key] = meanwhile(self._nodes.rest, search)
+        return self._scraps[key]
 
     def _tell_of(self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float) -> None:
         step = plan.stamp.step if plan.stamp else 0
