@@ -3,7 +3,8 @@
 Every case does to real files, processes or nodes what its name says, and then restores as training does.
 What is loaded is compared with what was saved, bit by bit. A fault may cost the newest save, but not
 silently: the claim is that nothing else than a saved state is ever loaded. Nodes are pretended: each has
-files, a server on loopback and a worker of its own.
+files, a server on loopback and a worker of its own. In whole runs of `hpcrun train` ranks and workers are
+killed, and every loss is compared with that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ def main() -> int:
     import hpcrun.runtime.checkpoint  # noqa: F401 - before the clock runs
     from tests.checkpoint.faults import CASES, SkippedError
     from tests.checkpoint.node_faults import NODE_CASES
+    from tests.checkpoint.run_faults import RUN_CASES
 
     report = harness.Report("checkpoint_faults")
     report.header()
     faults = silent = 0
     skipped = []
-    for name, case in {**CASES, **NODE_CASES}.items():
+    for name, case in {**CASES, **NODE_CASES, **RUN_CASES}.items():
         if options.only and options.only not in name:
             continue
         root, begin = Path(tempfile.mkdtemp(prefix="faults-")), time.monotonic()

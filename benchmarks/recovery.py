@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from tests.lab.cluster import Lab
 
 ROOT = Path(__file__).parents[1]
+LOOP = ROOT / "benchmarks" / "plain_loop.py"
 NODES, SPARES, SAVE_EVERY = 6, 2, 5
+PEER_S = 420.0
 SEEN_RANK_S, SEEN_NODE_S, STARTED_S, COLD_STARTS, OTHER = 1.0, 10.0, 5.0, 1.2, 0.02
 JOB = f"""
 name: recovery
@@ -254,15 +256,17 @@ def claims(report: harness.Report, fault: str, costs: Sequence[Cost], others: Se
     report.claim(f"{fault}: share of `other` in the ledger", max(others), f"{OTHER:g}", max(others) <= OTHER)
 
 
+OF_PEERS = ("killed rank", "powered-off worker", "powered-off batch host")
+"""The faults that peers are measured with, once each."""
 PEERS = {
     "srun and requeue": (
         "srun --kill-on-bad-exit=1 --input=none {python} {loop} {folder} 100000"
         " || scontrol requeue $SLURM_JOB_ID"
     ),
     "torchrun with restarts": (
-        "srun --input=none {python} -m torch.distributed.run --nnodes=$SLURM_NNODES --nproc-per-node=1"
-        " --max-restarts=9 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$MASTER_ADDR:29511"
-        " {loop} {folder} 100000"
+        "srun --input=none {python} -m torch.distributed.run --nnodes=$((SLURM_NNODES - 1)):$SLURM_NNODES"
+        " --nproc-per-node=1 --max-restarts=9 --rdzv-backend=c10d --rdzv-id=$SLURM_JOB_ID"
+        " --rdzv-endpoint=$MASTER_ADDR:29511 {loop} {folder} 100000"
     ),
 }
 
@@ -270,9 +274,7 @@ PEERS = {
 def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) -> None:
     """The same fault under what one would use without us; how long until there is a new step."""
     folder = Path(tempfile.mkdtemp(prefix="peer-", dir=bench.folder))
-    words = PEERS[name].format(
-        python=sys.executable, loop=ROOT / "benchmarks" / "plain_loop.py", folder=folder
-    )
+    words = PEERS[name].format(python=sys.executable, loop=LOOP, folder=folder)
     script = folder / "job.sh"
     head = f"#!/bin/sh\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --mem=1G --requeue --open-mode=append\n"
     script.write_text(f"{head}export MASTER_ADDR=$(hostname) MASTER_PORT=29510\n{words}\n")
@@ -281,21 +283,22 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
     try:
         bench.wait(lambda: len(list(read_lines(lines))) > 2 * SAVE_EVERY, 180)
         hosts = bench.lab.run(["scontrol", "show", "hostnames", _nodes_of(bench, job)]).stdout.split()
-        node = bench.lab.node(hosts[3])
+        node = bench.lab.node(hosts[0 if fault == "powered-off batch host" else 3])
         before = max(line["step"] for line in read_lines(lines))
         at = time.time()
         if fault == "killed rank":
-            node.run(["pkill", "-KILL", "-f", f"^{sys.executable} .*plain_loop.py"]).require()
+            # But not torchrun's agent, whose command line names the loop too.
+            node.run(["pkill", "-KILL", "-f", f"^{sys.executable} (-u )?{LOOP}"]).require()
         else:
             node.power_off()
         try:
             # Whoever died writes nothing more; a moment for those that had written already.
             time.sleep(1.0)
             before = max(line["step"] for line in read_lines(lines))
-            bench.wait(lambda: max(line["step"] for line in read_lines(lines)) > before, 420)
-            back = next(line["time"] for line in read_lines(lines) if line["step"] > before) - at
+            bench.wait(lambda: max(line["step"] for line in read_lines(lines)) > before, PEER_S)
+            back = f"{next(line['time'] for line in read_lines(lines) if line['step'] > before) - at:.1f}"
         except SiteError:
-            back = float("nan")
+            back = f"not within {PEER_S:g}"
     finally:
         bench.lab.run(["scancel", job])
         bench.lab.mend()
@@ -319,6 +322,9 @@ def main() -> int:
     """Print the table and one line a claim."""
     parser = harness.options(__doc__)
     parser.add_argument("--fault", choices=list(FAULTS), action="append", help="only this one (repeatable)")
+    parser.add_argument(
+        "--peer", choices=list(PEERS), action="append", help="only the faults under this peer (repeatable)"
+    )
     parser.add_argument("--count", type=int, metavar="N", help="how often each; default 5, with --quick 1")
     arguments = parser.parse_args()
     sys.path.append(str(ROOT))
@@ -332,10 +338,10 @@ def main() -> int:
     try:
         with Lab() as lab:
             bench = Bench(lab, folder)
-            for fault in arguments.fault or FAULTS:
+            for fault in arguments.fault or (() if arguments.peer else FAULTS):
                 claims(report, fault, *measure(bench, report, fault, count))
-            for name in () if arguments.quick else PEERS:
-                for fault in ("killed rank", "powered-off worker"):
+            for name in arguments.peer or (() if arguments.quick or arguments.fault else PEERS):
+                for fault in OF_PEERS:
                     measure_peer(bench, report, name, fault)
     except (NoLabError, HpcrunError) as error:
         return harness.fail(str(error))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 from collections.abc import Sequence
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpcrun.checkpoint.commit import set_aside
+from hpcrun.checkpoint.drain.durable import DurableStation, Patience
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Load, parse_holding
 from hpcrun.checkpoint.parity.peers import Peers
@@ -18,8 +23,9 @@ from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.prove import damages_in
 from hpcrun.checkpoint.restore.decide import decide
+from hpcrun.checkpoint.restore.scraps import find_scraps
 from hpcrun.checkpoint.scattered import Scattered
-from hpcrun.errors import HpcrunError
+from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved, saved_steps
 from tests.checkpoint.faults import Case, Told, restore
@@ -186,6 +192,60 @@ def _mend(nodes: Nodes, load: Load, saved: Saved, told: Told) -> None:
         path.unlink()
 
 
+def lost_and_damaged(root: Path, quick: bool) -> Told:
+    """A node is lost without parity, and a byte of a save has changed; ranks have set it aside for that."""
+    told, older = (
+        Told("each of 4 nodes lost, and a byte changed in a file of the save"),
+        save(root / "run", 2),
+    )
+    checkpoints = older.path.parent
+    with closing(Nodes(root / "nodes", len(RANKS), 1)) as nodes, ThreadPoolExecutor(len(RANKS)) as pool:
+        loads = _stored(nodes)
+        for stored in [pool.submit(DurableStation(checkpoints, keep=9).store, load) for load in loads]:
+            stored.result()
+        aside = set_aside(checkpoints / f"step-{STEP:08d}")
+        ways = list(itertools.product(nodes.every, sorted(aside.glob("data-*.bin"))))
+        for lost, path in ways[:2] if quick else ways:
+            told.faults += 1
+            flip(path, 100)
+            living = [node for node in nodes.every if node != lost]
+            held = [one for one in _held(living, loads[0]) if one.parity is None]
+            search = partial(find_scraps, checkpoints, prove=True)
+            plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
+            if plan.save is not None:
+                restore(checkpoints, told)
+            else:
+                _read(plan, living[0].name, Direct(plan), told)
+            flip(path, 100)
+    return told
+
+
+def never_committed(root: Path, _quick: bool) -> Told:
+    """A node has written its part of a save and is lost before the others have; they hold theirs."""
+    told, older = (
+        Told("each of 4 nodes lost after it alone had written its part of a save"),
+        save(root / "run", 2),
+    )
+    checkpoints = older.path.parent
+    with closing(Nodes(root / "nodes", len(RANKS), 1)) as nodes:
+        loads = _stored(nodes)
+        for lost, load in zip(nodes.every, loads, strict=True):
+            told.faults += 1
+            patience = Patience(others_s=0.01, first_s=0.005)
+            with suppress(SiteError):
+                DurableStation(checkpoints, keep=9, patience=patience).store(load)
+            living = [node for node in nodes.every if node != lost]
+            held = [one for one in _held(living, loads[0]) if one.parity is None]
+            search = partial(find_scraps, checkpoints, prove=False)
+            plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
+            if plan.save is not None:
+                restore(checkpoints, told)
+            else:
+                _read(plan, living[0].name, Direct(plan), told)
+            shutil.rmtree(checkpoints / f".step-{STEP:08d}.1")
+    return told
+
+
 def _with_worker(root: Path, delays: Sequence[float], *, agent: bool) -> Told:
     """Kill a real worker, or the process that hosts it, some time after it was given a save."""
     who = "agent (its pipe to the worker closes)" if agent else "drain worker"
@@ -259,6 +319,8 @@ NODE_CASES: dict[str, Case] = {
     "one replacement node": replaced_node,
     "permuted hosts": permuted_hosts,
     "flipped byte in a node's memory": damaged_memory,
+    "lost node and a damaged save": lost_and_damaged,
+    "lost node and half a save": never_committed,
     "killed worker": killed_worker,
     "killed agent": killed_agent,
     "killed rank": killed_rank,

@@ -29,6 +29,8 @@ QUICK = [
     "one replacement node",
     "permuted hosts",
     "flipped byte in a node's memory",
+    "lost node and a damaged save",
+    "lost node and half a save",
 ]
 
 
