@@ -34,9 +34,10 @@ def _losses(run: RunDir) -> list[Any]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in last_of_each_step(steps)]
 
 
-def _train(
-    root: Path, name: str, steps: int, faults: int, strike: Callable[[RunDir, Attempt], None]
-) -> RunDir:
+Strike = Callable[[RunDir, Attempt], None]
+
+
+def _train(root: Path, name: str, steps: int, faults: int, strike: Strike) -> RunDir:
     """A run, with so many faults at even distances."""
     environ = {
         "HPCRUN_ROOT": str(root / name),
