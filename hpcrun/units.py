@@ -149,3 +149,12 @@ def read_memory(text: str) -> Memory | None:
 def render_memory(amount_mib: int) -> str:
     """The form that `sbatch --mem` takes: a whole number with a unit."""
     return f"{amount_mib // 1024}G" if amount_mib and amount_mib % 1024 == 0 else f"{amount_mib}M"
+
+
+def amount(size: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

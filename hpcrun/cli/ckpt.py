@@ -12,11 +12,11 @@ from hpcrun.cli import ckpt_plan
 from hpcrun.cli.ckpt_exchange import export, import_state
 from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verify_copies
 from hpcrun.cli.ckpt_repair import repair
-from hpcrun.cli.ckpt_show import amount as _amount
 from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
 from hpcrun.cli.ckpt_show import choose as _choose
 from hpcrun.cli.ckpt_show import print_json as _print_json
 from hpcrun.cli.ckpt_show import progress as _progress
+from hpcrun.units import amount
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.read import Generation
@@ -64,7 +64,7 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         _print_json({"steps": steps, "damaged": damaged, "copies_unknown": unknown})
         return
     for one in steps:
-        size = _amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
+        size = amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
         ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
         facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
         print("  ".join((*facts, one["path"])) + (f"  {one['problem']}" if one["problem"] else ""))
@@ -100,12 +100,12 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
         return
     print(f"{saved.path}: step {saved.step}, generation {saved.generation}, structure {saved.structure}")
     for one in files:
-        print(f"{one['name']}  {_amount(one['size_bytes'])}")
+        print(f"{one['name']}  {amount(one['size_bytes'])}")
     for tensor in tensors:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         pieces = f"{tensor['chunks']} chunk{'s' * (tensor['chunks'] != 1)}"
         where = ", ".join(tensor["files"])
-        facts = (tensor["name"], tensor["dtype"], shape, _amount(tensor["size_bytes"]), pieces, where)
+        facts = (tensor["name"], tensor["dtype"], shape, amount(tensor["size_bytes"]), pieces, where)
         print("  ".join(facts))
 
 
@@ -248,10 +248,10 @@ def gc(
         return
     verb = "would remove" if dry_run else "removed"
     for one in garbage:
-        print(f"{verb} {one.path}  {_amount(one.size_bytes)}  {one.why}")
+        print(f"{verb} {one.path}  {amount(one.size_bytes)}  {one.why}")
     for other in kept:
         print(f"kept {other.path}  {other.why}")
-    print(f"{verb} {len(garbage)} items, {_amount(sum(one.size_bytes for one in garbage))}")
+    print(f"{verb} {len(garbage)} items, {amount(sum(one.size_bytes for one in garbage))}")
 
 
 def _of_format_2(saved: Saved) -> Saved:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import amount, choose, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import choose, print_json, progress, refuse_while_running
+from hpcrun.units import amount
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrun.units import amount
+
 if TYPE_CHECKING:
     from hpcrun.checkpoint.policy.simulate import Checked
     from hpcrun.launch.submit.forecast import Network
@@ -112,7 +114,7 @@ def _holds(found: SavePlan) -> list[str]:
         if left > 0
         else "MISSING: the slots do not fit; lower checkpoint.memory, or ask for more"
     )
-    return [*told, f"  left          {_amount(abs(left))}  {what}"]
+    return [*told, f"  left          {amount(abs(left))}  {what}"]
 
 
 def _takes(found: SavePlan) -> list[str]:
@@ -183,7 +185,7 @@ def _keeps(found: SavePlan) -> list[str]:
 
     checkpoint = found.spec.checkpoint
     milestones = f" and each multiple of {checkpoint.keep_every} steps" if checkpoint.keep_every else ""
-    size = "size unknown" if found.kept_bytes is None else _amount(found.kept_bytes)
+    size = "size unknown" if found.kept_bytes is None else amount(found.kept_bytes)
     told = [
         "kept",
         f"  run directory: at most {found.kept} saves, {size}: the newest {checkpoint.keep}{milestones}",
@@ -195,7 +197,7 @@ def _keeps(found: SavePlan) -> list[str]:
         told += [f"    {reason}" for reason in storage.reasons]
         told += [f"    {one.level}: {one.text}" for one in storage.findings]
     if (objects := found.objects) is not None:
-        held = "size unknown" if objects.kept_bytes.value is None else _amount(objects.kept_bytes.value)
+        held = "size unknown" if objects.kept_bytes.value is None else amount(objects.kept_bytes.value)
         puts = "unknown" if objects.requests is None else f"{objects.requests[0]} to {objects.requests[1]}"
         told.append(f"  object store: {held} ({objects.kept_bytes.source}), {objects.copies} copies in all,")
         told.append(f"    {puts} PUT requests each (objects of 64 to 512 MiB)")
@@ -209,7 +211,7 @@ def _keeps(found: SavePlan) -> list[str]:
 
 
 def _bytes(name: str, figure: Figure) -> str:
-    return f"  {name:12}  {'unknown' if figure.value is None else _amount(figure.value)}  {figure.source}"
+    return f"  {name:12}  {'unknown' if figure.value is None else amount(figure.value)}  {figure.source}"
 
 
 def _time(name: str, figure: Figure) -> str:
@@ -217,11 +219,3 @@ def _time(name: str, figure: Figure) -> str:
 
     value = "unknown" if figure.value is None else in_words(figure.value)
     return f"    {name:14}  {value}  {figure.source}"
-
-
-def _amount(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    raise AssertionError("a TB is the last unit")

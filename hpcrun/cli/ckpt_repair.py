@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.cli.ckpt_objects import Endpoint, Url, copies_of
-from hpcrun.cli.ckpt_show import amount, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import print_json, progress, refuse_while_running
+from hpcrun.units import amount
 
 if TYPE_CHECKING:
     from contextlib import ExitStack

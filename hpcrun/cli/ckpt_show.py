@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrun.units import amount
+
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir
     from hpcrun.specs.saves import Saved
@@ -60,15 +62,6 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     finally:
         sys.stderr.write("\r\x1b[K")
         sys.stderr.flush()
-
-
-def amount(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def print_json(value: dict[str, Any]) -> None:

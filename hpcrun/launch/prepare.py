@@ -21,6 +21,7 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
+from hpcrun.units import amount
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""
@@ -196,8 +197,8 @@ def _check_place(prepared: Prepared) -> None:
     # A file system that does not know its size (0) has no say.
     if usage.total and usage.free < need:
         raise SiteError(
-            f"{place}: {usage.free / 1e9:.1f} GB are free, but the saves of this run need"
-            f" {need / 1e9:.1f} GB; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"
+            f"{place}: {amount(usage.free)} are free, but the saves of this run need {amount(need)};"
+            " set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"
         )
     held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
     told = look_at_place(prepared.spec, prepared.plan, root, held=held)

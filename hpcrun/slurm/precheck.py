@@ -16,7 +16,7 @@ from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
-from hpcrun.units import parse_memory, parse_time, render_memory, render_time
+from hpcrun.units import amount, parse_memory, parse_time, render_memory, render_time
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
@@ -311,7 +311,7 @@ def check_room(
     """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
     free, findings = found.f_bavail * found.f_frsize, []
     if found.f_blocks and free < need_bytes:
-        text = f"{place}: {free / 1e9:.1f} GB are free, but the saves need {need_bytes / 1e9:.1f} GB"
+        text = f"{place}: {amount(free)} are free, but the saves need {amount(need_bytes)}"
         findings.append(Finding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"))
     files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
     if found.f_files and found.f_favail < files:

@@ -324,6 +324,9 @@ def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.save(2, ["local"])
     node.drain.close()
+    # What was begun comes to its end, and nothing is half done.
+    assert node.stations["local"].begun in ([], [2])
+    assert all(slot.state in ("filled", "sealed") for slot in node.drain.arena.every() if slot.generation)
 
 
 def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(node: Node) -> None:

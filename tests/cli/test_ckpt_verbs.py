@@ -90,7 +90,7 @@ def test_inspect_lists_tensors_with_their_files(saved_run: RunDir) -> None:
         "files": ["data-00000.bin", "data-00001.bin"],
     }
     shown = run("inspect", saved_run.path, "--step", 2).stdout
-    assert "model.a  float32  40x16  2.6 KB  2 chunks  data-00000.bin, data-00001.bin" in shown
+    assert "model.a  float32  40x16  2.6 kB  2 chunks  data-00000.bin, data-00001.bin" in shown
     assert "model.scalar  float32  scalar  4 B  1 chunk  data-00000.bin" in shown
     wrong = run("inspect", saved_run.path, "--step", 3)
     assert isinstance(wrong.exception, UsageError)
@@ -172,7 +172,7 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(saved_run: RunDir
     leftover.mkdir()
     (leftover / "data-00000.bin").write_bytes(bytes(1000))
     dry = run("gc", saved_run.path, "--dry-run", "--keep", 1).stdout.splitlines()
-    assert dry[0] == f"would remove {leftover}  1.0 KB  a save that was cut short"
+    assert dry[0] == f"would remove {leftover}  1.0 kB  a save that was cut short"
     assert dry[1].endswith("older than the newest 1 whole saves")
     assert leftover.is_dir()
     found = told("gc", saved_run.path)

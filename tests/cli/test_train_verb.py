@@ -331,11 +331,15 @@ def test_on_a_terminal_it_is_a_bar_with_notes_above(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
+    tried: list[str] = []
+
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
+            tried.append(text)
             raise OSError(5, "Input/output error")
 
     make_display(1, Gone()).note("still here")
+    assert "still here" in "".join(tried)
 
 
 def test_figures_are_short() -> None:

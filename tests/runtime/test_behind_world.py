@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.runtime.worlds import told_by
+
 RANKS = 4
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-launcher", "fork", "-n", str(RANKS)]
-    program = Path(__file__).with_name("behind_world.py")
-    done = subprocess.run(
-        [*mpiexec, sys.executable, str(program), str(tmp_path_factory.mktemp("world"))],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return told_by("behind_world.py", tmp_path_factory.mktemp("world"), RANKS)
 
 
 def test_a_save_behind_training_holds_the_same_bits_as_one_that_is_waited_for(told: dict[str, Any]) -> None:

@@ -303,7 +303,7 @@ def room(free: int, files: int) -> os.statvfs_result:
 def test_room_for_saves_and_for_files() -> None:
     assert check_room(Path("/x"), room(10**10, 10**5), 10**9, ranks=8, runs=10) == []
     assert (
-        "0.5 GB are free, but the saves need 1.0 GB"
+        "500.0 MB are free, but the saves need 1.0 GB"
         in check_room(Path("/x"), room(5 * 10**8, 10**5), 10**9, ranks=8, runs=1)[0].text
     )
     found = check_room(Path("/x"), room(10**10, 500), 10**9, ranks=8, runs=10)
