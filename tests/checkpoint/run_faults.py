@@ -76,9 +76,7 @@ def _compared(root: Path, told: Told, strike: Strike) -> Told:
     told.silent += sum(ours != theirs for ours, theirs in pairs)
     for event in read_lines(run.events):
         if event["event"] == "restore" and event["attempt"] > 1:
-            told.loaded(
-                f"a step {event['lost_steps']} before the newest from {' and '.join(event['levels'])}"
-            )
+            told.loaded(f"{event['lost_steps']} steps lost, from {' and '.join(event['levels'])}")
     return told
 
 
