@@ -137,8 +137,8 @@ def _survives(found: SavePlan) -> list[str]:
     has_spares = found.spec.resources.spares > 0 and found.spec.checkpoint.spares is not False
     if found.sets is not None and has_spares:
         told.append(
-            "  spares copy the newest save out of memory, as far as half of their own holds it; what they have"
-            " copies of is lost without harm, with parity or without"
+            "  spares copy the newest save out of memory, as far as half of their own holds it; what they"
+            " have copies of is lost without harm, with parity or without"
         )
     left_out = (
         f"; {found.seen.left_out} faults of programs or slow nodes left out" if found.seen.left_out else ""
