@@ -127,19 +127,14 @@ def _takes(found: SavePlan) -> list[str]:
 def _survives(found: SavePlan) -> list[str]:
     from hpcrun.checkpoint.policy.rates import KINDS
 
-    if found.sets is None:
+    losses = found.losses
+    if losses is None:
         told = [
             "losses",
             "  checkpoint.memory is 0: whatever is lost, the run goes on from the run directory",
         ]
     else:
-        told = ["losses", *(f"  {line}" for line in found.sets.statement.splitlines())]
-    has_spares = found.spec.resources.spares > 0 and found.spec.checkpoint.spares is not False
-    if found.sets is not None and has_spares:
-        told.append(
-            "  spares copy the newest save out of memory, as far as half of their own holds it; what they"
-            " have copies of is lost without harm, with parity or without"
-        )
+        told = ["losses", *(f"  {line}" for line in losses)]
     left_out = (
         f"; {found.seen.left_out} faults of programs or slow nodes left out" if found.seen.left_out else ""
     )

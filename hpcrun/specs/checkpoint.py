@@ -157,7 +157,7 @@ def check_spares(
     checkpoint: CheckpointSpec, resources: ResourcesSpec, elastic: ElasticSpec | None
 ) -> list[Problem]:
     """Copies on spares that are asked for need some; an elastic job may come to have them."""
-    if not checkpoint.spares or resources.spares or elastic is not None:
+    if not (checkpoint.spares and checkpoint.memory) or resources.spares or elastic is not None:
         return []
     text = "true, but resources.spares is 0, and nobody could hold copies; ask for spares, or leave it out"
     return [Problem("checkpoint.spares", text)]

@@ -165,6 +165,7 @@ class Others:
     def __init__(self) -> None:
         self.loads: dict[tuple[str, str], Load] = {}
         self.before_read: Callable[[str, int], None] = lambda node, at: None
+        self.after_read: Callable[[str], None] = lambda node: None
         self.calm: Iterator[bool] = iter(lambda: True, False)
 
     def have(self, step: int, nodes: str) -> Stamp:
@@ -186,6 +187,7 @@ class Others:
         self.before_read(node, request["at"])
         (part,) = self._load(node, request).parts
         into[:] = part.image[request["at"] : request["at"] + len(into)]
+        self.after_read(node)
 
     def _load(self, node: str, request: dict[str, Any]) -> Load:
         if (load := self.loads.get((node, request["generation"]))) is None:
@@ -299,6 +301,20 @@ def test_bytes_that_are_not_what_was_sealed_are_not_kept(spare: Spare) -> None:
     assert told["nodes"] == ["b"]
     assert "part 0: " in told["problems"]["a"]
     assert spare.held() == [(2, [1])]
+
+
+def test_a_node_that_has_gone_on_meanwhile_says_so(spare: Spare) -> None:
+    stamp = spare.others.have(2, "ab")
+
+    def go_on(node: str) -> None:
+        if node == "a":
+            del spare.others.loads[node, stamp.generation]
+
+    (part,) = spare.others.loads["a", stamp.generation].parts
+    part.image[300] ^= 1
+    spare.others.after_read = go_on
+    told = spare.copy(stamp, "ab")
+    assert told["problems"] == {"a": f"a: has no part of generation {stamp.generation}"}
 
 
 def test_a_full_memory_costs_the_copy_alone(spare: Spare, monkeypatch: Any) -> None:

@@ -40,7 +40,8 @@ def copies(site: Site, node: str = "spare") -> list[tuple[int, list[str]]]:
 def answer(site: Site, nodes: str, **more: Any) -> None:
     """The spare is done with the last order that it got."""
     last = site.orders("spare", "copy")[-1]
-    told = {"id": last["id"], "nodes": list(nodes), "size_bytes": 3_000_000_000, "seconds": 1.5}
+    told = {"id": last["id"], "generation": last["stamp"]["generation"], "nodes": list(nodes)}
+    told |= {"size_bytes": 3_000_000_000, "seconds": 1.5}
     site.say("spare", kind="copied", **{**told, "problems": {}, "no_room": [], **more})
 
 
@@ -55,7 +56,8 @@ def test_a_spare_copies_what_all_nodes_have_and_of_what_waits_only_the_newest(si
     seal(site, 15)
     assert len(copies(site)) == 1, "one at a time"
     answer(site, "abc", id=77)
-    assert len(copies(site)) == 1, "that was the answer to something else"
+    answer(site, "abc", generation="ab" * 16)
+    assert len(copies(site)) == 1, "those were answers to something else"
     answer(site, "abc")
     assert [step for step, _ in copies(site)] == [5, 15]
     assert site.orders("a", "copy") == []
@@ -82,7 +84,7 @@ def test_what_came_of_it_is_told_and_worth_a_line_when_it_is_about_other_nodes(s
     assert in_words("spare copies", first) == told
     assert [bool(in_words("spare copies", one)) for one in others] == [False, True, False]
     noted = [one for one in site.notes if "has no copy" in one]
-    assert noted == ["spare: has no copy of step 15 of b, c: b: is gone"]
+    assert noted == ["spare: has no copy of step 15 of b, c: b: is gone"], "each node is named once"
     assert spares_in_words(site.events) == ["spares: copies of step 20: a on spare"]
 
 
@@ -159,7 +161,18 @@ def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
     assert [step for step, _ in copies(site)] == [5, 10]
 
 
-def test_a_lost_or_silent_spare_holds_up_nobody(site: Site) -> None:
+def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpcrun.launch.vault.guests._LONG_MIN", -1.0)
+    site.prepare()
+    for step in (5, 10, 15):
+        seal(site, step)
+    assert len(copies(site)) == 1
+    noted = [one for one in site.notes if "has said nothing" in one]
+    assert noted == ["spare: has said nothing for 0 min of its copies of step 5"]
+    assert site.keeper.step() == 15
+
+
+def test_a_lost_spare_holds_up_nobody(site: Site) -> None:
     site.prepare()
     site.nodes._gone.add("spare")
     seal(site, 5)

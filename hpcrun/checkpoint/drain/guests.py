@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.drain.room import Room, find_room
-from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
+from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
 from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
@@ -225,7 +225,12 @@ class Guests:
                 file.write(at, into)
                 self._pacer.rest()
             held = HeldPart(record.number, str(file.aside), 0, record.part)
-            prove_part(held, bytes.fromhex(order.stamp.generation))
+            try:
+                prove_part(held, bytes.fromhex(order.stamp.generation))
+            except DamagedError:
+                # Mostly its slot was used again meanwhile, which the node then says itself.
+                order.asks.ask(node, {"do": "share", "generation": order.stamp.generation})
+                raise
             with self._lock:
                 order.check()
                 file.put_in_place()
@@ -239,9 +244,10 @@ class Guests:
     def _await_calm(self, order: _Order, node: str) -> None:
         """Wait until a node has nothing of its own to store."""
         begin = time.monotonic()
+        request = {"do": "calm", "generation": order.stamp.generation, "wait_s": _LOOK_S}
         while True:
             order.check()
-            if order.asks.ask(node, {"do": "calm", "wait_s": _LOOK_S}, _LOOK_S)["is_calm"]:
+            if order.asks.ask(node, request, _LOOK_S)["is_calm"]:
                 break
             self._pacer.start()  # to wait is no work
             if time.monotonic() - begin > _PATIENCE_S:

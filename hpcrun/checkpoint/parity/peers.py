@@ -317,7 +317,7 @@ class Shelf:
 
     {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
     and the number of a parity block; {"do": "share", "generation": g} for which parts there are, and
-    {"do": "calm", "wait_s": seconds} for whether this node has time for others.
+    {"do": "calm", "generation": g, "wait_s": seconds} for whether this node has time to give them.
     """
 
     def __init__(
@@ -340,7 +340,10 @@ class Shelf:
         server.on("calm", self._calm)
 
     def _calm(self, request: dict[str, Any]) -> Reply:
-        return Reply({"is_calm": self._await_calm(min(float(request["wait_s"]), _MOST_WAIT_S))})
+        is_calm = self._await_calm(min(float(request["wait_s"]), _MOST_WAIT_S))
+        if not self._of(str(request["generation"])):
+            raise SiteError(f"has no part of generation {request['generation']} any more")
+        return Reply({"is_calm": is_calm})
 
     def _share(self, request: dict[str, Any]) -> Reply:
         """Looked up anew: it may have been sealed this moment."""

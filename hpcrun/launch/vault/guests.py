@@ -6,6 +6,7 @@ more by another one, as far away as can be, because a rack is lost with its spar
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from hpcrun.specs.placement import Placement
 _FOLLOWED = 4
 """So many generations are remembered."""
 _MOST_NAMED = 4
+_LONG_MIN = 10.0
 
 Shares = dict[str, list[str]]
 """Spare → the nodes whose parts it is to hold, those first that matter most."""
@@ -72,12 +74,13 @@ class Guests:
         self._shares: Shares = {}
         self._newest: Stamp | None = None
         self._completed = 0
-        self._ordered: dict[str, tuple[int, Stamp]] = {}
+        self._ordered: dict[str, tuple[int, Stamp, float]] = {}
+        """What each spare is about, and since when."""
         self._waiting: dict[str, Stamp] = {}
         self._held: dict[int, dict[str, set[str]]] = {}
         """Step → spare → whose parts it has."""
         self._told: dict[str, list[str]] = {}
-        self._noted: dict[str, set[str]] = {}
+        self._noted: set[tuple[str, str]] = set()
 
     def begin(self, attempt: int, placement: Placement, domains: Domains, plan: RestorePlan) -> None:
         """An attempt begins: of what nodes with ranks have as guests, only what it goes on from is kept."""
@@ -87,6 +90,7 @@ class Guests:
         self._attempt, self._nodes_in_use = attempt, nodes
         self._newest, self._completed = None, 0
         self._ordered, self._waiting, self._told, self._held = {}, {}, {}, {}
+        self._noted = set()
         self._shares = divide(spares, nodes, domains) if self._is_wanted else {}
         used = [one for one in plan.sources if is_guest(one.path)]
         for node in nodes:
@@ -126,16 +130,27 @@ class Guests:
         for spare in self._shares:
             if spare in self._ordered:
                 self._waiting[spare] = stamp
+                self._watch(spare)
             else:
                 self._order(spare, stamp)
 
     def _order(self, spare: str, stamp: Stamp) -> None:
         if spare in self._nodes.alive and spare in self._workers.ready:
-            self._ordered[spare] = self._workers.copy(spare, stamp, self._shares[spare]), stamp
+            number = self._workers.copy(spare, stamp, self._shares[spare])
+            self._ordered[spare] = number, stamp, time.monotonic()
+
+    def _watch(self, spare: str) -> None:
+        """Say it once where a spare is long about one save: what it has is old."""
+        _, stamp, since = self._ordered[spare]
+        minutes = (time.monotonic() - since) / 60
+        if minutes > _LONG_MIN and (spare, spare) not in self._noted:
+            self._noted.add((spare, spare))
+            self._note(f"{spare}: has said nothing for {minutes:.0f} min of its copies of step {stamp.step}")
 
     def _take(self, spare: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        number, stamp = self._ordered.get(spare, (None, None))
-        if number is None or stamp is None or told.get("id") != number:
+        number, stamp, _ = self._ordered.get(spare, (None, None, None))
+        # Numbers begin anew with each supervisor.
+        if stamp is None or (told.get("id"), told.get("generation")) != (number, stamp.generation):
             return
         del self._ordered[spare]
         if (following := self._waiting.pop(spare, None)) is not None:
@@ -159,11 +174,11 @@ class Guests:
         yield event
 
     def _note_problems(self, spare: str, stamp: Stamp, problems: dict[str, Any]) -> None:
-        """Once, until it is about others."""
-        if problems and set(problems) != self._noted.get(spare):
-            why = next(iter(problems.values()))
-            self._note(f"{spare}: has no copy of step {stamp.step} of {_named(problems)}: {why}")
-        self._noted[spare] = set(problems)
+        """Once an attempt for each node that it is about; events have the rest."""
+        new = [node for node in problems if (spare, node) not in self._noted]
+        self._noted |= {(spare, node) for node in new}
+        if new:
+            self._note(f"{spare}: has no copy of step {stamp.step} of {_named(new)}: {problems[new[0]]}")
 
 
 def _named(nodes: Iterable[str]) -> str:
