@@ -117,6 +117,44 @@ def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path)
             host.kill()
 
 
+def test_a_save_right_after_another_is_found(four: Neighbours) -> None:
+    ranks = ranks_on(four)
+    save_all(ranks, 2, ())
+    assert copied(four.hosts["s"], stamp_of(2, 6), "ab")["nodes"] == ["a", "b"]
+    save_all(ranks, 4, (), published=2)
+    assert copied(four.hosts["s"], stamp_of(4, 6), "ab", 2)["nodes"] == ["a", "b"]
+    assert [one.stamp.step for one in of_spare(four)] == [4]
+
+
+@pytest.mark.parametrize("what", ["the next attempt begins", "the slot is used again"])
+def test_a_node_that_stores_a_save_is_waited_for_no_longer_than_it_makes_sense(
+    tmp_path: Path, what: str
+) -> None:
+    four = Neighbours(tmp_path, "abcs", 1)
+    four.members = list("abc")
+    four.configure()
+    try:
+        ranks = ranks_on(four, each=1)
+        save_all(ranks, 2)
+        ranks[0].save(4, ("parity",), published=2)
+        ranks[0].wait("sealed")
+        order(four.hosts["s"], stamp_of(2, 3), "ba")
+        deadline = time.monotonic() + 20
+        while not of_spare(four) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if what == "the next attempt begins":
+            four.hosts["s"].configure(attempt=2)
+        else:
+            assert ranks[0].claim(6)["kind"] == "claimed"
+        told = four.hosts["s"].wait("copied")
+        assert told["nodes"] == ["b"]
+        gone = f"a: has no part of generation {stamp_of(2, 3).generation} any more"
+        assert told["problems"] == ({} if what == "the next attempt begins" else {"a": gone})
+    finally:
+        for host in four.hosts.values():
+            host.kill()
+
+
 def test_a_node_that_is_gone_or_damaged_costs_its_copy_alone(four: Neighbours) -> None:
     ranks = ranks_on(four)
     save_all(ranks, 2, ())
@@ -202,7 +240,8 @@ class Spare:
         self.folder, self.size_bytes = make_folder(root, root / "r", "r", "s"), size_bytes
         self.said = SimpleQueue[dict[str, Any]]()
         self.others = Others()
-        self.guests = Guests(self.folder, self.said.put, self.room)
+        self.arena = Arena(self.folder, self.room)
+        self.guests = Guests(self.arena, self.said.put)
 
     def room(self, folder: Path) -> Room:
         used = sum(padded(path.stat().st_size, PART_ALIGN) for path in folder.glob("*.bin*"))
@@ -268,11 +307,10 @@ def test_slots_have_the_room_that_copies_had(spare: Spare) -> None:
     first = spare.others.have(2, "ab")
     spare.size_bytes = 2 * size_of(first, spare.others, "ab")
     assert spare.copy(first, "ab")["nodes"] == ["a", "b"]
-    arena = Arena(spare.folder, spare.room, give_way=spare.guests.give_way)
     with pytest.raises(SiteError, match="there is room for"):
-        arena.reserve({0: spare.size_bytes - PART_ALIGN}, 1, lambda stamp: False)
+        spare.arena.reserve({0: spare.size_bytes - PART_ALIGN}, 1, lambda stamp: False)
     assert spare.held() == [(2, [0, 1])], "it may be the only copy"
-    arena.reserve({0: spare.size_bytes - PART_ALIGN}, 1, lambda stamp: stamp == first)
+    spare.arena.reserve({0: spare.size_bytes - PART_ALIGN}, 1, lambda stamp: stamp == first)
     assert spare.held() == []
 
 

@@ -172,6 +172,14 @@ def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.
     assert site.keeper.step() == 15
 
 
+def test_a_part_that_its_own_node_has_is_not_taken_from_a_copy(site: Site) -> None:
+    site.holds(held(20, 0), held(20, 1), guest(20, 2, "c"), held(20, 2))
+    plan = site.prepare(2)
+    assert plan is not None
+    assert [one.path for one in plan.sources] == ["/arena/a", "/arena/b", "/arena/c"]
+    assert site.named("restore")[0]["from_spares"] == 0
+
+
 def test_a_lost_spare_holds_up_nobody(site: Site) -> None:
     site.prepare()
     site.nodes._gone.add("spare")

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpcrun.checkpoint.drain.arena import Arena
 from hpcrun.checkpoint.drain.pacer import Pacer
-from hpcrun.checkpoint.drain.room import Room, find_room
 from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
@@ -78,16 +78,15 @@ class _Order:
 class Guests:
     """Those of one arena; they are fetched in a thread of its own, all else happens at once."""
 
-    def __init__(
-        self, folder: Path, say: Callable[[dict[str, Any]], None], room: Callable[[Path], Room] = find_room
-    ) -> None:
-        """`say` gets the answers to orders, in the other thread."""
-        self._folder, self._say, self._room = folder, say, room
+    def __init__(self, arena: Arena, say: Callable[[dict[str, Any]], None]) -> None:
+        """`say` gets the answers to orders, in the other thread. They give way where slots need the room."""
+        self._folder, self._say, self._room = arena.folder, say, arena.room
+        arena.give_way = self._give_way
         self._pacer, self._lock = Pacer(), threading.Lock()
         self._thread = ThreadPoolExecutor(1, "guests")
         self._order: _Order | None = None
-        self._held = _find(folder)
-        for path in folder.glob(f"{_PREFIX}*"):
+        self._held = _find(arena.folder)
+        for path in arena.folder.glob(f"{_PREFIX}*"):
             if path.name.endswith(ASIDE) or path.with_suffix(".bin") not in self._held:
                 path.unlink(missing_ok=True)
 
@@ -130,8 +129,7 @@ class Guests:
         self.end()
         self._let_go(lambda one: one.stamp.generation != generation or one.number not in numbers)
 
-    def give_way(self, may_drop: Callable[[Stamp], bool]) -> None:
-        """Slots need the room: let go of the states that may be."""
+    def _give_way(self, may_drop: Callable[[Stamp], bool]) -> None:
         self._let_go(lambda record: may_drop(record.stamp))
 
     def _let_go(self, needless: Callable[[PartRecord], bool]) -> None:

@@ -200,8 +200,7 @@ class Worker:
             folder = make_folder(self._root, run.path, run.id, str(order["node"]))
             self._take_over(folder)
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
-            self._guests = Guests(folder, self._answer)
-            self._drain.arena.give_way = self._guests.give_way
+            self._guests = Guests(self._drain.arena, self._answer)
             self._listening = listen(folder, SOCKET)
             self._selector.register(self._listening, selectors.EVENT_READ)
         around = replace(parse_surroundings(order, self._drain.arena.folder), pacer=self._drain.pacer)

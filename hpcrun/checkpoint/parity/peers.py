@@ -341,7 +341,7 @@ class Shelf:
 
     def _calm(self, request: dict[str, Any]) -> Reply:
         is_calm = self._await_calm(min(float(request["wait_s"]), _MOST_WAIT_S))
-        if not self._of(str(request["generation"])):
+        if not any(one.parts for one in self._of(str(request["generation"]))):
             raise SiteError(f"has no part of generation {request['generation']} any more")
         return Reply({"is_calm": is_calm})
 
