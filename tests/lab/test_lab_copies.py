@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 from tests.lab.test_lab_levels import JOB, events, steps, stored
 
 
-def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk) -> None:
+@pytest.mark.parametrize("which", ["a node", "the batch host"])
+def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: str) -> None:
     job = JOB.replace("parity: {scheme: xor}, spares: false", "parity: {scheme: none}")
     assert job != JOB
     (desk.path / "job.yaml").write_text(job)
@@ -29,8 +32,8 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk) -> None
     held = newest_copies()
     assert held.keys() == {*first["spares"]}
     assert set().union(*held.values()) == {*first["nodes"]}, story(run)
-    # The first node has the batch shell and the supervisor.
-    lost = first["nodes"][-1]
+    # The first node has the batch shell and the supervisor: another one takes over.
+    lost = first["nodes"][-1 if which == "a node" else 0]
     desk.lab.node(lost).power_off()
     assert desk.ended(run, 200)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
@@ -38,6 +41,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk) -> None
         run
     )
     assert restored["step"] >= 10
+    assert bool(events(run, "takeover")) == (which == "the batch host")
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
     assert lost not in second
     assert (stored(run, "durable"), stored(run, "parity")) == ([60], [])

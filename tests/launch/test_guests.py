@@ -15,7 +15,7 @@ from hpcrun.launch.course import Outcome
 from hpcrun.launch.vault import host as hosts
 from hpcrun.launch.vault.guests import divide
 from hpcrun.launch.vault.words import in_words, spares_in_words
-from tests.launch.test_keeper import NODES, PROGRAM, Site, held, part, site, stamp
+from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
 assert site  # the fixture
 
@@ -52,6 +52,7 @@ def test_a_spare_copies_what_all_nodes_have_and_of_what_waits_only_the_newest(si
     assert copies(site) == []
     site.say(NODES[2], kind="sealed", **asdict(stamp(5)))
     assert copies(site) == [(5, ["a", "b", "c"])]
+    assert sum(one.startswith("spare spare: each save is copied") for one in site.notes) == 1
     seal(site, 10)
     seal(site, 15)
     assert len(copies(site)) == 1, "one at a time"
@@ -170,6 +171,15 @@ def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.
     noted = [one for one in site.notes if "has said nothing" in one]
     assert noted == ["spare: has said nothing for 0 min of its copies of step 5"]
     assert site.keeper.step() == 15
+
+
+def test_with_a_copy_nothing_has_to_be_made_again_by_parity(site: Site) -> None:
+    site.holds(*(one(20, n) for n in (0, 2) for one in (held, parity)), guest(20, 1))
+    site.nodes._gone.add("b")
+    plan = site.prepare(2, ("a", "spare", "c"))
+    assert plan is not None
+    assert (plan.levels, site.orders("spare", "rebuild")) == (("memory",), [])
+    assert site.named("restore")[0]["rebuilt"] == 0
 
 
 def test_a_part_that_its_own_node_has_is_not_taken_from_a_copy(site: Site) -> None:

@@ -14,6 +14,7 @@ from hpcrun.checkpoint.drain.guests import is_guest
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.parity.sets import Domains
 from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.vault.workers import Workers
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -72,6 +73,7 @@ class Guests:
         self._is_wanted = spec.memory > 0 and spec.spares is not False
         self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
         self._shares: Shares = {}
+        self._spares: list[str] = []
         self._newest: Stamp | None = None
         self._completed = 0
         self._ordered: dict[str, tuple[int, Stamp, float]] = {}
@@ -92,6 +94,12 @@ class Guests:
         self._ordered, self._waiting, self._told, self._held = {}, {}, {}, {}
         self._noted = set()
         self._shares = divide(spares, nodes, domains) if self._is_wanted else {}
+        if self._shares and sorted(self._shares) != self._spares:
+            self._spares = sorted(self._shares)
+            self._note(
+                f"spare{'s' * (len(spares) != 1)} {fold(spares)}: each save is copied there out of the nodes'"
+                " memory, as far as there is room; a node is lost without harm where there is a copy"
+            )
         used = [one for one in plan.sources if is_guest(one.path)]
         for node in nodes:
             if plan.stamp is not None and node in there:
