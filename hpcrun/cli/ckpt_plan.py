@@ -129,13 +129,14 @@ def _takes(found: SavePlan) -> list[str]:
 def _survives(found: SavePlan) -> list[str]:
     from hpcrun.checkpoint.policy.rates import KINDS
 
-    if found.sets is None:
+    losses = found.losses
+    if losses is None:
         told = [
             "losses",
             "  checkpoint.memory is 0: whatever is lost, the run goes on from the run directory",
         ]
     else:
-        told = ["losses", *(f"  {line}" for line in found.sets.statement.splitlines())]
+        told = ["losses", *(f"  {line}" for line in losses)]
     left_out = (
         f"; {found.seen.left_out} faults of programs or slow nodes left out" if found.seen.left_out else ""
     )

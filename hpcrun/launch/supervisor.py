@@ -264,7 +264,8 @@ class Supervisor:
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         assert self._keeper is not None
-        domains = self._site.domains(nodes, placement.nodes) if self._keeper.has_levels else {}
+        around = (*placement.nodes, *placement.spares)
+        domains = self._site.domains(nodes, around) if self._keeper.has_levels else {}
         environ = self._keeper.prepare(attempt, placement, domains)
         self._began_at = self._keeper.step()
         outcome = self._follow(attempt, placement, launcher, nodes, environ)

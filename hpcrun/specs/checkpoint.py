@@ -9,7 +9,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hpcrun.errors import Problem, UsageError
+from hpcrun.specs.elastic import ElasticSpec
 from hpcrun.specs.fields import Directory, Time, readable
+from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.units import parse_time
 
 
@@ -111,6 +113,12 @@ class CheckpointSpec(_Section):
     parity: ParitySpec = Field(
         default=ParitySpec(), description="survive lost nodes without the run directory"
     )
+    spares: bool | None = Field(
+        default=None,
+        description="spares copy the newest save out of the memory of other nodes ahead of time, as far as"
+        " half of their own memory holds it, so that a lost node costs no save and no rebuilding; null:"
+        " wherever `memory` is not 0 and the job has spares",
+    )
     durable: DurableSpec = Field(default=DurableSpec(), description="the run directory")
     object: ObjectSpec | None = Field(default=None, description="an object store")
     behind: Literal["wait", "skip", "degrade"] = Field(
@@ -143,6 +151,16 @@ def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Pro
         text = "stop has no limit to stop at; give checkpoint.max_undurable, such as 2h, or leave it out"
         found.append(Problem("checkpoint.undurable", text))
     return found
+
+
+def check_spares(
+    checkpoint: CheckpointSpec, resources: ResourcesSpec, elastic: ElasticSpec | None
+) -> list[Problem]:
+    """Copies on spares that are asked for need some; an elastic job may come to have them."""
+    if not (checkpoint.spares and checkpoint.memory) or resources.spares or elastic is not None:
+        return []
+    text = "true, but resources.spares is 0, and nobody could hold copies; ask for spares, or leave it out"
+    return [Problem("checkpoint.spares", text)]
 
 
 def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
@@ -187,6 +205,7 @@ def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
         "parity.survive": spec.parity.survive is not None,
         "durable.every": spec.durable.every not in (0, spec.every),
         "durable.direct": spec.durable.direct,
+        "spares": spec.spares,
     }
     for key, is_used in used.items():
         if is_used:

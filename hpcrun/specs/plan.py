@@ -12,7 +12,7 @@ from hpcrun.errors import Problem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
 from hpcrun.hostlist import expand, fold
 from hpcrun.mesh import Degrees, partition
-from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint, check_spares
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
@@ -413,5 +413,6 @@ _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
     (_check_zero_bubble, ("parallel", "train")),
     (_check_steps, ("parallel", "train")),
     (_check_saves, ("checkpoint", "train")),
+    (check_spares, ("checkpoint", "resources", "elastic")),
     (check_elastic, ("elastic", "parallel", "command")),
 )

@@ -97,3 +97,12 @@ def test_who_rests_goes_on_when_somebody_waits() -> None:
     pacer.hasten()
     worker.join(20)
     assert not worker.is_alive()
+
+
+def test_it_is_calm_when_no_save_is_on_its_way() -> None:
+    pacer = Pacer()
+    assert pacer.await_calm(0.0)
+    pacer.save_begins()
+    assert not pacer.await_calm(0.0)
+    pacer.relax()
+    assert pacer.await_calm(0.0)

@@ -105,6 +105,16 @@ def test_parameters_of_the_stages_add_up_to_the_model(layout: list[str]) -> None
     assert sum(stages) == parameters(resolved.spec.model)
 
 
+def test_copies_on_spares_are_among_what_is_survived(lama: Path, site: Path, runs_root: Path) -> None:
+    profile(site, runs_root)
+    spared = [*LAMA, "parallel.dp_replicate=4", "resources.nodes=4", "resources.spares=2"]
+    words = "spares copy the newest save"
+    assert words in told(lama, *spared)["losses"][-1]
+    assert f"  {words}" in run(lama, *spared).stdout
+    assert words not in run(lama, *spared, "checkpoint.spares=false").stdout
+    assert words not in run(lama, *LAMA).stdout
+
+
 def test_a_plan_with_all_that_it_needs(lama: Path, site: Path, runs_root: Path) -> None:
     profile(site, runs_root)
     found = told(lama, *LAMA, *KNOWN, "--check")

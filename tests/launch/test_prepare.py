@@ -57,9 +57,7 @@ def test_the_disk_must_hold_the_saves(site: Site, monkeypatch: pytest.MonkeyPatc
         return shutil._ntuple_diskusage(10**6, 10**6, 100_000)
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
-    with pytest.raises(
-        SiteError, match=r"100\.0 kB are free, but .* need .*B; set HPCRUN_ROOT"
-    ):
+    with pytest.raises(SiteError, match=r"100\.0 kB are free, but .* need .*B; set HPCRUN_ROOT"):
         prepare(site.job)
     prepare(site.job, ["checkpoint.at_end=false"])
 

@@ -29,6 +29,8 @@ STORE = "object: {url: 's3://b/p', every: %d}"
         ("parity: {survive: leaf}", "parity.survive", "set checkpoint.memory to 1 or 2"),
         ("every: 20, durable: {every: 40}", "durable.every", "set checkpoint.memory to 1 or 2"),
         ("durable: {direct: true}", "durable.direct", "set checkpoint.memory to 1 or 2"),
+        ("spares: true", "spares", "set checkpoint.memory to 1 or 2"),
+        ("memory: 2, spares: true", "spares", "resources.spares is 0, and nobody could hold copies"),
         ("undurable: stop", "undurable", "give checkpoint.max_undurable"),
         ("every: 7, keep_every: 300", "keep_every", "every 7 steps, and 1000 in all"),
         ("every: 100, keep_every: 5000", "keep_every", "no save is of a multiple of 5000"),
@@ -51,6 +53,9 @@ def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: s
         f"memory: 1, every: 30, durable: {{every: 30}}, {STORE % 60}, local: /x, parity: {{scheme: rs}}",
         "every: 20, durable: {every: 20}, parity: {scheme: none}",
         "max_undurable: 2h, undurable: stop",
+        "memory: 2, spares: true}\nresources: {spares: 1",
+        "memory: 2, spares: true}\nparallel: {dp_shard: 2}\nresources: {nodes: 2}\nelastic: {",
+        "spares: false",
         "every: 40, keep_every: 100",
         STORE % 0,  # copied by hand, and gone on from
         "keep_every: 500",

@@ -4,6 +4,7 @@
         slot-RANK-K.bin                 the image of one rank's part; made once, with all its pages
         slot-RANK-K.json                which generation it holds: written when it is sealed, removed before
                                         the slot is used again, so that a slot without it holds nothing
+        guest-GENERATION-NUMBER.*       a copy of another node's part, and its record
         drain.sock                      where ranks speak to the drain worker
 
 RUN is the run's id with each / replaced by +. The folder RUN also holds run.json, the run's directory, by
@@ -119,6 +120,8 @@ class Arena:
     """Of each rank of this attempt, in the order in which it knows them."""
     old: list[Slot] = field(default_factory=list)
     """Slots that are in use by no rank, and hold something."""
+    give_way: Callable[[Callable[[Stamp], bool]], None] = lambda _may_drop: None
+    """Lets go of what else is here of states that may be dropped."""
 
     def __post_init__(self) -> None:
         self._inode = self.folder.stat().st_ino
@@ -158,6 +161,7 @@ class Arena:
         for may_empty in (False, True):
             if may_empty:
                 self._drop(lambda slot: slot.record is None or may_drop(slot.record.stamp))
+                self.give_way(may_drop)
             room = self.room(self.folder)
             for each in range(count, 0, -1):
                 wanted = {rank: max(0, each - len(fitting[rank])) for rank in sizes}

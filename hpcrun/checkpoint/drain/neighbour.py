@@ -64,13 +64,25 @@ class Neighbourhood:
 
     def rebuild(self, order: Mapping[str, Any]) -> Holding:
         """Make again what an order asks for; SiteError where that cannot be."""
-        if self._peers is None:
-            raise SiteError(self._problem)
+        peers = self._way()
         try:
             wanted = parse_rebuild(order.get("order", {}))
         except ValueError as error:
             raise SiteError(str(error)) from None
-        return rebuild_members(wanted, self._peers, wanted.node, self._arena)
+        return rebuild_members(wanted, peers, wanted.node, self._arena)
+
+    def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """What another node answers; SiteError where it does not, or says no."""
+        return self._way().ask(node, request, wait_s)
+
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        """Fill a buffer with what another node was asked for; SiteError unless it gets all of it."""
+        self._way().read(node, request, into)
+
+    def _way(self) -> Peers:
+        if self._peers is None:
+            raise SiteError(self._problem)
+        return self._peers
 
     def close(self) -> None:
         """Listen no more, and ask no more."""
@@ -87,5 +99,5 @@ class Neighbourhood:
         bytes_per_s = most * 1e6 if most is not None else None
         self._server = PeerServer(around.address, who, bytes_per_s=bytes_per_s)
         self._peers = Peers(who, around.peers)
-        Shelf(self._server, self._holdings)
+        Shelf(self._server, self._holdings, around.pacer.await_calm)
         self.address, self.port = self._server.address, self._server.port

@@ -46,10 +46,13 @@ class Pacer:
         self._lock, self._stint = threading.Lock(), _Stint()
         self._share, self._worked_s = 1.0, 0.0
         self._begun: float | None = None
+        self._calm = threading.Event()
+        self._calm.set()
 
     def save_begins(self) -> None:
         """A save is to be stored: what the one before took, and how long ago it was, tell the share."""
         now = self._clock()
+        self._calm.clear()
         with self._lock:
             interval_s = None if self._begun is None else now - self._begun
             self._share = share_for(self._worked_s, interval_s, self.spread)
@@ -88,5 +91,10 @@ class Pacer:
         self._hasty.set()
 
     def relax(self) -> None:
-        """Nobody waits any more."""
+        """All that was on its way has come through: nobody waits any more."""
         self._hasty.clear()
+        self._calm.set()
+
+    def await_calm(self, seconds: float) -> bool:
+        """Wait until no save is on its way, but no longer than this; whether it is so."""
+        return self._calm.wait(seconds)

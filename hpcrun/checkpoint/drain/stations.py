@@ -99,6 +99,12 @@ class Neighbour(Protocol):
     def rebuild(self, order: Mapping[str, Any]) -> Holding:
         """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
 
+    def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """What another node answers; SiteError where it does not, or says no."""
+
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        """Fill a buffer with what another node was asked for; SiteError unless it gets all of it."""
+
     def close(self) -> None:
         """Listen no more."""
 

@@ -28,6 +28,7 @@ from typing import Any
 from hpcrun.checkpoint.drain import stations
 from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder
 from hpcrun.checkpoint.drain.desk import Desk
+from hpcrun.checkpoint.drain.guests import Guests
 from hpcrun.checkpoint.drain.lines import Lines, listen
 from hpcrun.checkpoint.drain.pipeline import Drain
 from hpcrun.checkpoint.drain.stations import (
@@ -69,6 +70,7 @@ class Worker:
         self._around: Surroundings | None = None
         self._drain: Drain | None = None
         self._neighbour: Neighbour | None = None
+        self._guests: Guests | None = None
         self._orders = ThreadPoolExecutor(1, "orders")
         self._answers = SimpleQueue[dict[str, Any]]()
         self._damages: Mapping[Damage, str] = {}
@@ -138,7 +140,13 @@ class Worker:
             case "rebuild":
                 self._rebuild(order)
             case "release":
-                self._opened().release({str(one) for one in order["keep"]})
+                keep = {str(one) for one in order["keep"]}
+                self._opened().release(keep)
+                self._guest_book().retain(keep)
+            case "copy":
+                self._copy(order)
+            case "dismiss":
+                self._guest_book().dismiss(str(order["generation"]), {int(one) for one in order["numbers"]})
             case "ping":
                 self._host.send({"kind": "pong"})
             case "end":
@@ -169,6 +177,22 @@ class Worker:
             self._answers.put(_inventory(number, without(held, damages)))
         os.eventfd_write(self._woken, 1)
 
+    def _answer(self, told: dict[str, Any]) -> None:
+        """In another thread."""
+        self._answers.put(told)
+        os.eventfd_write(self._woken, 1)
+
+    def _copy(self, order: dict[str, Any]) -> None:
+        guests = self._guest_book()
+        if self._neighbour is None or self._around is None:
+            raise ValueError("this worker talks to no other nodes")
+        guests.obey(order, self._neighbour, self._around.spec.spread)
+
+    def _guest_book(self) -> Guests:
+        if self._guests is None:
+            raise ValueError("configure comes first")
+        return self._guests
+
     def _configure(self, order: dict[str, Any]) -> None:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
         run = RunDir(Path(order["run"]))
@@ -176,6 +200,7 @@ class Worker:
             folder = make_folder(self._root, run.path, run.id, str(order["node"]))
             self._take_over(folder)
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
+            self._guests = Guests(self._drain.arena, self._answer)
             self._listening = listen(folder, SOCKET)
             self._selector.register(self._listening, selectors.EVENT_READ)
         around = replace(parse_surroundings(order, self._drain.arena.folder), pacer=self._drain.pacer)
@@ -185,6 +210,8 @@ class Worker:
             raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")
         if before is not None and before.attempt == around.attempt:
             around = replace(around, hurry=before.hurry)
+        elif self._guests is not None:
+            self._guests.end()
         if self._open_neighbour is not None:
             if self._neighbour is None:
                 self._neighbour = self._open_neighbour(around, self._holdings)
@@ -242,7 +269,10 @@ class Worker:
 
     def _holdings(self) -> list[Holding]:
         drain = self._opened()
-        found = drain.holdings(self._around.node if self._around is not None else "")
+        node = self._around.node if self._around is not None else ""
+        found = drain.holdings(node)
+        if self._guests is not None:
+            found += self._guests.holdings(node)
         if not any(one.level == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
             found += parity_holdings(drain.arena.folder)
@@ -263,8 +293,7 @@ class Worker:
             return
         error = rebuilding.exception()
         told = {"problem": str(error)} if error is not None else {"holding": rebuilding.result().as_json()}
-        self._answers.put({"kind": "rebuilt", "id": number} | told)
-        os.eventfd_write(self._woken, 1)
+        self._answer({"kind": "rebuilt", "id": number} | told)
 
     def _welcome(self) -> None:
         assert self._listening is not None
@@ -293,6 +322,8 @@ class Worker:
             self._listening.close()
             if self._around is not None:
                 (self._around.arena / SOCKET).unlink(missing_ok=True)
+        if self._guests is not None:
+            self._guests.close()
         if self._drain is not None:
             self._drain.close()
         if self._neighbour is not None:

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS, Holding
@@ -28,6 +28,7 @@ TIMEOUT_S = 20.0
 _IDLE_S = 300.0
 _MOST_STRANGERS = 32
 _FRESH_S = 2.0
+_MOST_WAIT_S = 10.0
 
 
 class PeerError(SiteError):
@@ -315,17 +316,45 @@ class Shelf:
     """Answers reads of parts and of parity, whatever level has them.
 
     {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
-    and the number of a parity block.
+    and the number of a parity block; {"do": "share", "generation": g} for which parts there are, and
+    {"do": "calm", "generation": g, "wait_s": seconds} for whether this node has time to give them.
     """
 
-    def __init__(self, server: PeerServer, holdings: Callable[[], Iterable[Holding]]) -> None:
-        """`holdings`: all that this node has, looked up anew every few seconds."""
-        self._holdings = holdings
+    def __init__(
+        self,
+        server: PeerServer,
+        holdings: Callable[[], Iterable[Holding]],
+        await_calm: Callable[[float], bool] = lambda _seconds: True,
+    ) -> None:
+        """`holdings`: all that this node has, looked up anew every few seconds.
+
+        `await_calm` waits until nothing of this node's own is to be stored, but no longer than it is told.
+        """
+        self._holdings, self._await_calm = holdings, await_calm
         self._lock = threading.Lock()
         self._known: list[Holding] = []
         self._known_until = 0.0
         server.on("part", self._part)
         server.on("parity", self._parity)
+        server.on("share", self._share)
+        server.on("calm", self._calm)
+
+    def _calm(self, request: dict[str, Any]) -> Reply:
+        is_calm = self._await_calm(min(float(request["wait_s"]), _MOST_WAIT_S))
+        if not any(one.parts for one in self._of(str(request["generation"]))):
+            raise SiteError(f"has no part of generation {request['generation']} any more")
+        return Reply({"is_calm": is_calm})
+
+    def _share(self, request: dict[str, Any]) -> Reply:
+        """Looked up anew: it may have been sealed this moment."""
+        with self._lock:
+            self._known_until = 0.0
+        found = self._of(str(request["generation"]))
+        parts = {held.number: held.part for holding in reversed(found) for held in holding.parts}
+        if not parts:
+            raise SiteError(f"has no part of generation {request['generation']}")
+        told = [[number, asdict(part)] for number, part in sorted(parts.items())]
+        return Reply({"stamp": asdict(found[0].stamp), "parts": told})
 
     def _part(self, request: dict[str, Any]) -> Reply:
         generation, number = str(request["generation"]), int(request["number"])

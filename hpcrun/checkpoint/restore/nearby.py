@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.checkpoint.drain.arena import SHM, Arena, arena_folder
+from hpcrun.checkpoint.drain.guests import guest_holdings
 from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.format import DamagedError, Part, file_name
 from hpcrun.checkpoint.levels import HeldPart, Holding
@@ -74,6 +75,7 @@ def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holdi
     found = list[Holding]()
     for folder in _folders(arena_folder(shm, run_id, "")):
         found += Arena(folder).holdings(folder.name)
+        found += guest_holdings(folder, folder.name)
         found += [replace(one, node=folder.name) for one in parity_holdings(folder)]
     if local is not None:
         try:

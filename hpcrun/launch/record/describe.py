@@ -11,6 +11,7 @@ from hpcrun.launch.record.ledger import Ledger, add, read_ledger
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.record.savelevels import SaveSums
 from hpcrun.launch.record.view import replicas_of
+from hpcrun.launch.vault.words import spares_in_words
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -34,7 +35,7 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
         "attempts": [_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
         "save_levels": levels.as_json(),
-        "save_lines": levels.lines(),
+        "save_lines": levels.lines() + spares_in_words(read_lines(run.events)),
     }
     return told, account(state)
 

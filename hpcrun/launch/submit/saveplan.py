@@ -106,6 +106,19 @@ class SavePlan:
         total = math.fsum((one.drain.value or 0.0) + (one.stall.value or 0.0) for one in found)
         return MARGIN * total + (self.costs.step.value or 0.0)
 
+    @property
+    def losses(self) -> list[str] | None:
+        """Which losses are survived without the run directory, in words; None where no save is in memory."""
+        if self.sets is None:
+            return None
+        told = self.sets.statement.splitlines()
+        if self.spec.resources.spares and self.spec.checkpoint.spares is not False:
+            told.append(
+                "spares copy the newest save out of memory, as far as half of their own holds it: nodes of"
+                " which they have copies are lost without harm, with parity or without"
+            )
+        return told
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         advice = self.advice
@@ -116,7 +129,7 @@ class SavePlan:
             "step": asdict(self.costs.step),
             "restart": asdict(self.costs.restart),
             "rates": [one.as_json() for one in self.rates],
-            "losses": self.sets.statement.splitlines() if self.sets else None,
+            "losses": self.losses,
             "kept": {"saves": self.kept, "bytes": self.kept_bytes},
             "storage": self.storage.as_json() if self.storage else None,
             "objects": asdict(self.objects) if self.objects else None,

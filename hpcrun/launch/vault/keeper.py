@@ -25,6 +25,7 @@ from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.launch.vault.faraway import FarAway
+from hpcrun.launch.vault.guests import Guests, count_of_guests
 from hpcrun.launch.vault.meanwhile import meanwhile
 from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
@@ -60,6 +61,7 @@ class Keeper:
         self._run, self._spec, self._nodes = run, spec, nodes
         self._tell, self._note = tell, note
         self._workers = Workers(nodes)
+        self._guests = Guests(self._workers, nodes, spec.checkpoint, note)
         self._secret = secrets.token_hex(32)
         self._story = Story(())
         self._attempt: Attempt | None = None
@@ -83,6 +85,8 @@ class Keeper:
         steps = saved_steps(self._run.checkpoints)
         restored = self._restored.step if self._restored else 0
         near = self._story.complete.get("parity" if is_node_lost else "memory", 0)
+        if is_node_lost:
+            near = max(near, self._guests.covered_step())
         return max(steps[-1].step if steps else 0, restored, near)
 
     def prepare(self, attempt: Attempt, placement: Placement, domains: Domains) -> dict[str, str]:
@@ -112,6 +116,7 @@ class Keeper:
         if self.has_levels:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
+            self._guests.begin(attempt.number, placement, domains, plan)
         return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
@@ -205,6 +210,7 @@ class Keeper:
         rebuilt = sum(one.level == "parity" for one in plan.sources)
         more = {"lost_steps": plan.lost_steps, "passed_over": list(plan.passed_over[:_MOST_NAMED])}
         more |= {"levels": list(plan.levels), "rebuilt": rebuilt, "seconds": seconds, "silent": list(silent)}
+        more |= {"from_spares": count_of_guests(plan)}
         generation = plan.stamp.generation if plan.stamp else None
         self._tell(attempt, "restore", step=step, generation=generation, **more)
         for text in plan.passed_over[:_MOST_NAMED]:
@@ -261,6 +267,8 @@ class Keeper:
                 events = self._story.hear(node, message)
         for event in events:
             self._tell(attempt, "checkpoint", **event)
+        for event in self._guests.hear(node, message, self._story.whole):
+            self._tell(attempt, "spare copies", **event)
 
     def after(self, outcome: Outcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""

@@ -32,6 +32,8 @@ class Story:
         self._shares: dict[tuple[str, str], _Share] = {}
         self.complete: dict[str, int] = {}
         """The newest step that each level has from all nodes."""
+        self.whole: Stamp | None = None
+        """The last state that all nodes have sealed in memory."""
 
     def hear(self, node: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events that a message makes: one when a level has all of a generation, or fails to get it."""
@@ -52,6 +54,7 @@ class Story:
         if share.nodes >= self._nodes and not share.is_told:
             share.is_told = True
             self.complete[level] = max(stamp.step, self.complete.get(level, 0))
+            self.whole = stamp if level == "memory" else self.whole
             facts = {"seconds": share.seconds, "size_bytes": share.size_bytes} if share.seconds else {}
             yield {**_named(stamp, level), **facts}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-EVENTS = ("restore", "checkpoint", "erasure sets", "undurable", "drain died", "poison")
+EVENTS = ("restore", "checkpoint", "spare copies", "erasure sets", "undurable", "drain died", "poison")
 
 
 def in_words(name: str, event: Mapping[str, Any]) -> str:
@@ -20,6 +20,9 @@ def in_words(name: str, event: Mapping[str, Any]) -> str:
             if problem:
                 return f"step {step} is not stored ({level}): {problem}"
             return f"step {step} is in the run directory" if level == "durable" else ""
+        case "spare copies":
+            # One a spare and save: only whose parts it has is news, when that has changed.
+            return str(event.get("message") or "")
         case "drain died":
             return f"the drain worker on {event.get('node')} died; another one is started"
         case "poison":
@@ -37,6 +40,8 @@ def _restore(event: Mapping[str, Any]) -> str:
     else:
         where = " and ".join(map(str, levels)) if isinstance(levels, list) else str(levels)
         text = f"goes on from step {step}, out of {where}"
+    if copied := event.get("from_spares"):
+        text += f"; {copied} part{'s' * (copied != 1)} from the memory of spares"
     if rebuilt:
         text += f"; {rebuilt} part{'s' * (rebuilt != 1)} rebuilt"
     if lost:
@@ -44,3 +49,21 @@ def _restore(event: Mapping[str, Any]) -> str:
     if isinstance(passed_over, list) and passed_over:
         text += f": {passed_over[0]}" + (f" and {len(passed_over) - 1} more" if len(passed_over) > 1 else "")
     return text
+
+
+def spares_in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
+    """A line for what spares hold of the newest save of which any has something, as far as events tell."""
+    steps: dict[int, list[str]] = {}
+    attempt = None
+    for event in events:
+        if event.get("attempt") != attempt:
+            steps, attempt = {}, event.get("attempt")
+        step, nodes = event.get("step"), event.get("of")
+        if (
+            event.get("event") == "spare copies"
+            and isinstance(step, int)
+            and isinstance(nodes, list)
+            and nodes
+        ):
+            steps.setdefault(step, []).append(f"{', '.join(map(str, nodes))} on {event.get('node')}")
+    return [f"spares: copies of step {max(steps)}: {'; '.join(steps[max(steps)])}"] if steps else []

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpcrun.checkpoint.levels import Holding, parse_holding
+from hpcrun.checkpoint.drain.guests import is_guest
+from hpcrun.checkpoint.levels import Holding, Stamp, parse_holding
 from hpcrun.checkpoint.plan import Rebuild
 from hpcrun.checkpoint.restore.holdings import HoldingReader
 from hpcrun.launch.agents.nodes import Nodes
@@ -85,6 +86,8 @@ class Workers:
                     found.append(one)
             if not message.get("more"):
                 open_ones.pop(node, None)
+        # Of two nodes that have a part, the one whose ranks have written it is mostly where it is needed.
+        found.sort(key=lambda one: any(is_guest(part.path) for part in one.parts))
         return found, list(open_ones)
 
     def rebuild(
@@ -109,6 +112,16 @@ class Workers:
         """Let go of all but these generations, on all nodes."""
         for node in self.ready:
             self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
+
+    def copy(self, node: str, stamp: Stamp, of: Sequence[str]) -> int:
+        """Have a node copy what others have in memory of a state; the number by which it answers."""
+        number = next(self._numbers)
+        self._nodes.drain(node, {"do": "copy", "id": number, "stamp": asdict(stamp), "nodes": list(of)})
+        return number
+
+    def dismiss(self, node: str, generation: str, numbers: Collection[int]) -> None:
+        """Have a node let go of all copies of others' parts but these of a generation."""
+        self._nodes.drain(node, {"do": "dismiss", "generation": generation, "numbers": sorted(numbers)})
 
     @property
     def ready(self) -> list[str]:

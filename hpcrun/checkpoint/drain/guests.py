@@ -1,0 +1,278 @@
+"""Guests: copies of other nodes' parts in a spare's arena, there before they are needed.
+
+    guest-GENERATION-NUMBER.bin     a part, proved before it has this name
+    guest-GENERATION-NUMBER.json    its record, as beside a slot: written last, and removed first
+
+A spare is told whose parts to copy when all nodes have sealed a generation. It asks each of these nodes, and
+reads only while that node stores nothing itself. Copies take half of the room at most, and older ones go when
+newer ones are there, or before that where both do not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hpcrun.checkpoint.drain.arena import Arena
+from hpcrun.checkpoint.drain.pacer import Pacer
+from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, padded
+from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
+from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
+from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
+from hpcrun.checkpoint.prove import prove_part
+from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.specs.records import write_whole
+
+_PREFIX = "guest-"
+_NAME = re.compile(r"guest-([0-9a-f]{32})-([0-9]+)\.json")
+_GENERATION = re.compile(r"[0-9a-f]{32}")
+_PIECE_BYTES = 8 << 20
+_SHARE = 2
+"""One part in so many of the room is for copies: the spare's own slots must fit when it steps in."""
+_LOOK_S, _PATIENCE_S = 1.0, 600.0
+"""How long one question waits for a node to have nothing of its own to store, and all of them together."""
+
+
+class Asks(Protocol):
+    """The way to other nodes' workers."""
+
+    def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
+        """What a node answers; SiteError where it does not, or says no."""
+
+    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
+        """Fill a buffer with what a node was asked for; SiteError unless it gets all of it."""
+
+
+def is_guest(path: str) -> bool:
+    """Whether a part lies there that is another node's."""
+    return Path(path).name.startswith(_PREFIX)
+
+
+def guest_holdings(folder: Path, node: str) -> list[Holding]:
+    """The copies of other nodes' parts that lie whole in an arena."""
+    return _holdings(_find(folder), node)
+
+
+@dataclass
+class _Order:
+    """One copying, and whether it has been called off."""
+
+    number: int
+    stamp: Stamp
+    nodes: tuple[str, ...]
+    asks: Asks
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def check(self) -> None:
+        if self.over.is_set():
+            raise SiteError("given up, as something else is to be done")
+
+
+class Guests:
+    """Those of one arena; they are fetched in a thread of its own, all else happens at once."""
+
+    def __init__(self, arena: Arena, say: Callable[[dict[str, Any]], None]) -> None:
+        """`say` gets the answers to orders, in the other thread. They give way where slots need the room."""
+        self._folder, self._say, self._room = arena.folder, say, arena.room
+        arena.give_way = self._give_way
+        self._pacer, self._lock = Pacer(), threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "guests")
+        self._order: _Order | None = None
+        self._held = _find(arena.folder)
+        for path in arena.folder.glob(f"{_PREFIX}*"):
+            if path.name.endswith(ASIDE) or path.with_suffix(".bin") not in self._held:
+                path.unlink(missing_ok=True)
+
+    def obey(self, told: Mapping[str, Any], asks: Asks, spread: float) -> None:
+        """Begin what an order `copy` asks for, instead of an earlier one; ValueError: no such order."""
+        order = _Order(int(told["id"]), Stamp(**told["stamp"]), tuple(map(str, told["nodes"])), asks)
+        if not _GENERATION.fullmatch(order.stamp.generation):
+            raise ValueError(f"{order.stamp.generation} is no generation: 32 hexadecimal digits")
+        self.end()
+        self._pacer.spread, self._order = spread, order
+        self._thread.submit(self._copy, order)
+
+    def end(self) -> None:
+        """What is being copied is needed no more."""
+        with self._lock:
+            if self._order is not None:
+                self._order.over.set()
+
+    def close(self) -> None:
+        """Begin nothing new."""
+        self.end()
+        self._pacer.hasten()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def holdings(self, node: str) -> list[Holding]:
+        """What is here whole, the newest last."""
+        with self._lock:
+            held = dict(self._held)
+        return _holdings(held, node)
+
+    def retain(self, generations: Collection[str]) -> None:
+        """Let go of all but these generations."""
+        self._let_go(lambda record: record.stamp.generation not in generations)
+        with self._lock:
+            if self._order is not None and self._order.stamp.generation not in generations:
+                self._order.over.set()
+
+    def dismiss(self, generation: str, numbers: Collection[int]) -> None:
+        """Let go of all but these parts of a generation."""
+        self.end()
+        self._let_go(lambda one: one.stamp.generation != generation or one.number not in numbers)
+
+    def _give_way(self, may_drop: Callable[[Stamp], bool]) -> None:
+        self._let_go(lambda record: may_drop(record.stamp))
+
+    def _let_go(self, needless: Callable[[PartRecord], bool]) -> None:
+        with self._lock:
+            for path in [path for path, record in self._held.items() if needless(record)]:
+                self._drop(path)
+
+    def _drop(self, path: Path) -> None:
+        """With the lock held."""
+        del self._held[path]
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def _copy(self, order: _Order) -> None:
+        """In the other thread: node after node, until one does not fit or all are here."""
+        begin, generation = time.monotonic(), order.stamp.generation
+        whole, left, problems = list[str](), list[str](), dict[str, str]()
+        self._pacer.save_begins()
+        self._pacer.start()
+        for node in order.nodes:
+            try:
+                (whole if self._copy_share(order, node) else left).append(node)
+            except (HpcrunError, OSError, KeyError, TypeError, ValueError) as error:
+                if order.over.is_set():
+                    break
+                problems[node] = str(error)
+        if whole and not order.over.is_set():
+            self._let_go(lambda one: one.stamp.generation != generation)
+        with self._lock:
+            held = [one.part.size_bytes for one in self._held.values() if one.stamp == order.stamp]
+        self._say(
+            {
+                "kind": "copied",
+                "id": order.number,
+                "step": order.stamp.step,
+                "generation": generation,
+                "nodes": whole,
+                "no_room": left,
+                "problems": problems,
+                "size_bytes": sum(held),
+                "seconds": round(time.monotonic() - begin, 6),
+            }
+        )
+
+    def _copy_share(self, order: _Order, node: str) -> bool:
+        """All that a node's ranks have sealed; False where there is no room for it."""
+        order.check()
+        told = order.asks.ask(node, {"do": "share", "generation": order.stamp.generation})
+        if Stamp(**told["stamp"]) != order.stamp:
+            raise ValueError(
+                f"{node}: has another state under the name of generation {order.stamp.generation}"
+            )
+        records = [PartRecord(order.stamp, int(number), Part(**part)) for number, part in told["parts"]]
+        wrong = [one.number for one in records if not 0 <= one.number < order.stamp.world_size]
+        if wrong or not records:
+            raise ValueError(f"{node}: tells of parts {wrong} of {order.stamp.world_size}")
+        missing = [one for one in records if self._held.get(self._path(one)) != one]
+        if not self._make_room(missing, order.stamp):
+            return False
+        for one in missing:
+            self._copy_part(order, node, one)
+        return True
+
+    def _path(self, record: PartRecord) -> Path:
+        return self._folder / f"{_PREFIX}{record.stamp.generation}-{record.number}.bin"
+
+    def _make_room(self, records: Iterable[PartRecord], stamp: Stamp) -> bool:
+        """Whether so much more fits; older copies give way where it does not fit beside them."""
+        size = sum(padded(one.part.size_bytes, PART_ALIGN) for one in records)
+        with self._lock:
+            sizes = {path: padded(one.part.size_bytes, PART_ALIGN) for path, one in self._held.items()}
+            old = [path for path, one in self._held.items() if one.stamp != stamp]
+            held = sum(sizes.values())
+            most = (self._room(self._folder).size_bytes + held) // _SHARE
+            if held - sum(sizes[path] for path in old) + size > most:
+                return False
+            while held + size > most:
+                held -= sizes[old[0]]
+                self._drop(old.pop(0))
+        return True
+
+    def _copy_part(self, order: _Order, node: str, record: PartRecord) -> None:
+        path, size = self._path(record), record.part.size_bytes
+        buffer = memoryview(bytearray(min(_PIECE_BYTES, size)))
+        request = {"do": "part", "generation": order.stamp.generation, "number": record.number}
+        with AsideFile(path, size) as file:
+            for at in range(0, size, _PIECE_BYTES):
+                self._await_calm(order, node)
+                into = buffer[: size - at]
+                order.asks.read(node, request | {"at": at}, into)
+                file.write(at, into)
+                self._pacer.rest()
+            held = HeldPart(record.number, str(file.aside), 0, record.part)
+            try:
+                prove_part(held, bytes.fromhex(order.stamp.generation))
+            except DamagedError:
+                # Mostly its slot was used again meanwhile, which the node then says itself.
+                order.asks.ask(node, {"do": "share", "generation": order.stamp.generation})
+                raise
+            with self._lock:
+                order.check()
+                file.put_in_place()
+                self._held[path] = record
+                try:
+                    write_whole(path.with_suffix(".json"), render_part_record(record))
+                except OSError:
+                    self._drop(path)
+                    raise
+
+    def _await_calm(self, order: _Order, node: str) -> None:
+        """Wait until a node has nothing of its own to store."""
+        begin = time.monotonic()
+        request = {"do": "calm", "generation": order.stamp.generation, "wait_s": _LOOK_S}
+        while True:
+            order.check()
+            if order.asks.ask(node, request, _LOOK_S)["is_calm"]:
+                break
+            self._pacer.start()  # to wait is no work
+            if time.monotonic() - begin > _PATIENCE_S:
+                raise SiteError(f"{node}: stores saves of its own for more than {_PATIENCE_S:g} s")
+
+
+def _find(folder: Path) -> dict[Path, PartRecord]:
+    """The copies with their records, by file."""
+    found = {}
+    for path in sorted(folder.glob(f"{_PREFIX}*.json")):
+        part, name = path.with_suffix(".bin"), _NAME.fullmatch(path.name)
+        try:
+            record = parse_part_record(json.loads(path.read_text(encoding="utf-8")))
+            size = part.stat().st_size
+        except (OSError, ValueError):
+            continue
+        is_named = name is not None and (record.stamp.generation, record.number) == (name[1], int(name[2]))
+        if is_named and size == record.part.size_bytes:
+            found[part] = record
+    return found
+
+
+def _holdings(held: Mapping[Path, PartRecord], node: str) -> list[Holding]:
+    of = dict[Stamp, list[HeldPart]]()
+    for path, record in held.items():
+        of.setdefault(record.stamp, []).append(HeldPart(record.number, str(path), 0, record.part))
+    return [
+        Holding(stamp, "memory", node, tuple(sorted(parts, key=lambda one: one.number)))
+        for stamp, parts in sorted(of.items(), key=lambda one: (one[0].attempt, one[0].step))
+    ]

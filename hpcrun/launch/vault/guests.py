@@ -1,0 +1,195 @@
+"""Copies on spares: whose parts each of them is to hold, ordered anew for each save that is whole in memory.
+
+A node is covered by a spare near it first, the one that will take its place; then, where there is room, once
+more by another one, as far away as can be, because a rack is lost with its spares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from hpcrun.checkpoint.drain.guests import is_guest
+from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.parity.sets import Domains
+from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.hostlist import fold
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.vault.workers import Workers
+from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.placement import Placement
+
+_FOLLOWED = 4
+"""So many generations are remembered."""
+_MOST_NAMED = 4
+_LONG_MIN = 10.0
+
+Shares = dict[str, list[str]]
+"""Spare → the nodes whose parts it is to hold, those first that matter most."""
+
+
+def divide(spares: Sequence[str], nodes: Sequence[str], domains: Domains) -> Shares:
+    """Who copies whose parts: every node once, the nearest first, before any is covered twice.
+
+    Of those for the second time, the ones come first that another spare takes last, and may have no room for.
+    """
+    shares: Shares = {spare: [] for spare in spares}
+    left, holder = list(dict.fromkeys(nodes)), dict[str, str]()
+    while left and spares:
+        for spare in spares[: len(left)]:
+            node = min(left, key=lambda one: _distance(spare, one, domains))
+            left.remove(node)
+            shares[spare].append(node)
+            holder[node] = spare
+    for node in reversed(holder):
+        others = [spare for spare in spares if spare != holder[node]]
+        if others:
+            second = min(others, key=lambda one: (len(shares[one]), -_distance(one, holder[node], domains)))
+            shares[second].append(node)
+    return shares
+
+
+def _distance(one: str, other: str, domains: Domains) -> int:
+    """How many levels of the fabric have to be gone up until both are in one unit; unknown is far."""
+    for height, units in enumerate(domains.values()):
+        if units.get(one) is not None and units.get(one) == units.get(other):
+            return height
+    return len(domains)
+
+
+def count_of_guests(plan: RestorePlan) -> int:
+    """How many parts of a plan come out of copies on spares."""
+    return sum(is_guest(one.path) for one in plan.sources)
+
+
+class Guests:
+    """One a run: gives the spares their orders, one at a time, and hears what came of them."""
+
+    def __init__(
+        self, workers: Workers, nodes: Nodes, spec: CheckpointSpec, note: Callable[[str], None]
+    ) -> None:
+        self._workers, self._nodes, self._note = workers, nodes, note
+        self._is_wanted = spec.memory > 0 and spec.spares is not False
+        self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
+        self._shares: Shares = {}
+        self._spares: list[str] = []
+        self._newest: Stamp | None = None
+        self._completed = 0
+        self._ordered: dict[str, tuple[int, Stamp, float]] = {}
+        """What each spare is about, and since when."""
+        self._waiting: dict[str, Stamp] = {}
+        self._held: dict[int, dict[str, set[str]]] = {}
+        """Step → spare → whose parts it has."""
+        self._told: dict[str, list[str]] = {}
+        self._noted: set[tuple[str, str]] = set()
+
+    def begin(self, attempt: int, placement: Placement, domains: Domains, plan: RestorePlan) -> None:
+        """An attempt begins: of what nodes with ranks have as guests, only what it goes on from is kept."""
+        there = self._workers.ready
+        nodes = tuple(dict.fromkeys(placement.nodes))
+        spares = [one for one in placement.spares or there if one in there and one not in nodes]
+        self._attempt, self._nodes_in_use = attempt, nodes
+        self._newest, self._completed = None, 0
+        self._ordered, self._waiting, self._told, self._held = {}, {}, {}, {}
+        self._noted = set()
+        self._shares = divide(spares, nodes, domains) if self._is_wanted else {}
+        if self._shares and sorted(self._shares) != self._spares:
+            self._spares = sorted(self._shares)
+            self._note(
+                f"spare{'s' * (len(spares) != 1)} {fold(spares)}: each save is copied there out of the nodes'"
+                " memory, as far as there is room; a node is lost without harm where there is a copy"
+            )
+        used = [one for one in plan.sources if is_guest(one.path)]
+        for node in nodes:
+            if plan.stamp is not None and node in there:
+                numbers = [one.number for one in used if one.node == node]
+                self._workers.dismiss(node, plan.stamp.generation, numbers)
+
+    def hear(self, node: str, message: dict[str, Any], whole: Stamp | None) -> Iterator[dict[str, Any]]:
+        """The events that a message makes; `whole`: the newest state that all nodes have in memory."""
+        kind = message.get("kind")
+        if kind == "died":
+            self._ordered.pop(node, None)
+            for holders in self._held.values():
+                holders.pop(node, None)
+        elif kind == "copied":
+            yield from self._take(node, message)
+        if whole is not None and whole.attempt == self._attempt and whole != self._newest:
+            self._newest = whole
+            self._due(whole)
+
+    def covered_step(self) -> int:
+        """The newest step of which spares have all that lost nodes of this attempt had; 0: of none."""
+        gone = {one.node for one in self._nodes.lost}
+        living = set(self._nodes.alive) - gone
+        lost = set(self._nodes_in_use) - living
+        for step, holders in sorted(self._held.items(), reverse=True):
+            if lost and lost <= set().union(*(of for spare, of in holders.items() if spare in living)):
+                return step
+        return 0
+
+    def _due(self, stamp: Stamp) -> None:
+        self._completed += 1
+        if self._completed == 2:
+            # Only now is the state that the attempt began with of no more use, as its slots are used again.
+            for node in self._nodes_in_use:
+                self._workers.dismiss(node, stamp.generation, ())
+        for spare in self._shares:
+            if spare in self._ordered:
+                self._waiting[spare] = stamp
+                self._watch(spare)
+            else:
+                self._order(spare, stamp)
+
+    def _order(self, spare: str, stamp: Stamp) -> None:
+        if spare in self._nodes.alive and spare in self._workers.ready:
+            number = self._workers.copy(spare, stamp, self._shares[spare])
+            self._ordered[spare] = number, stamp, time.monotonic()
+
+    def _watch(self, spare: str) -> None:
+        """Say it once where a spare is long about one save: what it has is old."""
+        _, stamp, since = self._ordered[spare]
+        minutes = (time.monotonic() - since) / 60
+        if minutes > _LONG_MIN and (spare, spare) not in self._noted:
+            self._noted.add((spare, spare))
+            self._note(f"{spare}: has said nothing for {minutes:.0f} min of its copies of step {stamp.step}")
+
+    def _take(self, spare: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        number, stamp, _ = self._ordered.get(spare, (None, None, None))
+        # Numbers begin anew with each supervisor.
+        if stamp is None or (told.get("id"), told.get("generation")) != (number, stamp.generation):
+            return
+        del self._ordered[spare]
+        if (following := self._waiting.pop(spare, None)) is not None:
+            self._order(spare, following)
+        nodes, problems = [str(one) for one in told.get("nodes", ())], dict(told.get("problems") or {})
+        self._held.setdefault(stamp.step, {})[spare] = set(nodes)
+        for step in sorted(self._held)[:-_FOLLOWED]:
+            del self._held[step]
+        self._note_problems(spare, stamp, problems)
+        no_room = [str(one) for one in told.get("no_room", ())]
+        size, seconds = int(told.get("size_bytes") or 0), float(told.get("seconds") or 0.0)
+        event = {"step": stamp.step, "generation": stamp.generation, "node": spare, "of": nodes}
+        event |= {"no_room": no_room, "problems": problems, "size_bytes": size, "seconds": seconds}
+        if self._told.get(spare) != nodes:
+            self._told[spare] = nodes
+            room = f"; no room for {_named(no_room)}" if no_room else ""
+            event["message"] = (
+                f"spare {spare} holds what {_named(nodes)} had in memory at step {stamp.step}"
+                f" ({size / 1e9:.2g} GB in {seconds:.2g} s){room}"
+            )
+        yield event
+
+    def _note_problems(self, spare: str, stamp: Stamp, problems: dict[str, Any]) -> None:
+        """Once an attempt for each node that it is about; events have the rest."""
+        new = [node for node in problems if (spare, node) not in self._noted]
+        self._noted |= {(spare, node) for node in new}
+        if new:
+            self._note(f"{spare}: has no copy of step {stamp.step} of {_named(new)}: {problems[new[0]]}")
+
+
+def _named(nodes: Iterable[str]) -> str:
+    names = list(nodes)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return (", ".join(names[:_MOST_NAMED]) or "no node") + more
