@@ -65,7 +65,8 @@ class ErasureSets:
         """Which simultaneous losses the newest generation survives, and which it does not."""
         if not self.sets:
             why = "there is one node" if len(self.nodes) < 2 else "scheme is none"
-            return f"no parity, as {why}: what a lost node held is in the run directory alone"
+            told = "of what a lost node held only the run directory is sure to have a copy"
+            return f"no parity, as {why}: {told}"
         return "\n".join((self._shape(), self._survived(), self._not_survived(), *self.notes))
 
     def _shape(self) -> str:
