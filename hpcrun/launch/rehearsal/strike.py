@@ -114,7 +114,7 @@ def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
 
 def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
     """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
-    found = [*_supervisor(order), *_agents(run, order)]
+    found = [*_parent_of_supervisor(order), *_supervisor(order), *_agents(run, order)]
     found += [one for top in list(found) for one in process.descendants(top.pid)]
     found += process.processes_with_env(RUN_ID_VARIABLE, run.id)
     ours = {os.getpid(), *_ancestors()}
@@ -220,6 +220,13 @@ def _supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
     told = order["supervisor"]
     one = ProcessId(told["pid"], told["start_ticks"])
     return [one] if told["host"] == _node() and _is_ours(one) and _is_of_job(one, order) else []
+
+
+def _parent_of_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
+    """In a batch job, the process that would have another supervisor come back."""
+    known = dict(process.command_lines())
+    parents = [process.identify(process.parent_of(one.pid) or 0) for one in _supervisor(order)]
+    return [one for one in parents if one is not None and "_task" in known.get(one, ())]
 
 
 def _is_of_job(one: ProcessId, order: Mapping[str, Any]) -> bool:
