@@ -1,116 +1,30 @@
-"""A submitted job whose supervisor is killed alone goes on in the same job, here on the one node it has."""
+"""A submitted job whose supervisor is killed alone goes on in the same job."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpcrun import process
-from hpcrun.launch import task
 from hpcrun.launch.agents.lease import read_leader
 from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.story import story
 from hpcrun.launch.rehearsal.chaos import aim, inflict
 from hpcrun.launch.rehearsal.faults import Fault
-from hpcrun.launch.submit.snapshot import record_origin
-from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import render_job
 from hpcrun.specs.records import read_json, read_lines
-from hpcrun.specs.rundir import RunDir, create_run
-
-ROOT = Path(__file__).parents[2]
-SRUN = """\
-#!/bin/bash
-for word in "$@"; do case $word in --nodelist=*) export SLURMD_NODENAME=${word#*=} ;; esac; done
-while [[ $1 != *python* ]]; do shift; done
-exec unshare --user --map-root-user --uts sh -c 'hostname $SLURMD_NODENAME; exec "$@"' sh "$@"
-"""
-"""The step of an agent, on a node that is this host by another name."""
-HOST = os.uname().nodename
-LOOP = "until [ -e {0}/mark ]; do sleep 0.05; done"
-
-
-@dataclass
-class Job:
-    """A batch job's command, and the run that it is for."""
-
-    run: RunDir
-    place: Path
-    command: subprocess.Popen[bytes]
-
-    @property
-    def supervisor(self) -> int:
-        return int(supervisor_of(self.run)["pid"])
-
-    def is_up(self, attempt: int) -> bool:
-        return self.run.attempt(attempt).rank_record(0).exists()
-
-    def kill(self) -> None:
-        os.kill(self.supervisor, signal.SIGKILL)
-
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        end = time.monotonic() + timeout_s
-        while not condition():
-            is_in_time = time.monotonic() < end and self.command.poll() is None
-            assert is_in_time, (self.place / "said").read_text()
-            time.sleep(0.02)
-
-    def end(self) -> int:
-        """Let the program end; the exit code of the batch command."""
-        (self.place / "mark").touch()
-        return self.command.wait(60)
-
-    def relaunches(self) -> list[str | None]:
-        attempts = self.run.attempts()
-        return [(read_json(one.outcome) or {}).get("relaunched") for one in attempts]
-
-
-def submitted(place: Path, spec: JobSpec, env: dict[str, str] | None = None) -> Job:
-    """What the batch script of a job on this one node has just started."""
-    run = create_run("t")
-    run.spec.write_text(render_job(spec))
-    record_origin(run, spec)
-    run.cluster.write_text("name: c\nnetwork: {interface: lo}\n")
-    run.submitit.mkdir(mode=0o700, exist_ok=True)
-    pickle = JobPaths(run.submitit, "7", 0).submitted_pickle
-    pickle.touch(mode=0o600)
-    DelayedSubmission(task.run_task, str(run.path)).dump(pickle)
-    slurm = {
-        "SUBMITIT_EXECUTOR": "slurm",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": HOST,
-        "SLURM_PROCID": "0",
-    }
-    with (place / "said").open("wb") as said:
-        words = [sys.executable, "-m", "hpcrun", "_task", str(run.submitit)]
-        environ = os.environ | {"PYTHONPATH": str(ROOT)} | slurm | (env or {})
-        child = subprocess.Popen(words, cwd=place, env=environ, stdout=said, stderr=said)
-    return Job(run, place, child)
-
-
-def spec_of(words: Sequence[str], **more: object) -> JobSpec:
-    return JobSpec.model_validate({"name": "t", "command": list(words), "retry": {}, **more})
+from tests.launch.batch import HOST, LOOP, ROOT, Job, over, pretended_nodes, spec_of, submitted
 
 
 @pytest.fixture
 def job(tmp_path: Path, runs_root: Path) -> Iterator[Job]:
-    found = submitted(tmp_path, spec_of(["sh", "-c", LOOP.format(tmp_path)]))
-    try:
-        found.until(lambda: found.is_up(1))
+    """A program that runs until it is told to end."""
+    with over(submitted(tmp_path, spec_of(["sh", "-c", LOOP.format(tmp_path)]))) as found:
         yield found
-    finally:
-        found.end()
-        assert process.processes_with_env("HPCRUN_RUN_ID", found.run.id) == []
 
 
 def test_another_supervisor_goes_on_with_the_run_of_one_that_was_killed(job: Job) -> None:
@@ -198,22 +112,11 @@ if "_task" in sys.orig_argv:
 
 @pytest.fixture
 def spread(tmp_path: Path, runs_root: Path) -> Iterator[Job]:
-    """The same on two nodes, which are this host."""
-    words = ["unshare", "--user", "--map-root-user", "--uts", "hostname", "n1"]
-    if subprocess.run(words, check=False, capture_output=True).returncode:
-        pytest.skip("this kernel lets nobody name a host of his own (unshare --user --uts)")
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(SRUN)
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    env = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    """The same on two nodes."""
+    env = pretended_nodes(tmp_path, "n[1-2]")
     spec = spec_of(["sh", "-c", LOOP.format(tmp_path)], resources={"nodes": 2, "ranks_per_node": 1})
-    found = submitted(tmp_path, spec, env)
-    try:
-        found.until(lambda: found.is_up(1))
+    with over(submitted(tmp_path, spec, env)) as found:
         yield found
-    finally:
-        found.end()
-        assert process.processes_with_env("HPCRUN_RUN_ID", found.run.id) == []
 
 
 def test_agents_come_to_the_supervisor_that_comes_back_and_no_node_is_lost(spread: Job) -> None:
