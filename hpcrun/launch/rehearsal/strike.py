@@ -25,8 +25,8 @@ from hpcrun.process import Handle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_PERIOD_S = 0.2
-"""How often slowed ranks are stopped: seldom enough to cost little, often enough for steps to feel it."""
+_PERIOD_S = 0.002
+"""How often slowed ranks are stopped: whatever takes a millisecond on a node that is well feels its share."""
 _LOOK_S = 2.0
 _ROUNDS = 5
 
@@ -82,8 +82,8 @@ def _resume_rank(run: RunDir, order: Mapping[str, Any]) -> None:
 
 
 def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
-    """Stop the ranks of the node for a share of every period."""
-    share, ranks, looked = order["share"], order["ranks"], time.monotonic()
+    """Stop the ranks of the node for a share of every short period."""
+    share, ranks = order["share"], order["ranks"]
     found = _trees(run, order, ranks)
     if not found:
         raise GoneError(f"no rank of {run.id} runs on {_node()} any more")
@@ -92,16 +92,32 @@ def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
     try:
         while found and time.monotonic() < end:
             with _holding(found) as handles:
-                _send(handles, signal.SIGSTOP)
-                is_left = _wait(share * _PERIOD_S)
-                _send(handles, signal.SIGCONT)
-            if is_left or _wait((1 - share) * _PERIOD_S):
-                break
-            if time.monotonic() - looked > _LOOK_S:
-                looked, found = time.monotonic(), _trees(run, order, ranks)
+                if _take(share, handles, min(end, time.monotonic() + _LOOK_S)):
+                    break
+            found = _trees(run, order, ranks)
     finally:
         _resume(run, order, ranks)
     _say("over", f"leaves {_several(ranks)} alone")
+
+
+def _take(share: float, handles: Sequence[Handle], until: float) -> bool:
+    """Take this share of the time from them; True when our input has ended.
+
+    We may come late to either end of a slice: what was taken too much or too little is made up for.
+    """
+    begin, taken = time.monotonic(), 0.0
+    while (now := time.monotonic()) < until:
+        owed = share * (now - begin) - taken
+        if _wait(max(0.0, (1 - share) * _PERIOD_S - owed / share)):
+            return True
+        stopped = time.monotonic()
+        _send(handles, signal.SIGSTOP)
+        is_left = _wait(max(0.0, share * (stopped - begin) - taken) / (1 - share))
+        _send(handles, signal.SIGCONT)
+        taken += time.monotonic() - stopped
+        if is_left:
+            return True
+    return False
 
 
 def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
