@@ -168,7 +168,7 @@ def fill_disk(
 
 @app.command("kill-supervisor")
 def kill_supervisor(name: _Run, yes: _Yes = False, dry_run: _DryRun = False, as_json: _Json = False) -> None:
-    """Kill the supervisor of a run."""
+    """Kill the supervisor of a run: in a batch job another comes in its place, else the run ends."""
     _do(name, "kill-supervisor", {}, yes, dry_run, as_json)
 
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 from hpcrun import __version__
 from hpcrun.errors import (
@@ -19,6 +19,9 @@ from hpcrun.errors import (
     SiteError,
     UsageError,
 )
+
+if TYPE_CHECKING:
+    from hpcrun.launch.guard import Fall
 
 
 class Verb(NamedTuple):
@@ -194,16 +197,22 @@ def _be_successor(run_dir: str, epoch: str) -> int:
 
 def _be_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
+    from hpcrun.launch.guard import keep
     from hpcrun.launch.inbox import hold_back
 
     hold_back()
+    return keep(lambda fall: _supervise(folder, fall))
+
+
+def _supervise(folder: str, fall: Fall | None) -> int:
+    """What that job does, in a child of the process that the batch script waits for; see its module."""
     try:
         task = importlib.import_module("hpcrun.launch.task")
         importlib.import_module("submitit")
     except ImportError as error:
         words = "the job's python, or python.path in the profile, must be one that has hpcrun installed"
         raise SiteError(f"{sys.executable} on {os.uname().nodename}: {error}; {words}") from None
-    return int(task.run_submitted(folder))
+    return int(task.run_submitted(folder, fall))
 
 
 def _strike(run_dir: str, order: str) -> int:

@@ -98,6 +98,8 @@ class Outcome:
     """Which kind of fault it was, where it failed."""
     rank: int | None = None
     """The rank that was the first to fall, where it is known."""
+    leaderless: bool = False
+    """Whether it ended because its supervisor was killed, and nothing else."""
 
     @property
     def files(self) -> Attempt:

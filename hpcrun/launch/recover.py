@@ -13,8 +13,8 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 
-Cause = Literal["time_limit", "preemption", "crash", "hang", "node", "straggler"]
-FAULTS: tuple[Cause, ...] = ("crash", "hang", "node", "straggler")
+Cause = Literal["time_limit", "preemption", "crash", "hang", "node", "straggler", "supervisor lost"]
+FAULTS: tuple[Cause, ...] = ("crash", "hang", "node", "straggler", "supervisor lost")
 """Those that another attempt in the same allocation may overcome."""
 _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
@@ -32,6 +32,8 @@ def cause_of(outcome: Outcome, grace_s: float = 0.0, seconds_left: float | None 
     if outcome.status == "saved" and outcome.stop is None and outcome.suspects:
         return "straggler"
     if outcome.status == "failed" and outcome.exit_code == EXIT_RANKS_DIED and outcome.stop is None:
+        if outcome.leaderless:
+            return "supervisor lost"
         return "hang" if outcome.hung else "node" if outcome.lost else "crash"
     if outcome.status == "failed" and outcome.exit_code == EXIT_SITE and outcome.lost:
         return "node"  # nothing was started: the preflight has left too few nodes
@@ -57,10 +59,11 @@ def refusal(
         return REPEATED
     if not in_place and cause != "node" and progress is not None and progress <= 0:
         return "there was no progress since the last attempt"
-    # A slow node is replaced for as long as there are spares.
-    budget, used = getattr(retries, cause, None), uses(run, cause)
+    # A slow node is replaced for as long as there are spares. What kills a supervisor is its node's doing.
+    key = "node" if cause == "supervisor lost" else cause
+    budget, used = getattr(retries, key, None), uses(run, cause)
     if budget is not None and used >= budget:
-        return f"retry.{cause} allows {budget}, and {used} have been used"
+        return f"retry.{key} allows {budget}, and {used} have been used"
     return None
 
 

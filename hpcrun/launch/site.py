@@ -137,7 +137,7 @@ class Site:
 
         With a `succession` the agents are there already, and were another supervisor's.
         """
-        if self.allocation is None or (self.is_here and succession is None):
+        if self.allocation is None or (self.is_here and (succession is None or succession.epoch is None)):
             here = ThisNode(run)
             try:
                 yield here
@@ -148,15 +148,15 @@ class Site:
         environ = step_environment(without_world(with_our_package(os.environ)))
         address = address_here(self.cluster.network.interface if self.cluster else None, names)
         leadership = Leadership(run, succession.epoch if succession else None)
-        missing, gone = (succession.former, left_out(run)[0]) if succession else ("", frozenset())
+        missing, gone = (succession.missing, left_out(run)[0]) if succession else ("", frozenset())
         crew = Crew(run, leadership, address, names, missing, gone)
         try:
+            again = self.allocation
+            crew.call_back_with(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
             if succession is None:
                 crew.start(self.allocation.agent_steps(run, names), environ)
             else:
-                crew.adopt()
-            again = self.allocation
-            crew.call_back_with(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
+                crew.adopt(starts_missing=succession.is_in_place)
             yield AgentNodes(crew, run)
         finally:
             crew.close()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
@@ -78,7 +79,8 @@ class Supervisor:
         if prepared.resume is None:
             record_origin(run, prepared.spec)
         note = self._observer.note
-        owned = succeed(run) if self._succession else own(run, self._site.allocation, note)
+        has_epoch = self._succession is not None and self._succession.epoch is not None
+        owned = succeed(run) if has_epoch else own(run, self._site.allocation, note)
         with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
                 with self._site.nodes(run, self._succession) as nodes:
@@ -145,8 +147,11 @@ class Supervisor:
             fit, step = self._roster.fit(nodes), self._newest_step(outcome)
             self._observer.note(f"{outcome.message}; going on{fit} from step {step}")
             nodes.call_back()
-            if not self._rest(recover.back_off_s(self._fruitless), nodes):
-                return self._close(outcome, "it was asked to stop")
+            asked = self._rest(recover.back_off_s(self._fruitless), nodes)
+            if asked is not None:
+                # Near the time limit the job is to be queued again; whoever sends another one means its end.
+                stop = None if asked == signal.SIGUSR2 else asked
+                return self._close(replace(outcome, stop=stop), "it was asked to stop")
             outcome = None
 
     def _take_stock(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> None:
@@ -166,17 +171,18 @@ class Supervisor:
             for node in self._roster.avoid(drained, nodes):
                 self._observer.note(f"{node} is {drained[node]} in Slurm: a spare takes its place")
 
-    def _rest(self, seconds: float, nodes: Nodes) -> bool:
-        """Wait before another attempt, if there is reason to; False when somebody wants no other one."""
+    def _rest(self, seconds: float, nodes: Nodes) -> signal.Signals | None:
+        """Wait before another attempt, if there is reason to; the signal of who wants no other one."""
         if seconds:
             self._observer.note(f"waiting for {seconds:g} s before the next attempt")
         until = time.monotonic() + seconds
         while True:
-            if any(number != signal.SIGUSR1 for number in self._inbox.read()):
-                return False
+            asked = [number for number in self._inbox.read() if number != signal.SIGUSR1]
+            if asked:
+                return asked[0]
             left = until - time.monotonic()
             if left <= 0:
-                return True
+                return None
             nodes.rest(min(left, _NAP_S))
 
     def _preflight(self, attempt: Attempt, nodes: Nodes) -> Outcome | None:
@@ -253,7 +259,7 @@ class Supervisor:
             "started": time.time(),
             "slurm_job": None if allocation is None else allocation.job,
             "restarts": None if allocation is None else allocation.restarts,
-            "taken_over": None if self._succession is None else self._succession.epoch,
+            "taken_over": self._succession.elsewhere if self._succession else None,
         }
 
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:

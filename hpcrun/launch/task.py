@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
+from hpcrun.launch.agents.comeback import ComeBack
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.endurance import say
+from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.prepare import prepare
@@ -58,10 +60,15 @@ class BatchLog:
 
 
 _codes: list[int] = []
+_falls: list[Fall] = []
 
 
-def run_submitted(folder: str) -> int:
-    """Run the pickle that submitit has put there for this job, which is run_task; gives its exit code."""
+def run_submitted(folder: str, fall: Fall | None = None) -> int:
+    """Run the pickle that submitit has put there for this job, which is run_task; gives its exit code.
+
+    `fall`: it is not the first to do so here.
+    """
+    _falls.extend([] if fall is None else [fall])
     # It loads numpy where there is one, which a login node is spared.
     process_job = importlib.import_module("submitit.core.submission").process_job
     try:
@@ -73,11 +80,12 @@ def run_submitted(folder: str) -> int:
     return _codes.pop()
 
 
-def run_task(run_path: str) -> int:
+def run_task(run_path: str, fall: Fall | None = None) -> int:
     """Run what was submitted: a run, an element of a sweep, or (without an array) a sweep's elements in turn.
 
     Gives the exit code; whatever goes wrong stands in the run's exit record.
     """
+    _falls.extend([] if fall is None else [fall])
     _codes.append(_run_all(RunDir(Path(run_path))))
     return _codes[-1]
 
@@ -110,9 +118,14 @@ def _run(run: RunDir, origin: RunDir) -> int:
         cluster = load_cluster(origin.cluster) if origin.cluster.exists() else None
         _check_python(record, cluster, log)
         allocation = find_allocation(os.environ)
-        prepared = prepare(None, resume=run)
+        prepared, site = prepare(None, resume=run), Site(allocation, cluster)
         log.note(f"{prepared.spec.name}: {prepared.describe()}")
-        return Supervisor(prepared, inbox, log, site=Site(allocation, cluster)).run()
+        # Only of the first run, of several in turn, the supervisor was killed.
+        fall = _falls.pop() if _falls else None
+        after = ComeBack(run, prepared.spec, site, fall, inbox, log.note).decide() if fall else None
+        if isinstance(after, Outcome):
+            return after
+        return Supervisor(prepared, inbox, log, site=site, succession=after).run()
 
     def record_failure(code: int, message: str) -> None:
         # Unless it is somebody else's.

@@ -5,6 +5,8 @@ Steps cannot tell: ranks wait for one another, so all of them take as long as th
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 
 import torch
@@ -13,12 +15,19 @@ from hpcrun.launch.watch.progress import probed
 from hpcrun.runtime.device import Device
 
 _EVERY_S = 1.0
+_SHARE = 0.001
+"""Of the time since the last probe, which the next one may take."""
+_MOST_S = 0.01
+_FIRST_ROUNDS = 3
 _SIZE = {"cpu": 192, "cuda": 2048}
-_ROUNDS = 3
 
 
 class SpeedProbe:
-    """Multiplies two matrices about once a second, the best of three: far below a percent of the time."""
+    """Multiplies two matrices again and again, about once a second, for a thousandth of the time.
+
+    All rounds count: a rank that is held up for a moment every few milliseconds is as slow as one whose clock
+    is low. What the thread waits for a core does not count, because it is its neighbours' doing.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -27,20 +36,32 @@ class SpeedProbe:
         line = torch.arange(size, device=device.torch_device, dtype=torch.float32) / size
         self._matrix = line[:, None] * line[None, :]
         self._product = torch.empty_like(self._matrix)
-        self._done = time.monotonic()
+        self._done, self._least = time.monotonic(), 0.0
+        self._waits: int | None = None
+        with contextlib.suppress(OSError):  # a kernel that does not count it
+            self._waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def step(self, step: int) -> None:
         """At the beginning of a step, where nobody waits for this rank yet."""
-        if time.monotonic() - self._done < _EVERY_S:
+        passed = time.monotonic() - self._done
+        if passed < _EVERY_S:
             return
+        rounds = int(min(_SHARE * passed, _MOST_S) / self._least) if self._least else _FIRST_ROUNDS
         with torch.no_grad():
-            best = min(self._round() for _ in range(_ROUNDS))
-        probed(best, step)
+            times = [self._round() for _ in range(max(1, rounds))]
+        self._least = min(self._least or times[0], *times)
+        probed(sum(times) / len(times), step)
         self._done = time.monotonic()
 
     def _round(self) -> float:
         self._device.synchronize()
-        begin = time.perf_counter()
+        begin, waited = time.perf_counter(), self._waited_s()
         torch.matmul(self._matrix, self._matrix, out=self._product)
         self._device.synchronize()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin - (self._waited_s() - waited)
+
+    def _waited_s(self) -> float:
+        """For how long this thread could have run and had no core."""
+        if self._waits is None:
+            return 0.0
+        return int(os.pread(self._waits, 64, 0).split()[1]) / 1e9

@@ -55,7 +55,7 @@ def test_a_run_goes_on_after_a_rehearsed_death_and_a_node_that_vanishes(desk: De
     ]
 
 
-def test_a_run_outlives_an_agent_and_leaves_nothing_when_its_supervisor_dies(desk: Desk) -> None:
+def test_a_run_outlives_an_agent_and_its_supervisor_but_not_what_brings_one_back(desk: Desk) -> None:
     asked = ("name=played", "resources={nodes: 2, spares: 1}", "retry={crash: 2, node: 2}")
     run = desk.submit(*asked, "--", "sh", "-c", "while :; do sleep 0.1; done")
     desk.until(lambda: run.attempt(1).rank_record(1).exists(), run)
@@ -70,6 +70,9 @@ def test_a_run_outlives_an_agent_and_leaves_nothing_when_its_supervisor_dies(des
     assert outcomes(run) == [("failed", "node", None)]
     killed = desk.hpcrun("chaos", "kill-supervisor", run.id)
     assert "n01: SIGKILL to the supervisor (pid " in killed.stdout
+    desk.until(lambda: run.attempt(3).rank_record(1).exists(), run)
+    assert outcomes(run)[1:] == [("failed", "supervisor lost", None)]
+    desk.hpcrun("chaos", "vanish", run.id, "--node", "n01", "--force")
 
     def is_over() -> bool:
         return bool(json.loads(desk.hpcrun("status", run.id, "--json").stdout)["state"] == "failed")

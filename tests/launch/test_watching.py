@@ -320,7 +320,7 @@ def probes(node: int, *times: float, rank: int | None = None) -> Progress:
 def test_a_slow_node_is_named_once_and_again_after_it_was_fine() -> None:
     stragglers = Stragglers()
     for node in range(3):
-        stragglers.heard(probes(node, *[0.001] * 6))
+        stragglers.heard(probes(node, *[0.001] * 9))
     assert stragglers.new() == []
     stragglers.heard(probes(1, *[0.002] * 12))
     (slow,) = stragglers.new()
@@ -335,10 +335,20 @@ def test_a_slow_node_is_named_once_and_again_after_it_was_fine() -> None:
 
 def test_one_bad_measurement_or_one_node_alone_says_nothing() -> None:
     stragglers = Stragglers()
-    stragglers.heard(probes(0, *[0.001] * 8))
+    stragglers.heard(probes(0, *[0.001] * 9))
     assert stragglers.new() == []
     stragglers.heard(probes(1, *[0.001] * 7, 0.5, 0.4))
     assert stragglers.new() == []
+    # Two far apart, in a window that is full.
+    stragglers.heard(probes(1, *[0.001] * 5, 0.5, *[0.001] * 8, 0.4))
+    assert stragglers.new() == []
+
+
+def test_what_only_some_measurements_show_names_a_node_all_the_same() -> None:
+    stragglers = Stragglers()
+    stragglers.heard(probes(0, *[0.001] * 9))
+    stragglers.heard(probes(1, *[0.001, 0.004, 0.001] * 3))
+    assert [one.node for one in stragglers.new()] == ["n1"]
 
 
 def test_progress_travels_as_a_line() -> None:

@@ -190,9 +190,17 @@ class Crew:
             who = ", ".join(one.node for one in silent)
             raise SiteError(f"no agent answered on {who} within {_HELLO_S:g} s")
 
-    def adopt(self) -> None:
-        """Wait for the agents that somebody else has started; who does not come in time is lost."""
+    def adopt(self, *, starts_missing: bool = False) -> None:
+        """Wait for the agents that somebody else has started; who does not come in time is lost.
+
+        `starts_missing`: that one may have been killed before it had started them all.
+        """
         self._await_hello(_ADOPT_S)
+        missing = [one for one in self.living if not one.has_answered]
+        if starts_missing and missing and self._again is not None:
+            for agent in missing:
+                agent.children.append(self._again(agent.node))
+            self._await_hello(_CALL_S)
         for agent in self.living:
             if not agent.has_answered:
                 self.lose(agent, "its agent did not come to the new supervisor")

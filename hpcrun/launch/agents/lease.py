@@ -90,6 +90,15 @@ def claim(run: RunDir, epoch: int) -> bool:
     return True
 
 
+def claimed_by(run: RunDir, epoch: int) -> tuple[str, int] | None:
+    """The host and the process that have made an epoch."""
+    try:
+        host, pid = (run.epochs / str(epoch)).read_text().split()[:2]
+        return host, int(pid)
+    except (OSError, ValueError):
+        return None
+
+
 def claimed_at(run: RunDir, epoch: int) -> float | None:
     """When (wall clock of its maker) an epoch was made: that is when the leader before it was given up."""
     try:

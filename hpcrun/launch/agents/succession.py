@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.agents.lease import (
@@ -39,8 +39,26 @@ _STILL_S = 8 * LEADERLESS_S
 class Succession:
     """The epoch of the supervisor that takes over, and the host of the one before it."""
 
-    epoch: int
+    epoch: int | None
+    """None where all ranks stand on one host: nobody else could lead there."""
     former: str
+    killed_by: str = ""
+    """The signal that has killed the one before it, alone and on this very host, which is well."""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the batch shell leads to the new supervisor, as it did to the former."""
+        return bool(self.killed_by)
+
+    @property
+    def elsewhere(self) -> int | None:
+        """The epoch, where the batch shell does not lead to the new supervisor."""
+        return None if self.is_in_place else self.epoch
+
+    @property
+    def missing(self) -> str:
+        """The node that is lost with the former supervisor."""
+        return "" if self.is_in_place else self.former
 
     def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> Outcome | None:
         """How the attempt ended that the former supervisor has left behind; None where it had none.
@@ -59,6 +77,14 @@ class Succession:
             at = "" if step is None else f" at step {step}"
             code = EXIT_SAVED if is_saved else EXIT_DONE
             outcome = Outcome(run, attempt.number, status, code, f"{status}{at}", step, result)
+        elif self.is_in_place and not lost:
+            message = f"the supervisor on {self.former} was killed by {self.killed_by}"
+            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            message += "; it was asked to save and stop" if stop else ""
+            outcome = Outcome(
+                run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, leaderless=True
+            )
+            outcome = replace(outcome, kind="infrastructure")
         else:
             names = tuple(one.node for one in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
@@ -78,8 +104,9 @@ class Succession:
             now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
             events.write(now | {"event": event} | more | {"host": os.uname().nodename})
 
-        claimed = claimed_at(run, self.epoch)
-        write("takeover", epoch=self.epoch, former=self.former, claimed=claimed)
+        claimed = None if self.epoch is None else claimed_at(run, self.epoch)
+        more = {"killed_by": self.killed_by} if self.is_in_place else {}
+        write("takeover", epoch=self.epoch, former=self.former, claimed=claimed, **more)
         for one in lost if outcome.lost else ():
             write("node lost", node=one.node, why=one.why)
         write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)

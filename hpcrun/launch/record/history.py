@@ -27,7 +27,10 @@ _MOST_LINES, _MOST_STORED = 20_000, 64
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _NAME = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
 _OF_THE_PROGRAM = ("deterministic", "data")
-_KINDS: Mapping[str, Kind] = {"crash": "process", "hang": "process", "node": "node", "node lost": "node"}
+_KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(("crash", "hang", "supervisor lost"), "process"),
+    **dict.fromkeys(("node", "node lost"), "node"),
+}
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,8 @@ def _words(name: str, event: Record) -> str:
         case "dump":
             return _stacks(event.get("groups"))
         case "takeover":
+            if killed_by := event.get("killed_by"):
+                return f"the supervisor on {event.get('former')} was killed by {killed_by}"
             return (
                 f"the supervisor on {event.get('former')} is gone; {event.get('host')} goes on with the run"
             )

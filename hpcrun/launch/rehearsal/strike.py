@@ -25,8 +25,8 @@ from hpcrun.process import Handle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_PERIOD_S = 0.2
-"""How often slowed ranks are stopped: seldom enough to cost little, often enough for steps to feel it."""
+_PERIOD_S = 0.002
+"""How often slowed ranks are stopped: whatever takes a millisecond on a node that is well feels its share."""
 _LOOK_S = 2.0
 _ROUNDS = 5
 
@@ -82,8 +82,8 @@ def _resume_rank(run: RunDir, order: Mapping[str, Any]) -> None:
 
 
 def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
-    """Stop the ranks of the node for a share of every period."""
-    share, ranks, looked = order["share"], order["ranks"], time.monotonic()
+    """Stop the ranks of the node for a share of every short period."""
+    share, ranks = order["share"], order["ranks"]
     found = _trees(run, order, ranks)
     if not found:
         raise GoneError(f"no rank of {run.id} runs on {_node()} any more")
@@ -92,16 +92,32 @@ def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
     try:
         while found and time.monotonic() < end:
             with _holding(found) as handles:
-                _send(handles, signal.SIGSTOP)
-                is_left = _wait(share * _PERIOD_S)
-                _send(handles, signal.SIGCONT)
-            if is_left or _wait((1 - share) * _PERIOD_S):
-                break
-            if time.monotonic() - looked > _LOOK_S:
-                looked, found = time.monotonic(), _trees(run, order, ranks)
+                if _take(share, handles, min(end, time.monotonic() + _LOOK_S)):
+                    break
+            found = _trees(run, order, ranks)
     finally:
         _resume(run, order, ranks)
     _say("over", f"leaves {_several(ranks)} alone")
+
+
+def _take(share: float, handles: Sequence[Handle], until: float) -> bool:
+    """Take this share of the time from them; True when our input has ended.
+
+    We may come late to either end of a slice: what was taken too much or too little is made up for.
+    """
+    begin, taken = time.monotonic(), 0.0
+    while (now := time.monotonic()) < until:
+        owed = share * (now - begin) - taken
+        if _wait(max(0.0, (1 - share) * _PERIOD_S - owed / share)):
+            return True
+        stopped = time.monotonic()
+        _send(handles, signal.SIGSTOP)
+        is_left = _wait(max(0.0, share * (stopped - begin) - taken) / (1 - share))
+        _send(handles, signal.SIGCONT)
+        taken += time.monotonic() - stopped
+        if is_left:
+            return True
+    return False
 
 
 def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
@@ -114,7 +130,7 @@ def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
 
 def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
     """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
-    found = [*_supervisor(order), *_agents(run, order)]
+    found = [*_parent_of_supervisor(order), *_supervisor(order), *_agents(run, order)]
     found += [one for top in list(found) for one in process.descendants(top.pid)]
     found += process.processes_with_env(RUN_ID_VARIABLE, run.id)
     ours = {os.getpid(), *_ancestors()}
@@ -220,6 +236,13 @@ def _supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
     told = order["supervisor"]
     one = ProcessId(told["pid"], told["start_ticks"])
     return [one] if told["host"] == _node() and _is_ours(one) and _is_of_job(one, order) else []
+
+
+def _parent_of_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
+    """In a batch job, the process that would have another supervisor come back."""
+    known = dict(process.command_lines())
+    parents = [process.identify(process.parent_of(one.pid) or 0) for one in _supervisor(order)]
+    return [one for one in parents if one is not None and "_task" in known.get(one, ())]
 
 
 def _is_of_job(one: ProcessId, order: Mapping[str, Any]) -> bool:

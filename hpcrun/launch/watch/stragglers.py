@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from hpcrun.launch.happenings import Progress
 
-_WINDOW = 12
+_WINDOW = 15
 """So many of a rank's newest measurements are looked at."""
-_ENOUGH = 6
+_TOGETHER = 3
+"""So many in a row count as one: what holds a rank up every few milliseconds may miss a single one."""
+_ENOUGH = 9
 _SLOW, _FINE = 0.7, 0.85
 """Below the first a node is slow, above the second it no longer is."""
 
@@ -49,7 +52,7 @@ class Stragglers:
         own: dict[str, float] = {}
         for (node, _), window in self._probes.items():
             if len(window) >= _ENOUGH:
-                own[node] = max(own.get(node, 0.0), median(window))
+                own[node] = max(own.get(node, 0.0), _usual([*window]))
         if len(own) < 2:
             return {}
         return {
@@ -65,3 +68,9 @@ class Stragglers:
         found = [node for node, score in scores.items() if score < _SLOW and node not in self._named]
         self._named |= set(found)
         return [Straggler(node, scores[node]) for node in found]
+
+
+def _usual(times: Sequence[float]) -> float:
+    """What the work takes: the median over groups, the newest one whole, is deaf to a hiccup or two."""
+    ends = range(len(times), _TOGETHER - 1, -_TOGETHER)
+    return median(fmean(times[end - _TOGETHER : end]) for end in ends)

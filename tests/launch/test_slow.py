@@ -1,0 +1,67 @@
+"""A node that is made slow in rehearsal is the one that is named, and no other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.happenings import Happening, Progress
+from hpcrun.launch.ownership import supervisor_of
+from hpcrun.launch.prepare import prepare
+from hpcrun.launch.rehearsal.chaos import Aim, Strike
+from hpcrun.launch.rehearsal.faults import Fault
+from hpcrun.specs.records import read_lines
+from tests.launch.conftest import Recorder, Site
+from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
+
+HOST = os.uname().nodename
+UNDISTURBED_S = 12.0
+
+
+class NamedNodes(PretendedNodes):
+    """The ranks speak from the nodes that they are said to stand on."""
+
+    def news(self, *, look: bool) -> Iterator[Happening]:
+        for one in super().news(look=look):
+            yield replace(one, node=self.where[one.rank]) if isinstance(one, Progress) else one
+
+
+def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    slowed, named = list[float](), list[tuple[float, str]]()
+    strikes = list[Strike]()
+
+    def slow() -> None:
+        slowed.append(time.monotonic())
+        run = site.only_run
+        fault = Fault("slow", node=HOST, share=0.6, for_s=60.0)
+        strikes.append(Strike(Aim(run, fault, 1, HOST, (1,), supervisor_of(run))))
+
+    def note(text: str) -> None:
+        if text.startswith("node "):
+            named.append((time.monotonic(), text.split()[1]))
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    timers = [threading.Timer(UNDISTURBED_S, slow)]
+    timers.append(threading.Timer(UNDISTURBED_S + 60, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    observer = Recorder(on_ready=lambda: [timer.start() for timer in timers], on_note=note)  # type: ignore
+    there = PretendedSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, pretended=NamedNodes("ab"))
+    words = ("resources={nodes: 2, ranks_per_node: 1}", "parallel.dp_replicate=2", "train.steps=1000000")
+    outcome = supervise(there, prepare(site.job, [*words, "checkpoint.at_end=false"]), observer)
+    for timer in timers:
+        timer.cancel()
+    for strike in strikes:
+        strike.close()
+    assert [node for _, node in named] == ["b"], outcome.message
+    assert named[0][0] > slowed[0]
+    told = [one["node"] for one in read_lines(outcome.run.events) if one["event"] == "straggler"]
+    assert told == ["b"]
+    assert outcome.status == "saved"
