@@ -85,9 +85,15 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "runs"))
     monkeypatch.chdir(tmp_path)
-    words = ["parallel.dp_shard=2", "train.steps=16", "retry={crash: 0}"]
-    _, plain, _ = train(tmp_path, "plain", "job.yaml", *words)
-    words += ["checkpoint.memory=2", f"checkpoint.local={tmp_path}/disk", "checkpoint.durable={every: 4}"]
+    alike = ["parallel.dp_shard=2", "train.schedule=constant"]
+    words = [
+        *alike,
+        "train.steps=100000",
+        "retry={crash: 0}",
+        "checkpoint.memory=2",
+        f"checkpoint.local={tmp_path}/disk",
+        "checkpoint.durable={every: 4}",
+    ]
     observer = Recorder()
 
     def act(record: dict[str, Any]) -> None:
@@ -108,8 +114,9 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     data[part.start + part.tail_at // 2] ^= 1
     path.write_bytes(data)
 
+    end = f"train.steps={newest.step + 4}"
     with Inbox() as inbox:
-        again = Supervisor(prepare(None, resume=first.run), inbox, Recorder()).run()
+        again = Supervisor(prepare(None, [end], resume=first.run), inbox, Recorder()).run()
     assert again.status == "done", again.message
     events = list(read_lines(first.run.events))
     restores = [
@@ -117,6 +124,7 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     ]
     assert restores == [(newest.step, ["durable"]), (newest.step, ["local", "durable"])]
     assert len(list(first.run.checkpoints.glob("damaged-*"))) == 1
+    _, plain, _ = train(tmp_path, "plain", "job.yaml", *alike, end)
     assert steps_of(list(read_lines(first.run.metrics))) == steps_of(plain)
 
 
