@@ -12,4 +12,6 @@ def runs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """HPCRUN_ROOT of this test, so that no test writes into the checkout or sees another's runs."""
     root = tmp_path / "runs"
     monkeypatch.setenv("HPCRUN_ROOT", str(root))
+    # Nor what this user's runs have seen of nodes.
+    monkeypatch.setenv("XDG_CONFIG_HOME", f"{tmp_path}-config")
     return root

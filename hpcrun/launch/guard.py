@@ -51,20 +51,30 @@ def keep(supervise: Callable[[Fall | None], int]) -> int:
     The caller has one thread, and holds its signals back: they reach every child, from its first line on.
     """
     process.become_subreaper()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*NUMBERS, signal.SIGCHLD))
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writer, False)
+    # Caught, and not just waited for: the batch shell keeps them back until it sees that they are.
+    known = (*NUMBERS, signal.SIGCHLD)
+    caught = [one for one in known if signal.getsignal(one) != signal.SIG_IGN or one == signal.SIGCHLD]
+    before = {one: signal.signal(one, lambda _number, _frame: None) for one in caught}
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     fall: Fall | None = None
     told: list[int] = []
     first, parent = time.time(), os.getpid()
     while True:
         began = time.monotonic()
+        signal.pthread_sigmask(signal.SIG_BLOCK, known)
         child = os.fork()
         if child == 0:
+            signal.set_wakeup_fd(-1)
+            for one, handler in before.items():
+                signal.signal(one, handler if one != signal.SIGCHLD else signal.SIG_DFL)
             _be_child(parent)
             return supervise(fall)
         for number in told:
             os.kill(child, number)
-        status = _follow(child, told)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, known)
+        status = _follow(reader, child, told)
         if not os.WIFSIGNALED(status):
             return os.waitstatus_to_exitcode(status)
         name = signal.Signals(os.WTERMSIG(status)).name
@@ -88,18 +98,16 @@ def _be_child(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
-def _follow(child: int, told: list[int]) -> int:
+def _follow(reader: int, child: int, told: list[int]) -> int:
     """Hand signals on until the child ends; its wait status. `told` gets those that a next one must hear."""
-    while True:
-        number = signal.sigwait((*NUMBERS, signal.SIGCHLD))
-        if number == signal.SIGCHLD:
-            status = _reaped(child)
-            if status is not None:
-                return status
-            continue
-        if number != signal.SIGUSR1 and number not in told:
-            told.append(number)
-        os.kill(child, number)
+    while (status := _reaped(child)) is None:
+        for number in os.read(reader, 4096):
+            if number == signal.SIGCHLD:
+                continue
+            if number != signal.SIGUSR1 and number not in told:
+                told.append(number)
+            os.kill(child, number)
+    return status
 
 
 def _reaped(child: int) -> int | None:

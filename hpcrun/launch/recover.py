@@ -60,8 +60,11 @@ def refusal(
     if not in_place and cause != "node" and progress is not None and progress <= 0:
         return "there was no progress since the last attempt"
     # A slow node is replaced for as long as there are spares. What kills a supervisor is its node's doing.
-    key = "node" if cause == "supervisor lost" else cause
-    budget, used = getattr(retries, key, None), uses(run, cause)
+    causes: tuple[Cause, ...] = (
+        ("node", "supervisor lost") if cause in ("node", "supervisor lost") else (cause,)
+    )
+    key = causes[0]
+    budget, used = getattr(retries, key, None), sum(uses(run, one) for one in causes)
     if budget is not None and used >= budget:
         return f"retry.{key} allows {budget}, and {used} have been used"
     return None

@@ -57,8 +57,20 @@ def test_signals_reach_the_supervisor_that_came_back_and_the_exit_code_is_the_ru
     assert [one["signal"] for one in read_lines(job.run.events) if one["event"] == "signal"] == ["SIGTERM"]
 
 
+def test_the_batch_shell_sees_at_once_that_its_command_listens(job: Job) -> None:
+    """As templates/base.sbatch.j2 looks: until then it keeps signals back."""
+    job.until(lambda: process.state(job.command.pid) == "S")
+    listens = int("4a00", 16)  # USR1, USR2, TERM
+    masks = dict(
+        line.split(":\t") for line in Path(f"/proc/{job.command.pid}/status").read_text().splitlines()
+    )
+    assert (int(masks["SigBlk"], 16) | int(masks["SigCgt"], 16)) & listens == listens
+
+
 def test_what_the_killed_one_was_told_the_next_one_hears(job: Job) -> None:
     os.kill(job.supervisor, signal.SIGSTOP)
+    # One of its threads that stands still only later might take the next signal yet.
+    job.until(lambda: states_of_threads(job.supervisor) == {"T"})
     job.command.send_signal(signal.SIGTERM)
     job.until(lambda: "0000000000004000" in pending(job.supervisor))
     job.kill()
@@ -67,6 +79,12 @@ def test_what_the_killed_one_was_told_the_next_one_hears(job: Job) -> None:
     assert ended is not None
     assert ended["message"] == f"the supervisor on {HOST} was killed by SIGKILL"
     assert not job.is_up(2)
+
+
+def states_of_threads(pid: int) -> set[str]:
+    """Of all of them."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {one.rpartition(")")[2].split()[0] for one in stats}
 
 
 def pending(pid: int) -> str:

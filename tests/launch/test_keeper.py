@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
@@ -22,7 +23,7 @@ from hpcrun.launch.vault import host as hosts
 from hpcrun.launch.vault import workers
 from hpcrun.launch.vault.hosts import Hosts
 from hpcrun.launch.vault.keeper import Keeper
-from hpcrun.launch.vault.poison import read_poison, tells_against
+from hpcrun.launch.vault.poison import note_doubt, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
 from hpcrun.launch.vault.words import in_words
@@ -307,6 +308,30 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     site.keeper.after(Outcome(site.run, 4, "failed", 5, "it fell", None))
     with pytest.raises(SiteError, match="part 2 of 3 is on no node that answers"):
         site.prepare(5)
+
+
+def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) -> None:
+    saved = save(site.run.checkpoints, 20, files=3, ranks=3)
+    with Generation(saved) as generation:
+        parts = generation.manifest.parts
+    owner = Stamp(saved.generation, 20, saved.position, 3, 1)
+    held_parts = [HeldPart(n, f"/arena/{NODES[n]}", 0, parts[n]) for n in (0, 1)]
+    site.holds(*(Holding(owner, "memory", NODES[one.number], (one,)) for one in held_parts))
+    note_doubt(site.run, saved.generation)  # a third part was in memory, and damaged
+    plan = site.prepare(2)
+    assert plan is not None
+    assert plan.is_mendable
+    unrestored = {"generation": saved.generation, "why": "a byte"}
+    site.run.attempt(2).unrestored.write_text(json.dumps(unrestored))
+    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", None))
+    set_aside(saved.path)
+    plan = site.prepare(3)
+    assert plan is not None
+    assert (plan.stamp, plan.levels) == (owner, ("memory", "durable"))
+    # What then fails again is given up.
+    site.run.attempt(3).unrestored.write_text(json.dumps(unrestored))
+    site.keeper.after(Outcome(site.run, 3, "failed", 5, "it fell", None))
+    assert read_poison(site.run)[f"near:{saved.generation}"] == 2
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:

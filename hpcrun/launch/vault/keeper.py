@@ -66,6 +66,8 @@ class Keeper:
         self._story = Story(())
         self._attempt: Attempt | None = None
         self._restored: Stamp | None = None
+        self._is_near = False
+        """Whether something of it came from nodes."""
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
@@ -108,7 +110,7 @@ class Keeper:
         plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
         if self._far is not None and attempt.number > 1 and (plan.stamp is None or plan.passed_over):
             plan = self._far.better(plan, placement.nodes)
-        self._restored = plan.stamp
+        self._restored, self._is_near = plan.stamp, bool(plan.sources)
         is_told = self.has_levels or plan.poisoned or plan.copy
         if is_told and (plan.stamp is not None or plan.passed_over):
             self._tell_of(attempt, plan, silent, time.monotonic() - begin)
@@ -200,7 +202,8 @@ class Keeper:
         """What the run directory has of what no node has; all of it is read where that is in doubt."""
         key = stamp, frozenset(missing)
         if key not in self._scraps:
-            prove = stamp.generation in self._proved
+            # Without another attempt there is none to find out what is damaged, either.
+            prove = stamp.generation in self._proved or self._spec.retries is None
             search = partial(find_scraps, self._run.checkpoints, stamp, key[1], prove=prove)
             self._scraps[key] = meanwhile(self._nodes.rest, search)
         return self._scraps[key]
@@ -297,9 +300,10 @@ class Keeper:
     def _failed_to_load(self, generation: str) -> None:
         """Parts that are damaged are left out next time; where none was, or others are, it is given up.
 
-        It was in memory: what the run directory has of it may still be whole.
+        It was in memory: what the run directory has of it may still be whole. And where that was the one that
+        is damaged, nothing tells against what nodes hold.
         """
-        if generation in self._proved:
+        if generation in self._proved and self._is_near:
             note_failure(self._run, near_key(generation), is_proved=True)
         else:
             note_doubt(self._run, generation)
