@@ -212,7 +212,13 @@ def gc(
     keep_every: Annotated[
         int | None, typer.Option(min=0, help="keep steps that are a multiple of it; default as in the job")
     ] = None,
-    damaged: Annotated[bool, typer.Option("--damaged", help="also remove damaged saves")] = False,
+    damaged: Annotated[
+        bool,
+        typer.Option(
+            "--damaged",
+            help="also what was set aside, and saves that are seen to be damaged without reading their data (`verify` reads it)",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
     as_json: _Json = False,
 ) -> None:

@@ -145,7 +145,10 @@ class Supervisor:
             self._register.attempt(outcome, relaunched=cause)
             self._register.event(outcome.files, "relaunch", **self._roster.change(nodes, outcome.files))
             fit, step = self._roster.fit(nodes), self._newest_step(outcome)
-            self._observer.note(f"{outcome.message}; going on{fit} from step {step}")
+            # A supervisor that has just come knows only of what lies in the run directory.
+            knows = self._keeper is None or self._keeper.has_decided or not self._keeper.has_levels
+            newest = f"step {step}" if knows else "the newest save that is whole"
+            self._observer.note(f"{outcome.message}; going on{fit} from {newest}")
             nodes.call_back()
             asked = self._rest(recover.back_off_s(self._fruitless), nodes)
             if asked is not None:

@@ -50,6 +50,7 @@ from hpcrun.runtime.trees import (
     unpack,
 )
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
+from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir, find_run
 from hpcrun.specs.saves import saved_steps
 
@@ -63,20 +64,22 @@ class Checkpointer:
         self,
         directory: str | Path | None = None,
         *,
-        memory: int = 2,
+        memory: int | None = None,
         on_record: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
         """`directory`: where saves go, in `checkpoints/` there; inside a run of hpcrun by default that run's.
 
         The options are those of a job's `checkpoint` section: keep, keep_every, local, durable, object,
-        behind. `memory=0`: every save is written at once, and waited for. `on_record` is given on rank 0 what
-        a run's metrics.jsonl would get.
+        behind; where nothing is given, that section of the run's own job holds. `memory`: slots a rank, 2
+        where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
+        on rank 0 what a run's metrics.jsonl would get.
         """
-        self._spec = _spec(memory, options)
         self._control = _control(os.environ)
         run, agent = _run_of(directory, os.environ)
-        self._run = run
+        self._run, section = run, _section_of(run, os.environ)
+        slots = {} if memory is None else {"memory": memory}
+        self._spec = _spec({"memory": 2} | section | slots, options)
         attempt = self._control.everywhere(lambda: _attempt(run, agent))
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
         self._direct = checkpoint.Checkpointer(
@@ -106,6 +109,7 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any], position: int = 0, *, wait: bool = False) -> bool:
         """Begin to save a state, which must not change until `fence`; False where this save was left out.
 
+        A name stands for one tensor: what several ranks have under it is taken to be equal, and stored once.
         `wait`: return when it is in the directory, SiteError on all ranks if it does not get there. Plain
         values in the state are kept as each rank has them now. `position`: any count of yours, such as of
         samples.
@@ -274,9 +278,18 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
         )
 
 
-def _spec(memory: int, options: Mapping[str, Any]) -> CheckpointSpec:
+def _section_of(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
+    if run.id != environ.get(RUN_ID_VARIABLE) or not run.spec.exists():
+        return {}
+    section = load_job(run.spec).spec.checkpoint
+    # When to save is the script's own affair.
+    return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
+
+
+def _spec(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSpec:
     try:
-        spec = CheckpointSpec.model_validate({"memory": memory, **options})
+        spec = CheckpointSpec.model_validate({**values, **options})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -16,6 +16,9 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-sl
 import hpcrun  # noqa: E402
 from hpcrun.checkpoint.read import Generation  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
+from hpcrun.specs.job import JobSpec  # noqa: E402
+from hpcrun.specs.load import render_job  # noqa: E402
+from hpcrun.specs.rundir import create_run  # noqa: E402
 from hpcrun.specs.saves import saved_steps  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +122,25 @@ def test_options_are_those_of_a_job(tmp_path: Path) -> None:
         hpcrun.Checkpointer(tmp_path, behind="later")
     with pytest.raises(UsageError, match="a directory is needed"):
         hpcrun.Checkpointer()
+
+
+def test_inside_a_run_what_its_job_says_of_saves_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"memory": 2, "every": 2, "durable": {"every": 4}, "local": str(tmp_path / "disk"), "keep": 9}
+    run = create_run("own")
+    job = JobSpec.model_validate({"name": "own", "command": ["true"], "checkpoint": section})
+    run.spec.write_text(render_job(job))
+    monkeypatch.setenv("HPCRUN_RUN_ID", run.id)
+    with hpcrun.Checkpointer() as saves:
+        for step in (1, 2, 3, 4):
+            saves.save(step, {"weight": torch.full((8,), float(step))})
+            saves.fence()
+    assert [saved.step for saved in saved_steps(run.checkpoints)] == [4]
+    assert list((tmp_path / "disk").rglob("step-*.bin"))
+    with hpcrun.Checkpointer(durable={"every": 1}, local=None) as saves:
+        saves.save(5, {"weight": torch.zeros(8)})
+    assert [saved.step for saved in saved_steps(run.checkpoints)] == [4, 5]
 
 
 def test_an_optimizer_is_fenced_off_and_a_training_goes_on_to_the_bit(tmp_path: Path) -> None:

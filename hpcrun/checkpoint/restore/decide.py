@@ -132,6 +132,9 @@ class _Candidates:
             return min(plans, key=_cost)
         committed, wrong = self._committed(usable, {one.generation for one in partial})
         plan = committed or self._mixed(partial)
+        if plan is not None and plan.stamp in partial:
+            # It is gone on from, only from elsewhere.
+            del partial[plan.stamp]
         passed_over += [f"step {step}, generation {one.generation}: {why}" for one, why in partial.items()]
         passed_over += wrong
         if plan is not None:

@@ -82,6 +82,11 @@ class Keeper:
         """Whether saves go through the memory of nodes."""
         return self._spec.checkpoint.memory > 0
 
+    @property
+    def has_decided(self) -> bool:
+        """Whether it has looked at what there is, for an attempt."""
+        return self._attempt is not None
+
     def step(self, *, is_node_lost: bool = False) -> int:
         """The newest step that can be gone on from, as far as is known without asking."""
         steps = saved_steps(self._run.checkpoints)
