@@ -216,7 +216,7 @@ def gc(
         bool,
         typer.Option(
             "--damaged",
-            help="also what was set aside, and saves that are seen to be damaged without reading their data (`verify` reads it)",
+            help="also what was set aside, or is damaged as far as is seen without reading data",
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
