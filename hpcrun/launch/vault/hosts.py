@@ -35,7 +35,8 @@ class Hosts:
         from hpcrun.launch.site import with_our_package
 
         if not self._hosts:
-            sweep_arenas(self._run)
+            for text in sweep_arenas(self._run):
+                self._said.append((node, {"kind": "log", "text": text}))
 
         def say(message: dict[str, Any]) -> None:
             self._said.append((node, message["told"]))

@@ -11,7 +11,8 @@ from hpcrun.launch.ownership import is_running_here
 from hpcrun.specs.rundir import RunDir
 
 _STALE_S = 600.0
-"""A lease that has stood still for so long, by the clock of its file system, is nobody's."""
+"""A lease that has stood still for so long, by the clock of its file system, is nobody's; a run that left no
+record of its end may be gone on with by then."""
 
 
 def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
@@ -27,12 +28,11 @@ def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
 
 
 def leads(run: RunDir) -> bool:
-    """Whether somebody may still be leading a run; in doubt it is so."""
+    """Whether somebody may still be leading a run, or about to go on with it; in doubt it is so."""
     try:
         if run.exit.exists() or not run.path.is_dir():
             return False
-        if run.lease.exists() and time.time() - run.lease.stat().st_mtime < _STALE_S:
-            return True
-        return is_running_here(run)
+        signs = [path.stat().st_mtime for path in (run.lease, run.events, run.metrics) if path.exists()]
+        return time.time() - max(signs, default=0.0) < _STALE_S or is_running_here(run)
     except (OSError, UsageError):
         return True
