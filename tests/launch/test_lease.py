@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from hpcrun.launch.agents import lease, uplink
 from hpcrun.launch.agents.lease import (
     CONFIRM_S,
     HOSTLESS_S,
@@ -238,3 +240,32 @@ def test_a_successor_holds_the_run_against_the_lock_of_a_dead_host(run: RunDir) 
         pass
     with hold(run):
         pass
+
+
+def test_whoever_asks_slurm_for_long_claims_nothing_that_is_another_s_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("QUIET_S", 0.05), ("LEADERLESS_S", 0.2), ("HOSTLESS_S", 0.2), ("CONFIRM_S", 0.1)):
+        monkeypatch.setattr(lease, name, seconds)
+    monkeypatch.setattr(uplink, "_SEEK_S", 0.02)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    assert claim(run, 1)
+    asked: list[int] = []
+
+    def slowly() -> bool:
+        """Meanwhile another agent has taken over; asked once more, there is nothing to lead any more."""
+        asked.append(newest_epoch(run))
+        return len(asked) == 1 and claim(run, 2)
+
+    link = uplink.Uplink(run, "a", 0, slowly)
+    try:
+        end = time.monotonic() + 20
+        while len(asked) < 2 and time.monotonic() < end:
+            link.hear()
+            time.sleep(0.02)
+    finally:
+        link.close()
+    assert asked == [1, 2]
+    assert link.won is None
+    assert newest_epoch(run) == 2

@@ -103,6 +103,8 @@ class Uplink:
         if not self.vigil.is_quiet or self.won is not None:
             return
         with contextlib.suppress(OSError, HpcrunError):
+            # Known before the look: who comes while Slurm is asked, which may take long, has come before us.
+            epoch = lease.newest_epoch(self._run) + 1
             move = self.vigil.look(lease.sign_of(self._run))
             if self._may_claim is None:
                 return
@@ -110,13 +112,12 @@ class Uplink:
                 lease.bid(self._run, self._node)
                 self.vigil.bidden()
             elif move == "claim":
-                self._claim(self._may_claim())
+                self._claim(epoch, self._may_claim())
 
-    def _claim(self, may: bool) -> None:
-        epoch = lease.newest_epoch(self._run) + 1
+    def _claim(self, epoch: int, may: bool) -> None:
         if not may:
             self.vigil.refused()
-        elif lease.claim(self._run, epoch):
+        elif self.vigil.is_quiet and lease.claim(self._run, epoch):
             self.won = epoch
 
     def close(self) -> None:
