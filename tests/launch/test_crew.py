@@ -105,9 +105,9 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(crews, "_SILENCE_S", 3.0)
-    monkeypatch.setattr(crews, "_GRACE_S", 3.0)
-    monkeypatch.setattr(crews, "_DOUBT_S", 1.5)
+    monkeypatch.setattr(crews, "_SILENCE_S", 5.0)
+    monkeypatch.setattr(crews, "_GRACE_S", 4.0)
+    monkeypatch.setattr(crews, "_DOUBT_S", 2.5)
     monkeypatch.setattr(crews, "_SUCCESSOR_S", 2.0)
     made = Place(RunDir(tmp_path / "run"))
     made.run.path.mkdir()
