@@ -16,6 +16,8 @@ from hpcrun.specs.saves import saved_steps
 Cause = Literal["time_limit", "preemption", "crash", "hang", "node", "straggler", "supervisor lost"]
 FAULTS: tuple[Cause, ...] = ("crash", "hang", "node", "straggler", "supervisor lost")
 """Those that another attempt in the same allocation may overcome."""
+_OF_NODES: tuple[Cause, ...] = ("node", "supervisor lost")
+"""Those that have one budget, `retry.node`."""
 _LATE_S = 120.0
 """Slurm sends the signal up to a minute early, and saving takes its time."""
 _LONGEST_PAUSE_S = 60.0
@@ -60,9 +62,7 @@ def refusal(
     if not in_place and cause != "node" and progress is not None and progress <= 0:
         return "there was no progress since the last attempt"
     # A slow node is replaced for as long as there are spares. What kills a supervisor is its node's doing.
-    causes: tuple[Cause, ...] = (
-        ("node", "supervisor lost") if cause in ("node", "supervisor lost") else (cause,)
-    )
+    causes = _OF_NODES if cause in _OF_NODES else (cause,)
     key = causes[0]
     budget, used = getattr(retries, key, None), sum(uses(run, one) for one in causes)
     if budget is not None and used >= budget:

@@ -192,6 +192,18 @@ def _mend(nodes: Nodes, load: Load, saved: Saved, told: Told) -> None:
         path.unlink()
 
 
+def _go_on_mixed(nodes: Nodes, lost: Node, load: Load, older: Saved, told: Told, *, prove: bool) -> None:
+    """As a restart does without that node and without parity, with whole parts out of the run directory."""
+    checkpoints, living = older.path.parent, [node for node in nodes.every if node != lost]
+    held = [one for one in _held(living, load) if one.parity is None]
+    search = partial(find_scraps, checkpoints, prove=prove)
+    plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
+    if plan.save is not None:
+        restore(checkpoints, told)
+    else:
+        _read(plan, living[0].name, Direct(plan), told)
+
+
 def lost_and_damaged(root: Path, quick: bool) -> Told:
     """A node is lost without parity, and a byte of a save has changed; ranks have set it aside for that."""
     told, older = (
@@ -208,14 +220,7 @@ def lost_and_damaged(root: Path, quick: bool) -> Told:
         for lost, path in ways[:2] if quick else ways:
             told.faults += 1
             flip(path, 100)
-            living = [node for node in nodes.every if node != lost]
-            held = [one for one in _held(living, loads[0]) if one.parity is None]
-            search = partial(find_scraps, checkpoints, prove=True)
-            plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
-            if plan.save is not None:
-                restore(checkpoints, told)
-            else:
-                _read(plan, living[0].name, Direct(plan), told)
+            _go_on_mixed(nodes, lost, loads[0], older, told, prove=True)
             flip(path, 100)
     return told
 
@@ -234,14 +239,7 @@ def never_committed(root: Path, _quick: bool) -> Told:
             patience = Patience(others_s=0.01, first_s=0.005)
             with suppress(SiteError):
                 DurableStation(checkpoints, keep=9, patience=patience).store(load)
-            living = [node for node in nodes.every if node != lost]
-            held = [one for one in _held(living, loads[0]) if one.parity is None]
-            search = partial(find_scraps, checkpoints, prove=False)
-            plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
-            if plan.save is not None:
-                restore(checkpoints, told)
-            else:
-                _read(plan, living[0].name, Direct(plan), told)
+            _go_on_mixed(nodes, lost, loads[0], older, told, prove=False)
             shutil.rmtree(checkpoints / f".step-{STEP:08d}.1")
     return told
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -91,7 +92,9 @@ def test_what_a_lost_node_had_is_gone_on_from_out_of_a_spare_s_memory(four: Neig
     assert part.number in [one.number for holding in seen for one in holding.parts]
 
 
-def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path) -> None:
+@contextmanager
+def busy_source(tmp_path: Path) -> Iterator[tuple[Neighbours, list[Rank]]]:
+    """A spare that has copied from b, and waits for a, which stores its next save."""
     four = Neighbours(tmp_path, "abcs", 1)
     four.members = list("abc")
     four.configure()
@@ -104,6 +107,14 @@ def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path)
         deadline = time.monotonic() + 20
         while not of_spare(four) and time.monotonic() < deadline:
             time.sleep(0.02)
+        yield four, ranks
+    finally:
+        for host in four.hosts.values():
+            host.kill()
+
+
+def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path) -> None:
+    with busy_source(tmp_path) as (four, ranks):
         time.sleep(0.3)
         assert [one.number for holding in of_spare(four) for one in holding.parts] == [1]
         for rank in ranks[1:]:
@@ -112,9 +123,6 @@ def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path)
             rank.wait("stored", level="parity")
         assert four.hosts["s"].wait("copied")["nodes"] == ["b", "a"]
         assert [one.number for holding in of_spare(four) for one in holding.parts] == [0, 1]
-    finally:
-        for host in four.hosts.values():
-            host.kill()
 
 
 def test_a_save_right_after_another_is_found(four: Neighbours) -> None:
@@ -130,18 +138,7 @@ def test_a_save_right_after_another_is_found(four: Neighbours) -> None:
 def test_a_node_that_stores_a_save_is_waited_for_no_longer_than_it_makes_sense(
     tmp_path: Path, what: str
 ) -> None:
-    four = Neighbours(tmp_path, "abcs", 1)
-    four.members = list("abc")
-    four.configure()
-    try:
-        ranks = ranks_on(four, each=1)
-        save_all(ranks, 2)
-        ranks[0].save(4, ("parity",), published=2)
-        ranks[0].wait("sealed")
-        order(four.hosts["s"], stamp_of(2, 3), "ba")
-        deadline = time.monotonic() + 20
-        while not of_spare(four) and time.monotonic() < deadline:
-            time.sleep(0.02)
+    with busy_source(tmp_path) as (four, ranks):
         if what == "the next attempt begins":
             four.hosts["s"].configure(attempt=2)
         else:
@@ -150,9 +147,6 @@ def test_a_node_that_stores_a_save_is_waited_for_no_longer_than_it_makes_sense(
         assert told["nodes"] == ["b"]
         gone = f"a: has no part of generation {stamp_of(2, 3).generation} any more"
         assert told["problems"] == ({} if what == "the next attempt begins" else {"a": gone})
-    finally:
-        for host in four.hosts.values():
-            host.kill()
 
 
 def test_a_node_that_is_gone_or_damaged_costs_its_copy_alone(four: Neighbours) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.agents.lease import (
@@ -82,9 +82,16 @@ class Succession:
             stop = signal.SIGTERM if _is_to_stop(attempt) else None
             message += "; it was asked to save and stop" if stop else ""
             outcome = Outcome(
-                run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, leaderless=True
+                run,
+                attempt.number,
+                "failed",
+                EXIT_RANKS_DIED,
+                message,
+                step,
+                stop=stop,
+                kind="infrastructure",
+                leaderless=True,
             )
-            outcome = replace(outcome, kind="infrastructure")
         else:
             names = tuple(one.node for one in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
