@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.files import aside_name, open_regular, read_regular
 
 
 def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file aside, sync it and rename it, so that a reader sees the old or the new, never a part."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    aside = path.with_name(aside_name(path.name))
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -43,9 +44,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file, or None when it does not exist (yet); UsageError when it is no JSON."""
+    """Read a JSON file, or None when it does not exist (yet).
+
+    UsageError when it is not JSON, not a regular file, or larger than any record of ours.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
@@ -92,7 +96,7 @@ class LineReader:
     def read(self, most: int = -1) -> list[dict[str, Any]]:
         """The whole records that came since the last call, of `most` bytes at most where that is given."""
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
                 file.seek(self.offset)
                 data = file.read(most)
         except FileNotFoundError:
