@@ -1,7 +1,11 @@
-"""Slurm's host lists, `n[01-03,05],gpu-a1`: expanded, folded, put in order. ClusterShell does the work."""
+"""Slurm's host lists, `n[01-03,05],gpu-a1`: expanded as Slurm does it; ClusterShell folds and sorts them.
+
+ClusterShell refuses ranges that outgrow their padding; Slurm prints them: cn001 to cn1000 is cn[001-1000].
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -14,13 +18,13 @@ MOST_HOSTS = 65_536
 
 _NO_HOSTS = {"", "(null)", "none", "none assigned", "n/a", "null"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
-_RANGE = r"[0-9]{1,9}(?:-[0-9]{1,9})?"
+_RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
 _LISTED = re.compile(rf"(?:[A-Za-z0-9._-]|\[{_RANGE}(?:,{_RANGE})*\])+", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9,-]+)\]")
 
 
 def expand(text: str, where: str = "nodes") -> tuple[str, ...]:
-    """The hosts of a list, each once: terms as listed, those of one bracket in the order of their numbers.
+    """The hosts of a list, each once and in the order in which `scontrol show hostnames` gives them.
 
     What Slurm prints for no hosts, such as `(null)` and `None assigned`, is an empty tuple.
     """
@@ -32,8 +36,22 @@ def expand(text: str, where: str = "nodes") -> tuple[str, ...]:
             hosts[term] = None
             continue
         _check(term, where, len(hosts))
-        hosts.update(dict.fromkeys(_nodeset(term, where)))
+        hosts.update(dict.fromkeys(_unfolded(term)))
     return tuple(hosts)
+
+
+def _unfolded(term: str) -> Iterator[str]:
+    """The names of a term that was checked; the first number of a range says how wide all are at least."""
+    texts = _BRACKET.split(term)
+    choices = [list(_numbers(text)) if at % 2 else [text] for at, text in enumerate(texts)]
+    return map("".join, itertools.product(*choices))
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    for item in ranges.split(","):
+        first, _, last = item.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}}"
 
 
 def fold(hosts: Iterable[str], *, suffixes: bool = True) -> str:

@@ -31,6 +31,14 @@ from hpcrun.hostlist import MOST_HOSTS, expand, fold, in_order
         (",c005,,c[007-008],", "c005 c007 c008"),
         ("n[01-02]-ib", "n01-ib n02-ib"),
         ("n[9-11]", "n9 n10 n11"),
+        # Slurm folds so where numbers outgrow their padding
+        ("cn[098-101]", "cn098 cn099 cn100 cn101"),
+        ("cn[99-101]", "cn99 cn100 cn101"),
+        ("cn[098-0101]", "cn098 cn099 cn100 cn101"),
+        ("cn[999-1001]", "cn999 cn1000 cn1001"),
+        ("cn[00-02]-ib", "cn00-ib cn01-ib cn02-ib"),
+        ("n[3,1]", "n3 n1"),
+        ("n[123456789012-123456789013]", "n123456789012 n123456789013"),
         ("n1,n01,n1", "n1 n01"),
         ("rack2-n1,rack1-n1", "rack2-n1 rack1-n1"),
         ("gpu.site.org,gpu2.site.org", "gpu.site.org gpu2.site.org"),
@@ -88,6 +96,13 @@ def test_fold_is_undone_by_expand() -> None:
     ):
         assert sorted(expand(fold(hosts))) == sorted(hosts)
     assert fold(["n05", "n01", "n02", "n03"]) == "n[01-03,05]"
+
+
+def test_numbers_that_outgrow_their_padding_are_folded_and_unfolded() -> None:
+    hosts = [f"cn{number:03}" for number in range(1, 1025)]
+    assert list(expand("cn[001-1024]")) == hosts
+    assert set(expand(fold(hosts))) == set(hosts)
+    assert in_order(reversed(hosts)) == tuple(hosts)
 
 
 def test_old_slurm_is_spared_text_behind_a_bracket() -> None:

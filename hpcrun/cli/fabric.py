@@ -109,7 +109,9 @@ def place(
         Path(given[0]) if names_job else None, given[1:] if names_job else given, command=context.obj
     )
     spec = resolved.spec
-    network = network_of(topology, cluster or spec.cluster, spec.resources.partition)
+    network = network_of(
+        topology, cluster or spec.cluster, spec.resources.partition, spec.resources.reservation
+    )
     found = forecast(spec, resolved.plan, network)
     if svg is not None:
         _draw(svg, found, spec.degrees, axis)
@@ -155,7 +157,12 @@ def avoid(
         print(f"{node}  {why}")
 
 
-def network_of(topology: Path | None, cluster: str | None, partition: str | None = None) -> Network:
+def network_of(
+    topology: Path | None,
+    cluster: str | None,
+    partition: str | None = None,
+    reservation: str | None = None,
+) -> Network:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
     from hpcrun.launch.submit.forecast import look
     from hpcrun.slurm.live import ask_cluster
@@ -168,7 +175,7 @@ def network_of(topology: Path | None, cluster: str | None, partition: str | None
         live = ask_cluster(profile.slurm_cluster if profile else None)
     except SiteError as error:
         raise SiteError(f"{error}; --topology FILE reads a captured topology") from None
-    return look(profile, live, partition=partition)
+    return look(profile, live, partition=partition, reservation=reservation)
 
 
 def _tell(network: Network) -> None:

@@ -77,6 +77,8 @@ class Fabric:
     """What is odd or unknown, one line each."""
     grids: tuple[Grid, ...] = ()
     """Rings and tori."""
+    is_unread: bool = False
+    """A description was there and could not be read; the notes say why."""
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -133,6 +135,7 @@ class Fabric:
             self.source,
             self.notes,
             self.grids,
+            self.is_unread,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -153,6 +156,7 @@ class Fabric:
                 tuple(
                     Grid(grid["name"], tuple(grid["dims"]), tuple(grid["nodes"])) for grid in values["grids"]
                 ),
+                values["is_unread"],
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"fabric: is no JSON of a fabric ({error}); write it with --json") from None
@@ -167,10 +171,10 @@ class Fabric:
         return f"{len(self.nodes)} {plural('node', len(self.nodes))}: {shape} ({self.source})"
 
 
-def flat(nodes: Iterable[str], source: str, notes: Sequence[str] = ()) -> Fabric:
-    """Nodes of which nothing more is known."""
+def flat(nodes: Iterable[str], source: str, notes: Sequence[str] = (), *, is_unread: bool = False) -> Fabric:
+    """Nodes of which nothing more is known; `is_unread`: because a description could not be read."""
     names = tuple(dict.fromkeys(nodes))
-    return Fabric(names, (), ((),) * len(names), {}, source, tuple(notes))
+    return Fabric(names, (), ((),) * len(names), {}, source, tuple(notes), is_unread=is_unread)
 
 
 def plural(word: str, count: int) -> str:

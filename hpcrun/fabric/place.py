@@ -93,6 +93,7 @@ def place(
     placement = in_blocks(nodes, ranks, per_node)
     price = job.cost(nodes)
     why = (
+        *(fabric.notes if fabric.is_unread else ()),
         *_why_policy(fabric, usable, nodes, policy),
         *(_why_not_fewer(fabric, usable, nodes, job) if policy == "pack" else ()),
         *_why_spares(fabric, kept),

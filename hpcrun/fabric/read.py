@@ -47,7 +47,7 @@ def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabri
     if table is not None:
         return from_table(table, name)
     words = " ".join(word for word in text.split() if word.isprintable())[:_MOST_NAMED]
-    return flat((), name, [f"{name}: no topology known, it says: {words or 'nothing'}"])
+    return flat((), name, [f"{name}: no topology known, it says: {words or 'nothing'}"], is_unread=True)
 
 
 def _form(units: Sequence[Unit]) -> str:
@@ -66,7 +66,7 @@ def _from_topoconf(text: str, name: str, wanted: str | None) -> Fabric:
     chosen = matching or [topology for topology in topologies if topology.is_default] or topologies
     if not chosen or not chosen[0].units:
         said = f"the topology {chosen[0].name} is flat" if chosen else "it lists no topology"
-        return flat((), name, [f"{name}: no switches known, {said}"])
+        return flat((), name, [f"{name}: no switches known, {said}"], is_unread=not chosen)
     one = chosen[0]
     blocks = [] if wanted is not None else _other_blocks(one, topologies)
     fabric = build([*one.units, *blocks], name, f"{name} (topology {one.name})")
@@ -152,7 +152,7 @@ def from_names(nodes: Iterable[str], pattern: str, features: Mapping[str, Sequen
     missing = [node for node, row in zip(names, rows, strict=True) if row[0] is None]
     notes = [f"topology.pattern finds no leaf for {_few(missing)}"] if missing else []
     if len(missing) == len(names):
-        return flat(names, "topology.pattern", notes)
+        return flat(names, "topology.pattern", notes, is_unread=True)
     of = "features" if features else "names"
     return Fabric(
         names, tuple(map(Level, groups)), tuple(rows), {}, f"node {of} (topology.pattern)", tuple(notes)
@@ -253,12 +253,13 @@ def _from_slurm(live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     if live is None:
         return flat(order, "nothing", ["no topology known: Slurm was not asked"])
     if not live.units:
-        said = live.unknown.get("topology", f"TopologyPlugin={live.plugin} knows no switches and no blocks")
-        return flat(order, "Slurm", [f"no topology known: {said}"])
+        said = live.unknown.get("topology")
+        words = said or f"TopologyPlugin={live.plugin} knows no switches and no blocks"
+        return flat(order, "Slurm", [f"no topology known: {words}"], is_unread=said is not None)
     try:
         return build(live.units, "scontrol show topology", f"Slurm ({_form(live.units)[7:]})")
     except UsageError as error:
-        return flat(order, "Slurm", [f"no topology known: {error}"])
+        return flat(order, "Slurm", [f"no topology known: {error}"], is_unread=True)
 
 
 def _from_pattern(pattern: str, live: LiveCluster | None, order: Sequence[str]) -> Fabric:

@@ -125,6 +125,8 @@ class NodeRecord:
     """Why it was taken out of service, with who and when where the command says so."""
     address: str = ""
     version: str = ""
+    reservation: str = ""
+    """The reservation that holds it now, where Slurm names it."""
 
 
 def parse_gpus(text: str) -> tuple[int, str]:
@@ -157,6 +159,7 @@ def _from_scontrol(fields: dict[str, str]) -> NodeRecord:
         reason=said(fields.get("Reason", "")),
         address=said(fields.get("NodeAddr", "")),
         version=said(fields.get("Version", "")),
+        reservation=said(fields.get("ReservationName", "")),
     )
 
 
@@ -256,6 +259,7 @@ def _from_json(node: dict[str, Any]) -> NodeRecord:
         reason=string(node.get("reason")),
         address=string(node.get("address")),
         version=string(node.get("version")) or string(node.get("slurmd_version")),
+        reservation=string(node.get("reservation")),
     )
 
 

@@ -78,6 +78,9 @@ def test_where_we_stand_is_read_from_the_environment() -> None:
     assert find_allocation({**environ, **array, "SLURM_RESTART_COUNT": "2"}) == Allocation(
         61, ("n01", "n02"), "60_3", is_batch=True, restarts=2
     )
+    wide = find_allocation(environ | {"SLURM_JOB_NODELIST": "cn[001-1000]"})
+    assert wide is not None
+    assert (len(wide.nodes), wide.nodes[-1]) == (1000, "cn1000")
     with pytest.raises(SiteError, match="SLURM_JOB_NODELIST"):
         find_allocation(environ | {"SLURM_JOB_NODELIST": "n[01"})
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,17 @@ def slurm(put: Fake) -> Fake:
     return put
 
 
-def live(put: Fake, *, array_size: int = 1001, tres: str = "", racks: str = "") -> None:
+def live(
+    put: Fake, *, array_size: int = 1001, tres: str = "", racks: str = "", names: Sequence[str] = ()
+) -> None:
     """A controller that answers."""
     config = f"SLURM_VERSION = 22.05.8\nMaxArraySize = {array_size}\n"
     partition = "PartitionName=main Default=YES MaxTime=1-00:00:00 MaxNodes=4 TotalNodes=4 State=UP\n"
     partition += f" TRES={tres}\n" if tres else ""
     node = "NodeName=n01 CPUTot=8 RealMemory=64000 Partitions=main State=IDLE\n"
-    nodes = "\n".join(node.replace("n01", f"n0{number}") for number in range(1, 5 if racks else 2))
+    names = names or [f"n0{number}" for number in range(1, 5 if racks else 2)]
+    partition = partition.replace("Nodes=4", f"Nodes={max(4, len(names))}")
+    nodes = "\n".join(node.replace("n01", name) for name in names)
     put("scontrol", "slurm 22.05.8", config, partition, nodes, racks or "No topology information available")
 
 
@@ -584,6 +589,38 @@ def test_why_a_job_would_stand_where_is_told_to_those_who_ask(slurm: Fake) -> No
     notes.clear()
     dry_run(request, notes.append)
     assert any(note.startswith("placement: ") for note in notes)
+
+
+def test_a_thousand_nodes_in_slurm_s_own_folding_are_placed(slurm: Fake) -> None:
+    # Slurm folds cn001 to cn1024 to a range that outgrows its padding.
+    racks = "".join(
+        f"SwitchName=leaf{rack + 1} Level=0 LinkSpeed=1 Nodes=cn[{rack * 32 + 1:03}-{rack * 32 + 32:03}]\n"
+        for rack in range(32)
+    )
+    racks += "SwitchName=spine Level=1 LinkSpeed=1 Nodes=cn[001-1024] Switches=leaf[1-32]\n"
+    names = [f"cn{number:03}" for number in range(1, 1025)]
+    for count, leaves in ((32, "1"), (33, "2")):
+        live(slurm, racks=racks, names=names)
+        done, notes = noted(ask("command: [a]\n", f"resources.nodes={count}"))
+        assert directives(done.run.script.read_text())["switches"].partition("@")[0] == leaves
+        assert not [note for note in notes if "no topology" in note]
+
+
+@pytest.mark.parametrize(
+    ("racks", "said"),
+    [
+        ("slurm_load_topo error: Zero Bytes were transmitted", "said: slurm_load_topo error"),
+        ("SwitchName=leaf1 Nodes=cn[001-", "SwitchName=leaf1 Nodes: 'cn[001-' is no host list"),
+        ("SwitchName=a Switches=b\nSwitchName=b Switches=a", "go round in a circle"),
+    ],
+)
+def test_a_topology_that_cannot_be_read_is_said(slurm: Fake, racks: str, said: str) -> None:
+    live(slurm, racks=racks)
+    _, notes = noted(ask("command: [a]\n", "resources.nodes=2"))
+    assert [note for note in notes if note.startswith("no topology known: ") and said in note]
+    live(slurm)
+    _, notes = noted(ask("command: [a]\n", "resources.nodes=1"))
+    assert not [note for note in notes if "no topology" in note]
 
 
 def test_memory_is_left_out_where_it_is_not_counted(slurm: Fake) -> None:

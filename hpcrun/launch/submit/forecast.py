@@ -17,12 +17,15 @@ from hpcrun.fabric.traffic import traffic_of
 from hpcrun.hostlist import expand
 from hpcrun.launch.health.lemons import known_lemons
 from hpcrun.slurm.live import LiveCluster
+from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 
 FREE = "free"
+_TAKEN = {"RESERVED", "COMPLETING", "PLANNED"}
+"""Flags of an idle node that Slurm gives to no job now, or holds for another one."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Network:
     notes: tuple[str, ...] = ()
     """What is odd or unknown about the network."""
     damaged: tuple[str, ...] = ()
-    """What of the lists of bad nodes cannot be read, and what of them is not heeded."""
+    """What of the topology and of the lists of bad nodes cannot be read, and what of these is not heeded."""
 
     @property
     def free(self) -> list[str]:
@@ -73,11 +76,12 @@ def look(
     file: Path | None = None,
     partition: str | None = None,
     needed: int = 0,
+    reservation: str | None = None,
 ) -> Network:
     """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free.
 
     `needed`: how many nodes the job takes; for what its runs saw, the user keeps away from no more than that
-    leaves.
+    leaves. `reservation`: the job's; its nodes are free to the job, those of others are not.
     """
     bad, now = load_bad_nodes(bad_node_files().values()), time.time()
     avoided = bad.active(now)
@@ -86,19 +90,26 @@ def look(
         records = tuple(live.nodes_of(partition)) or records
     fabric = find_fabric(cluster, live, file, [one.name for one in records] or None)
     states = dict.fromkeys(fabric.nodes, FREE if live is None else "unknown")
-    states |= {one.name: _word(one.state.name, one.state.usable) for one in records if one.name in states}
+    states |= {one.name: _word(one, reservation) for one in records if one.name in states}
     where = partition or (cluster.default_partition if cluster else None)
     among = (live.nodes_of(where) if live and where else []) or records
     lemons = known_lemons([one.name for one in among] or fabric.nodes, avoided, needed, now)
     avoided |= lemons.active(now)
     states |= dict.fromkeys((node for node in avoided if node in states), "bad")
-    return Network(fabric, states, avoided, fabric.notes, (*bad.notes, *lemons.notes))
+    unread, notes = (fabric.notes, ()) if fabric.is_unread else ((), fabric.notes)
+    return Network(fabric, states, avoided, notes, (*unread, *bad.notes, *lemons.notes))
 
 
-def _word(base: str, usable: bool | None) -> str:
+def _word(node: NodeRecord, reservation: str | None) -> str:
+    usable = node.state.usable
     if usable is None:
         return "unknown"
-    return "out of service" if not usable else FREE if base == "IDLE" else "busy"
+    if not usable:
+        return "out of service"
+    taken = _TAKEN & set(node.state.flags)
+    if reservation and node.reservation == reservation:
+        taken -= {"RESERVED"}
+    return FREE if node.state.name == "IDLE" and not taken else "busy"
 
 
 def forecast(spec: JobSpec, plan: Plan | None, network: Network) -> Forecast:

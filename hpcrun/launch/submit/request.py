@@ -134,7 +134,13 @@ class Job:
     def network(self) -> Network:
         """The cluster's network now; without Slurm as far as the profile knows it."""
         asked = self.resolved.spec.resources
-        return look(self.cluster, self.live, partition=asked.partition, needed=asked.all_nodes)
+        return look(
+            self.cluster,
+            self.live,
+            partition=asked.partition,
+            needed=asked.all_nodes,
+            reservation=asked.reservation,
+        )
 
     @cached_property
     def leaves(self) -> int | None:
@@ -147,7 +153,7 @@ class Job:
         except UsageError:
             # Too few nodes: check_fit says so, or Slurm does.
             return None
-        for line in (*found.notes, *found.placed.why):
+        for line in (*self.network.notes, *found.notes, *found.placed.why):
             self.detail(f"placement: {line}")
         return found.leaves
 
