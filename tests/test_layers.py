@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hpcrun"
 
 LEVELS = (
-    {"errors", "units", "hostlist", "mesh", "formulas", "process", "proof", "files"},
+    {"errors", "units", "hostlist", "mesh", "formulas", "process", "proof", "files", "address"},
     {"specs"},
     {"slurm"},
     {"fabric"},

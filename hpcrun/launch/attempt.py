@@ -28,7 +28,7 @@ from hpcrun.launch.happenings import (
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE
-from hpcrun.launch.watch.stacks import Frame, RankStack, parse_stacks
+from hpcrun.launch.watch.stacks import RankStack, parse_lines, parse_stacks
 from hpcrun.process import Handle
 from hpcrun.specs.records import read_json
 
@@ -135,11 +135,11 @@ class RunningAttempt:
         stacks = []
         for rank, node in enumerate(self.launch.placement.ranks):
             told = seen.get(rank, {})
-            frames: tuple[Frame, ...] = ()
+            text = ""
             with contextlib.suppress(OSError):
-                frames = parse_stacks(self.launch.attempt.stack(rank).read_text(errors="replace"))
+                text = self.launch.attempt.stack(rank).read_text(errors="replace")
             state, waits_in = told.get("state", ""), told.get("waits_in", "")
-            stacks.append(RankStack(rank, node, state, waits_in, frames))
+            stacks.append(RankStack(rank, node, state, waits_in, parse_stacks(text), parse_lines(text)))
         return stacks
 
     def end(self, timeout_s: float = 5.0) -> list[str]:

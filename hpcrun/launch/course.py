@@ -92,6 +92,8 @@ class Outcome:
     """Nodes that did not answer any more, or that were not well before the start."""
     hung: bool = False
     """Whether it was ended because its ranks made no more progress."""
+    unmet: bool = False
+    """Whether its ranks have never met."""
     suspects: tuple[str, ...] = ()
     """Nodes whose ranks stood apart from the others when the run hung, or that are slow."""
     kind: Kind = "unknown"
@@ -138,6 +140,7 @@ class Course:
         self._replaced: tuple[str, ...] = ()
         self._hang: Hang | None = None
         self._groups: list[Group] = []
+        self._unreached: tuple[str, tuple[str, ...]] = ("", ())
         self._launcher: LauncherEnded | None = None
         self._result: dict[str, Any] | None = None
         self._asked: list[signal.Signals] = []
@@ -161,6 +164,12 @@ class Course:
             verdict = self._follow(running)
             missing = running.missing
             if verdict == "hung":
+                ranks = list(self._hang.ranks) if self._hang else []
+                self._event("hang", ranks=ranks, what=str(self._hang))
+                self._dump(running)
+            elif verdict == "not started":
+                self._unreached = self._nodes.try_connections()
+                self._event("not met", ranks=missing, what=self._unmet(missing))
                 self._dump(running)
         finally:
             stuck = running.end()
@@ -316,7 +325,6 @@ class Course:
 
     def _dump(self, running: RunningAttempt) -> None:
         """Where every rank stands, before they are ended."""
-        self._event("hang", ranks=list(self._hang.ranks) if self._hang else [], what=str(self._hang))
         self._groups = group(running.look_into())
         self._event("dump", groups=as_json(self._groups))
 
@@ -346,13 +354,11 @@ class Course:
                 return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
             return self._failed(cause, "failed")
         if verdict == "hung":
-            failure = explain_hang(attempt, self._hang, self._groups, odd)
+            failure = explain_hang(attempt, str(self._hang), self._groups, odd)
             return replace(self._failed(failure, "failed"), hung=True, suspects=odd.nodes if odd else ())
-        where = f"; logs: {attempt.path / 'logs'}"
         if verdict == "not started":
-            who = f"ranks {', '.join(map(str, missing[:8]))}" if missing else "all ranks started, but they"
-            what = "did not start" if missing else "did not meet"
-            return self._failed(Failure(f"{who} {what} within {self._limits.start_s:g} s{where}"), "failed")
+            return self._not_met(missing, odd)
+        where = f"; logs: {attempt.path / 'logs'}"
         assert self._stop is not None or self._replaced
         why = self._stop.name if self._stop else "being asked to make room for a spare"
         text = (
@@ -362,6 +368,25 @@ class Course:
         if self._interrupts:
             return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
         return self._failed(Failure(text), "failed")
+
+    def _unmet(self, missing: list[int]) -> str:
+        """Who did not come, and what is in the way between the nodes, in words."""
+        within = "; ".join(filter(None, (f"within {self._limits.start_s:g} s", self._unreached[0])))
+        if not missing:
+            return f"all ranks started, but they did not meet {within}"
+        who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        nodes = dict.fromkeys(self._launch.placement.ranks[rank] for rank in missing)
+        where = ", ".join([*nodes][:8]) + (", …" if len(nodes) > 8 else "")
+        return f"rank{'s' * (len(missing) > 1)} {who} on {where} did not start {within}"
+
+    def _not_met(self, missing: list[int], odd: Group | None) -> Outcome:
+        """Who did not come, what is in the way between the nodes, and where the others wait."""
+        blamed, placement = self._unreached[1], self._launch.placement
+        late = tuple(dict.fromkeys(placement.ranks[rank] for rank in missing))
+        suspects = blamed or (late if len(late) < len(placement.nodes) else ()) or (odd.nodes if odd else ())
+        failure = explain_hang(self._launch.attempt, self._unmet(missing), self._groups, odd)
+        # Where somebody waits for the others is no evidence against a node.
+        return replace(self._failed(replace(failure, rank=None), "failed"), unmet=True, suspects=suspects)
 
     def _is_there(self, odd: Group) -> bool:
         return not set(odd.nodes) & {one.node for one in self._lost}

@@ -15,7 +15,6 @@ from hpcrun.launch.classify import Kind, kind_of_crash, kind_of_hang
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
 from hpcrun.launch.watch.stacks import Group
-from hpcrun.launch.watch.watchdog import Hang
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 
@@ -74,13 +73,13 @@ def explain(
     return _no_rank(attempt, launcher, launcher_name)
 
 
-def explain_hang(attempt: Attempt, hang: Hang | None, groups: Sequence[Group], odd: Group | None) -> Failure:
+def explain_hang(attempt: Attempt, what: str, groups: Sequence[Group], odd: Group | None) -> Failure:
     """The line about ranks that make no more progress: who stands apart, and where the others wait."""
     others = [one for one in groups if one != odd]
     told = [str(one) for one in ([odd] if odd else []) + others[::-1]]
     where = f" on node {', '.join(odd.nodes)}" if odd else ""
     who = f"rank {odd.ranks[0]}{where} stands apart: " if odd and len(odd.ranks) == 1 else ""
-    message = f"{hang}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
+    message = f"{what}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
     return Failure(message, rank=odd.ranks[0] if odd else None, kind=kind_of_hang(odd))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.errors import UsageError
@@ -13,9 +14,11 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import Attempt
-from hpcrun.specs.settings import Settings, write_settings
+from hpcrun.specs.settings import Setting, Settings, write_settings
 from hpcrun.tuning.host import nccl_files
 from hpcrun.tuning.job import advise_job, follow
+
+_GLOO = "GLOO_SOCKET_IFNAME"
 
 
 def settle(
@@ -25,11 +28,12 @@ def settle(
     placement: Placement,
     environ: Mapping[str, str],
     note: Callable[[str], None] = lambda _: None,
+    interfaces: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Choose an attempt's settings and write them down; gives what every rank's environment gets.
 
     What the job or the shell has set stands, and `note` is told. A profile that is wrong here costs the
-    settings, not the job.
+    settings, not the job. `interfaces`: the one that every node is reached at, where they were asked.
     """
     try:
         nodes = placement.nodes
@@ -41,9 +45,24 @@ def settle(
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
         note(settings.notes[0])
+    settings = _reached_at(settings, interfaces or {}, environ) if len(placement.nodes) > 1 else settings
     for lost in settings.overruled:
         if lost.value != lost.ours:
             note(str(lost))
     write_settings(attempt.settings, settings)
     write_whole(table_of(attempt), render_table(settings, placement))
     return settings.environment()
+
+
+def _reached_at(settings: Settings, interfaces: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+    """The same with gloo's interface where nobody has set it: by itself gloo believes the host's own name."""
+    if _GLOO in environ or not interfaces or any(one.name == _GLOO for one in settings.all()):
+        return settings
+
+    def setting(interface: str) -> Setting:
+        return Setting(_GLOO, interface, "where the other nodes reach this one", "the nodes themselves")
+
+    if len(set(interfaces.values())) == 1:
+        return replace(settings, everywhere=(*settings.everywhere, setting(next(iter(interfaces.values())))))
+    of_node = {node: (*settings.by_node.get(node, ()), setting(one)) for node, one in interfaces.items()}
+    return replace(settings, by_node={**settings.by_node, **of_node})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import hpcrun
+from hpcrun.address import HostAddress, reachable_address
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.fabric.graph import Fabric
@@ -20,13 +20,12 @@ from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.agents.lease import Leadership
 from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession, left_out
-from hpcrun.launch.agents.wire import address_here
 from hpcrun.launch.allocation import Allocation, find_allocation
 from hpcrun.launch.command import STEP_VARIABLE, template_words
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import LiveCluster, ask_topology
-from hpcrun.specs.cluster import ClusterSpec, find_cluster
+from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, explained, in_blocks
 from hpcrun.specs.plan import Plan
@@ -51,6 +50,13 @@ class Site:
     def is_batch(self) -> bool:
         """Whether a job that was submitted has brought us here."""
         return self.allocation is not None and self.allocation.is_batch
+
+    @property
+    def address_here(self) -> HostAddress:
+        """Where the other nodes of the allocation reach this host."""
+        network = self.cluster.network if self.cluster else NetworkSpec()
+        names = self.allocation.nodes if self.allocation else ()
+        return reachable_address(network.interface, names, network.fabric_suffix)
 
     def per_node(self, spec: JobSpec) -> int:
         """How many ranks each node gets; UsageError where there are too few nodes."""
@@ -113,10 +119,12 @@ class Site:
                 f"mpi.launcher: {wanted} starts no container of srun's; set mpi.launcher: srun in the profile"
             )
         if self.allocation is None or wanted == "hydra":
-            here = self.is_here
-            interface = cluster.network.interface if cluster and not here else None
-            known = {name for _, name in socket.if_nameindex()}
-            return Hydra(agents=not here, interface=interface if interface in known else None)
+            interface = None
+            if not self.is_here:
+                # Its proxies on the other nodes come back to this address, whatever our name means to them.
+                with suppress(SiteError):  # told where the agents are to come in
+                    interface = self.address_here.interface
+            return Hydra(agents=not self.is_here, interface=interface)
         if wanted == "mpirun":
             return Mpirun()
         pmi = cluster.mpi.pmi if cluster else "pmi2"
@@ -146,7 +154,7 @@ class Site:
             return
         names = self.allocation.nodes
         environ = step_environment(without_world(with_our_package(os.environ)))
-        address = address_here(self.cluster.network.interface if self.cluster else None, names)
+        address = self.address_here.text
         leadership = Leadership(run, succession.epoch if succession else None)
         missing, gone = (succession.missing, left_out(run)[0]) if succession else ("", frozenset())
         crew = Crew(run, leadership, address, names, missing, gone)

@@ -42,6 +42,8 @@ from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, create_run
 
 _NAP_S = 0.2
+_SECOND_START = 0.2
+"""Of the time to start and meet: so much is enough on nodes where it has just been in vain."""
 
 
 class Supervisor:
@@ -68,6 +70,8 @@ class Supervisor:
         self._drains: Drains | None = None
         self._keeper: Keeper | None = None
         self._began_at = self._fruitless = 0
+        self._unmet_on: tuple[str, ...] = ()
+        """The nodes of the last attempt, where its ranks did not meet."""
 
     def run(self) -> Outcome:
         """Run the job; the outcome says how it ended. HpcrunError when it could not be started at all."""
@@ -109,9 +113,9 @@ class Supervisor:
     def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
         """One attempt after the other; what Slurm says of the nodes is known meanwhile."""
         self._verify = nodes.verify
-        interface = self._site.cluster.network.interface if self._site.cluster else None
+        network = self._site.cluster.network if self._site.cluster else None
         spec, tell, note = self._prepared.spec, self._register.event, self._observer.note
-        self._keeper = Keeper(run, spec, nodes, tell, note, interface)
+        self._keeper = Keeper(run, spec, nodes, tell, note, network)
         self._drains = Drains(self._site.allocation) if self._site.allocation else None
         try:
             with watched(self._site.allocation, run, self._prepared.spec, self._observer.note):
@@ -279,7 +283,13 @@ class Supervisor:
         self._began_at = self._keeper.step()
         outcome = self._follow(attempt, placement, launcher, nodes, environ)
         self._keeper.after(outcome)
+        self._unmet_on = placement.nodes if outcome.unmet else ()
         return outcome
+
+    def _limits_on(self, nodes: tuple[str, ...]) -> Limits:
+        """How long an attempt there may take; what was just in vain need not take as long once more."""
+        again = self._limits.start_s * _SECOND_START
+        return replace(self._limits, start_s=again) if nodes == self._unmet_on else self._limits
 
     def _bound(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
         """The placement with what every rank uses of its node."""
@@ -310,7 +320,8 @@ class Supervisor:
             attempt,
             placement,
             command,
-            environment_of_ranks(attempt, spec, self._site, placement, self._observer.note) | {**levels},
+            environment_of_ranks(attempt, spec, self._site, placement, nodes, self._observer.note)
+            | {**levels},
             launcher,
             judges_exits=spec.command is not None,
             can_save=spec.retries is not None,
@@ -326,7 +337,7 @@ class Supervisor:
                 launch,
                 nodes,
                 self._observer,
-                self._limits,
+                self._limits_on(placement.nodes),
                 events,
                 reader,
                 self._watchdog,

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 
+from hpcrun.errors import SiteError
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
 from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.launch.world import without_world
+from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.secrets import read_secrets
 
-_FIRST_PORT, _PORTS = 20000, 10000
-"""Below those that the kernel gives out by itself (from 32768 on)."""
-
 
 def environment_of_ranks(
-    attempt: Attempt, spec: JobSpec, site: Site, placement: Placement, note: Callable[[str], None]
+    attempt: Attempt,
+    spec: JobSpec,
+    site: Site,
+    placement: Placement,
+    nodes: Nodes,
+    note: Callable[[str], None],
 ) -> dict[str, str]:
     """Everything that a rank finds in its environment; what the job says is stronger than what we choose."""
     environ = with_our_package(without_world(os.environ))
@@ -30,17 +37,51 @@ def environment_of_ranks(
     # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
     environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(attempt.stacks / NCCL_PIPE))
     environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(attempt.stacks / NCCL_TRACE))
-    ours = settle(attempt, spec, site.cluster, placement, environ | spec.env, note)
-    meeting = _meeting(attempt, site, placement) if spec.command is not None else {}
+    points = _points(attempt, spec, site, placement, nodes, note)
+    interfaces = {node: one.interface for node, one in points.items() if one.interface}
+    ours = settle(attempt, spec, site.cluster, placement, environ | spec.env, note, interfaces)
+    meeting = _meeting(points.get(placement.ranks[0]), placement) if spec.command is not None else {}
     marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
     # Nobody can take a name that nobody can guess.
     marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
     return ours | environ | spec.env | meeting | read_secrets(spec.secrets) | marks
 
 
-def _meeting(attempt: Attempt, site: Site, placement: Placement) -> dict[str, str]:
+def _points(
+    attempt: Attempt,
+    spec: JobSpec,
+    site: Site,
+    placement: Placement,
+    nodes: Nodes,
+    note: Callable[[str], None],
+) -> dict[str, MeetingPoint]:
+    """Where the nodes of an attempt are reached; nobody is asked where there is nothing to be known."""
+    is_program = spec.command is not None
+    if not is_program and len(placement.nodes) < 2:
+        return {}
+    network = site.cluster.network if site.cluster else NetworkSpec()
+    # Another job, and another attempt whose connections are just closing, hardly try the same port first.
+    seed = zlib.crc32(f"{attempt.run.id}/{attempt.number}".encode())
+    points = nodes.meet(
+        MeetingRequest(
+            attempt.number,
+            placement.nodes,
+            network.interface,
+            network.fabric_suffix,
+            seed,
+            wants_port=is_program,
+        )
+    )
+    for node, point in points.items():
+        for text in (*point.notes, *filter(None, (point.problem,))):
+            note(text if text.startswith(node) else f"{node}: {text}")
+    return points
+
+
+def _meeting(point: MeetingPoint | None, placement: Placement) -> dict[str, str]:
     """Where the ranks of a program meet."""
-    number = site.allocation.job if site.allocation else os.getpid()
-    port = _FIRST_PORT + (number * 7 + attempt.number) % _PORTS
-    suffix = site.cluster.network.fabric_suffix if site.cluster else ""
-    return {"MASTER_ADDR": f"{placement.ranks[0]}{suffix}", "MASTER_PORT": str(port)}
+    first = placement.ranks[0]
+    if point is None or point.problem:
+        why = "it gave no answer" if point is None else point.problem
+        raise SiteError(f"the ranks have no address and port to meet at on {first}: {why}")
+    return {"MASTER_ADDR": point.address, "MASTER_PORT": str(point.port)}

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.shm import segments_of
+from hpcrun.runtime.meeting import address_of_rank, open_store
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,6 +49,8 @@ class Control(ABC):
     local_size: int
     one_node: bool
     """All ranks stand on one node."""
+    nodes: tuple[str, ...]
+    """The nodes, in the order of their first ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -58,6 +61,7 @@ class Control(ABC):
         mine = [rank for rank, node in enumerate(nodes) if node == self.node]
         self.local_rank, self.local_size = mine.index(self.rank), len(mine)
         self.one_node = len(mine) == self.size
+        self.nodes = tuple(dict.fromkeys(nodes))
 
     @abstractmethod
     def allgather(self, value: Any) -> list[Any]:
@@ -187,14 +191,7 @@ class MPIControl(Control):
 
     def store(self) -> Store:
         """Rank 0 opens a store on a free port, MPI tells the others where."""
-        server: TCPStore | None = None
-        address: tuple[str, int] = ("", 0)
-        if self.rank == 0:
-            host = "127.0.0.1" if self.one_node else socket.getfqdn()
-            server = TCPStore(host, 0, self.size, True, default_pg_timeout, wait_for_workers=False)
-            address = (host, server.port)
-        host, port = self.broadcast(address)
-        return server or TCPStore(host, port, self.size, False, default_pg_timeout, wait_for_workers=False)
+        return open_store(self, address_of_rank(self).text)
 
     def abort(self, code: int) -> None:
         """MPI_Abort: the launcher takes every rank down."""

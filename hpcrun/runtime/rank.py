@@ -26,6 +26,7 @@ from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
 from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
+from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_nodes
 from hpcrun.runtime.place import check_places, placed_gpu
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
@@ -186,8 +187,11 @@ def open_groups(control: Control, device: Device) -> None:
         # FSDP for mixed precision wants a group even alone; a store in memory does.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         return
-    if control.one_node:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    here = address_of_rank(control)
+    if not control.one_node:
+        try_all_nodes(control, here)
+    if here.interface:
+        os.environ.setdefault(GLOO_INTERFACE, here.interface)
     dist.init_process_group(
         device.backend,
         store=control.store(),

@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hpcrun.tuning.finding import Finding
 
 
-def judge(
-    failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str], interface: str
-) -> tuple[Finding, ...]:
-    """`failed` holds, for each node that has tried, which ones it has not reached, and why.
+@dataclass(frozen=True)
+class Culprit:
+    """A node that is in half of its connections' way: it is the cause of them all."""
 
-    A node that is in half of its connections' way is the cause of them all; what is left is told by pairs.
+    node: str
+    failed: int
+    tried: int
+    why: str
+
+
+def sort_out(
+    failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]
+) -> tuple[list[Culprit], dict[tuple[str, str], str]]:
+    """The nodes to blame, and the pairs that do not reach one another for another reason.
+
+    `failed` holds, for each node that has tried, which ones it has not reached, and why.
     """
     pairs = {(a, b): why for a, of in failed.items() for b, why in of.items()}
-    found = []
+    culprits = []
     while len(nodes) > 2 and pairs:
         counts = {node: sum(node in pair for pair in pairs) for node in nodes}
         worst = max(counts, key=lambda node: counts[node])
         if counts[worst] < len(nodes) - 1:
             break
         told = sorted(why for pair, why in pairs.items() if worst in pair)
-        text = f"{counts[worst]} of its {2 * (len(nodes) - 1)} connections over {interface} fail: {told[0]}"
-        found.append(
-            Finding("fault", "connection", worst, text, "a firewall, a route or a cable of this node")
-        )
+        culprits.append(Culprit(worst, counts[worst], 2 * (len(nodes) - 1), told[0]))
         pairs = {pair: why for pair, why in pairs.items() if worst not in pair}
         nodes = [node for node in nodes if node != worst]
+    return culprits, pairs
+
+
+def judge(
+    failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str], interface: str
+) -> tuple[Finding, ...]:
+    """The same as findings."""
+    culprits, pairs = sort_out(failed, nodes)
+    found = []
+    for one in culprits:
+        text = f"{one.failed} of its {one.tried} connections over {interface} fail: {one.why}"
+        found.append(
+            Finding("fault", "connection", one.node, text, "a firewall, a route or a cable of this node")
+        )
     for (a, b), why in pairs.items():
         text = f"does not reach {b} over {interface}: {why}"
         found.append(Finding("fault", "connection", a, text, "a route or a firewall between the two"))

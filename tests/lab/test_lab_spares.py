@@ -130,15 +130,15 @@ def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
 ONE_STEP = """
 import os, sys
 from pathlib import Path
+from hpcrun.address import reachable_address
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.agents.lease import Leadership
-from hpcrun.launch.agents.wire import address_here
 from hpcrun.specs.rundir import RunDir
 
 run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)
-address = address_here(None, allocation.nodes)
+address = reachable_address(None, allocation.nodes).text
 crew = Crew(run, Leadership(run), address, allocation.nodes)
 steps = allocation.agent_steps(run, allocation.nodes, most=2)
 crew.start(steps, step_environment(os.environ))

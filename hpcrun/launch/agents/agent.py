@@ -28,6 +28,7 @@ from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.health.preflight import answer
+from hpcrun.launch.meeting import MeetingDesk
 from hpcrun.launch.ownership import sweep_segments
 from hpcrun.launch.vault.host import DrainHost
 from hpcrun.launch.vault.sweep import sweep_arenas
@@ -60,6 +61,7 @@ class Agent:
         found = try_inventory()
         self._inside = found.as_json() if found else None
         self._vault = DrainHost(run, self._node, lambda message: self._say(message), os.environ)
+        self._meeting = MeetingDesk()
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
         self._reported, self._is_warm = 0.0, False
@@ -86,6 +88,7 @@ class Agent:
                 self._watch()
         finally:
             self._clear([])
+            self._meeting.close()
             self._vault.close()
             self._uplink.close()
             if self._heir is not None:
@@ -170,6 +173,10 @@ class Agent:
         match order["do"]:
             case "preflight":
                 self._say(answer(self._run, order) | {"attempt": order["attempt"]})
+            case "meeting":
+                self._say(self._meeting.answer(order))
+            case "trial":
+                self._say(self._meeting.try_others(order))
             case "watch":
                 self._clear([])
                 sweep_segments(self._run)

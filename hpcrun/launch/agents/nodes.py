@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,10 @@ from hpcrun.launch.agents.lease import FencedError
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.health.preflight import LONGEST_S, Ask, answer
+from hpcrun.launch.meeting import KIND as MEETING
+from hpcrun.launch.meeting import TRIAL, MeetingDesk, MeetingPoint, MeetingRequest, parse_meeting
 from hpcrun.launch.outlets.heard import Heard
+from hpcrun.launch.trial import in_words, targets
 from hpcrun.launch.vault.host import KIND
 from hpcrun.launch.vault.hosts import Hosts
 from hpcrun.specs.placement import Placement
@@ -47,6 +51,12 @@ class Nodes(Protocol):
 
     def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
         """Have every node look at itself; the answers of those that give one in time."""
+
+    def meet(self, request: MeetingRequest) -> dict[str, MeetingPoint]:
+        """Where each node is reached by the others, and a port of rank 0's; of those that answer in time."""
+
+    def try_connections(self) -> tuple[str, tuple[str, ...]]:
+        """Have the nodes with ranks connect to each other: what fails, in words, and the nodes to blame."""
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt, which are about to be started.
@@ -118,7 +128,7 @@ class ThisNode:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._ranks: NodeRanks | None = None
-        self._hosts = Hosts(run)
+        self._hosts, self._meeting = Hosts(run), MeetingDesk()
 
     @property
     def alive(self) -> tuple[str, ...]:
@@ -150,6 +160,16 @@ class ThisNode:
         """Look at this host."""
         node = os.uname().nodename
         return {node: answer(self._run, ask.of(node).as_json())}
+
+    def meet(self, request: MeetingRequest) -> dict[str, MeetingPoint]:
+        """All ranks stand here, so loopback it is."""
+        here = replace(request, nodes=request.nodes[:1])
+        point = parse_meeting(self._meeting.answer(here.as_json()))
+        return dict.fromkeys(request.nodes, point)
+
+    def try_connections(self) -> tuple[str, tuple[str, ...]]:
+        """There is nothing between ranks of one host."""
+        return "", ()
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Look out for the ranks of an attempt."""
@@ -231,6 +251,7 @@ class ThisNode:
     def close(self) -> None:
         """End the drain worker, and give its memory back."""
         self._hosts.close()
+        self._meeting.close()
 
 
 class AgentNodes:
@@ -257,12 +278,14 @@ class AgentNodes:
         """The nodes that have ceased to answer, first one first."""
         return self._crew.lost
 
-    def _await(self, kind: str, timeout_s: float, attempt: int | None = None) -> dict[str, dict[str, Any]]:
-        """One answer of this kind, about this attempt or the newest, from every agent that lives."""
+    def _await(
+        self, kind: str, timeout_s: float, attempt: int | None = None, nodes: Sequence[str] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """One answer of this kind, about this attempt or the newest, from every living agent (of `nodes`)."""
         about = self._attempt if attempt is None else attempt
         answers: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
-        asked = self._crew.living
+        asked = [one for one in self._crew.living if nodes is None or one.node in nodes]
         while any(one.node not in answers and not one.is_lost for one in asked):
             for agent, message in self._pump(0.1):
                 if message["kind"] == kind and message.get("attempt") == about:
@@ -305,6 +328,37 @@ class AgentNodes:
         for agent in self._crew.members.values():
             agent.tell(do="preflight", **ask.of(agent.node).as_json())
         return self._await("preflight", LONGEST_S + _ANSWER_S, ask.attempt)
+
+    def meet(self, request: MeetingRequest) -> dict[str, MeetingPoint]:
+        """Ask the agents of the nodes with ranks."""
+        for node in request.nodes:
+            self._crew.members[node].tell(do=MEETING, **request.of(node).as_json())
+        answers = self._await(MEETING, _ANSWER_S, request.attempt, request.nodes)
+        return {node: parse_meeting(one) for node, one in answers.items()}
+
+    def try_connections(self) -> tuple[str, tuple[str, ...]]:
+        """Each listens, each tries the others, and only then they cease to listen."""
+        nodes = self._placement.nodes
+        listening = self._trial("listen", {node: {} for node in nodes})
+        places = {node: one["place"] for node, one in listening.items() if one.get("place")}
+        orders = {node: {"places": targets(places, node)} for node in places}
+        tried = self._trial("try", orders)
+        self._trial("end", {node: {} for node in places}, wait=False)
+        absent = [node for node in nodes if node not in tried]
+        words, blamed = in_words({node: one["failed"] for node, one in tried.items()}, [*tried])
+        if absent:
+            words = "; ".join(filter(None, (f"{', '.join(absent[:8])} took no part in a trial", words)))
+        return words, blamed
+
+    def _trial(
+        self, step: str, orders: Mapping[str, dict[str, Any]], *, wait: bool = True
+    ) -> dict[str, dict[str, Any]]:
+        for node, more in orders.items():
+            self._crew.members[node].tell(do=TRIAL, attempt=self._attempt, step=step, **more)
+        if not wait:
+            return {}
+        answers = self._await(TRIAL, _ANSWER_S, nodes=[*orders])
+        return {node: one for node, one in answers.items() if one["step"] == step}
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -40,7 +37,6 @@ _MOST_WAITING = 16 << 20
 _CONNECT_S = 1.5
 """A kernel answers at once, whatever its processes do; a lost packet is sent again after a second."""
 _NOBODY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
-_SIOCGIFADDR = 0x8915
 
 
 class WireError(Exception):
@@ -340,38 +336,3 @@ class Gate:
             self._drop(one)
         self._selector.close()
         self._listener.close()
-
-
-def address_here(interface: str | None, peers: Sequence[str] = ()) -> str:
-    """The address for other nodes to reach us at: the interface's, where it is here, else our name's.
-
-    A name that means this host alone is of no use to `peers`: then the way to one of them decides.
-    """
-    if interface is not None and (found := _address_of(interface)) is not None:
-        return found
-    name = os.uname().nodename
-    try:
-        known = [str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-    except OSError:
-        known = []
-    far = [one for one in known if not one.startswith("127.") and one not in ("::1", "0.0.0.0", "::")]
-    others = [one for one in peers if one != name]
-    if far or (known and not others):
-        return (far or known)[0]
-    for peer in others:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Nothing is sent: the kernel only looks up the way.
-            probe.connect((peer, 9))
-            return str(probe.getsockname()[0])
-    raise SiteError(f"{name}: has no address for other nodes; set network.interface in the profile")
-
-
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface of this host; None without one."""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])

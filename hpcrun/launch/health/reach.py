@@ -6,7 +6,6 @@ import contextlib
 import ipaddress
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,14 +18,13 @@ from hpcrun.fabric.ports import Interface, interfaces
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.site import with_our_package
+from hpcrun.launch.trial import Trial
 from hpcrun.launch.world import without_world
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.names import render_names, socket_choice
 from hpcrun.tuning.reach import judge
 
-_CONNECT_S = 3.0
 _STEP_S = 60.0
-_AT_ONCE = 32
 
 
 def try_all(allocation: Allocation, interface: str | None) -> tuple[Finding, ...]:
@@ -125,31 +123,16 @@ def take_part(interface: str) -> None:
     if address is None:
         _say({"error": f"{interface or 'none of its interfaces'} has no address"})
         return
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # Connections complete by themselves: nobody has to accept them.
-    with socket.create_server((address, 0), family=family, backlog=1024) as server:
-        _say({"place": [address, server.getsockname()[1]]})
+    with contextlib.closing(Trial(address)) as trial:
+        _say({"place": trial.place})
         places: dict[str, list[Any]] = json.loads(sys.stdin.readline() or "{}")
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            whys = pool.map(lambda place: _try(address, place), places.values())
-            _say({"failed": {node: why for node, why in zip(places, whys, strict=True) if why}})
+        _say({"failed": trial.failures(places)})
         sys.stdin.read()
 
 
 def _say(message: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
-
-
-def _try(own: str, place: Sequence[Any]) -> str:
-    """Connect from our own address; why not, in the system's words, or nothing."""
-    try:
-        socket.create_connection((place[0], place[1]), _CONNECT_S, source_address=(own, 0)).close()
-    except TimeoutError:
-        return f"no answer in {_CONNECT_S:g} s"
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 def _address(found: Sequence[Interface], interface: str) -> str | None:

@@ -6,11 +6,8 @@ supervisor has: neither a sink that hangs nor one that dies can be felt by the r
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
+from hpcrun.address import LOOPBACK
+from hpcrun.errors import SiteError
 from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE, shown_as
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.world import without_world
@@ -28,8 +27,6 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.telemetry import TelemetrySpec
 
 _MORE_S = 5.0
-_LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
@@ -187,20 +184,8 @@ def _expanded(place: str | None) -> str | None:
 def _address(site: Site) -> str:
     """Where /metrics is served: on this machine alone, and in an allocation on the interface of its jobs."""
     if site.allocation is None:
-        return _LOOPBACK
-    interface = site.cluster.network.interface if site.cluster else None
-    if interface is not None:
-        return _address_of(interface) or _LOOPBACK
+        return LOOPBACK
     try:
-        return socket.gethostbyname(os.uname().nodename)
-    except OSError:
-        return _LOOPBACK
-
-
-def _address_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
+        return site.address_here.text
+    except SiteError:
+        return LOOPBACK

@@ -194,7 +194,7 @@ def _words(name: str, event: Record) -> str:
             return f"{number}: {_SIGNALS.get(number, 'save and stop')}"
         case "node lost":
             return f"node {event.get('node')} lost: {event.get('why')}"
-        case "hang" | "straggler":
+        case "hang" | "straggler" | "not met":
             return str(event.get("what") or event.get("message") or name)
         case "rank stopped" | "rank goes on":
             how = "was stopped by a signal" if name == "rank stopped" else "goes on"

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
-from hpcrun.launch.agents.wire import address_here
+from hpcrun.errors import SiteError
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
@@ -81,7 +82,7 @@ class DrainHost:
         if self._child is None and not self._again_at:
             self._start()
         if told.get("do") == "configure":
-            told = told | {"address": self._address or _address(told)}
+            told = told | {"address": self._address or self._address_for(told)}
             self._configured = told
             if self._child is None:
                 return  # it is told when it is there again
@@ -207,15 +208,20 @@ class DrainHost:
                 if isinstance(message, dict):
                     yield message
 
+    def _address_for(self, told: dict[str, Any]) -> str:
+        """Where other nodes reach this one; where there are none, nobody has to."""
+        others = told.get("nodes") or []
+        if len(others) < 2:
+            return LOOPBACK
+        try:
+            return reachable_address(told.get("interface"), others, told.get("suffix") or "").text
+        except SiteError as error:
+            self._tell({"kind": "log", "text": f"its checkpoint worker talks to no other nodes: {error}"})
+            return ""
+
     def _tell(self, message: dict[str, Any]) -> None:
         for piece in split(message):
             self._say({"kind": KIND, "node": self._node, "told": piece})
-
-
-def _address(told: dict[str, Any]) -> str:
-    """Where other nodes reach this one; where there are none, nobody has to."""
-    others = told.get("nodes") or []
-    return address_here(told.get("interface"), others) if len(others) > 1 else "127.0.0.1"
 
 
 def split(message: dict[str, Any], most_bytes: int = _MOST_BYTES) -> Iterator[dict[str, Any]]:

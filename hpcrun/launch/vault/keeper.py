@@ -31,6 +31,7 @@ from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
 from hpcrun.launch.vault.workers import Workers
+from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
@@ -54,10 +55,10 @@ class Keeper:
         nodes: Nodes,
         tell: Tell,
         note: Callable[[str], None],
-        interface: str | None = None,
+        network: NetworkSpec | None = None,
     ) -> None:
-        """`interface`: the network interface over which nodes reach each other."""
-        self._interface = interface
+        """`network`: what the profile says of the way over which nodes reach each other."""
+        self._network = network or NetworkSpec()
         self._run, self._spec, self._nodes = run, spec, nodes
         self._tell, self._note = tell, note
         self._workers = Workers(nodes)
@@ -137,7 +138,8 @@ class Keeper:
             self._tell(attempt, "erasure sets", sets=[list(one) for one in sets.sets], message=sets.statement)
         common = {
             "run": str(self._run.path),
-            "interface": self._interface,
+            "interface": self._network.interface,
+            "suffix": self._network.fabric_suffix,
             "nodes": there,
             "spec": self._spec.checkpoint.model_dump(mode="json"),
             "attempt": attempt.number,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from typing import Any
 _HEAD = re.compile(
     r'^(?:(?P<current>Current thread|Thread) 0x[0-9a-f]+.*:|Thread \d+ \(.*\)(?:: "(?P<name>.*)")?)$'
 )
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line \d+ in (?P<function>.*)$')
-_SPIED = re.compile(r"^    (?P<function>\S.*) \((?P<file>[^()]*):\d+\)$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_SPIED = re.compile(r"^    (?P<function>\S.*) \((?P<file>[^()]*):(?P<line>\d+)\)$")
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waits for a disk or a device"}
 _SHOWN = 3
+_POLLS = ("control.py", "_wait")
+"""Where our ranks wait for each other they look and nap in turn: the line says nothing."""
 Frame = tuple[str, str]
 """File (its name alone) and function."""
 
@@ -31,6 +33,8 @@ class RankStack:
     """The kernel's function that it waits in, where the kernel tells."""
     frames: tuple[Frame, ...] = ()
     """Python's frames of the main thread, innermost first; none where the rank could not write them."""
+    lines: tuple[int, ...] = ()
+    """The line of each frame, as far as they are known."""
 
     @property
     def place(self) -> str:
@@ -45,6 +49,25 @@ class RankStack:
     def signature(self) -> tuple[Any, ...]:
         """Equal for ranks that stand at the same place."""
         return (self.state if self.state in _STATES else "", self.frames, bool(self.state))
+
+    @property
+    def telling_lines(self) -> tuple[int, ...]:
+        """The lines that tell one rank from another at the same place; none of one that is stopped."""
+        if self.state in _STATES:
+            return ()
+        known = zip(self.frames, self.lines, strict=False)
+        return tuple(0 if frame == _POLLS else line for frame, line in known)
+
+    def place_at(self, depth: int) -> str:
+        """As `place`, with the lines, down to a frame that differs between ranks."""
+        if not self.telling_lines:
+            return self.place
+        told = [
+            f"{function} ({file}:{line})"
+            for (file, function), line in zip(self.frames, self.lines, strict=False)
+        ]
+        between = ["…"] if depth > _SHOWN else []
+        return " < ".join([*told[:_SHOWN], *between, *told[max(depth, _SHOWN) : depth + 1]])
 
 
 @dataclass(frozen=True)
@@ -63,32 +86,63 @@ class Group:
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
     """The main thread's frames of the newest dump in a text, faulthandler's or py-spy's."""
-    threads: list[tuple[bool, list[Frame]]] = []
+    return tuple(frame for frame, _ in _newest(text))
+
+
+def parse_lines(text: str) -> tuple[int, ...]:
+    """The lines of the same frames."""
+    return tuple(line for _, line in _newest(text))
+
+
+def _newest(text: str) -> list[tuple[Frame, int]]:
+    threads: list[tuple[bool, list[tuple[Frame, int]]]] = []
     for line in text.splitlines():
         if head := _HEAD.match(line):
             threads.append((head["current"] == "Current thread" or head["name"] == "MainThread", []))
         elif threads and (frame := _FRAME.match(line) or _SPIED.match(line)):
-            threads[-1][1].append((frame["file"].rpartition("/")[2], frame["function"]))
+            place = (frame["file"].rpartition("/")[2], frame["function"])
+            threads[-1][1].append((place, int(frame["line"])))
     # The signal is handled in the main thread, which is written last.
     current = [frames for is_current, frames in threads if is_current]
     if current:
-        return tuple(current[-1])
-    return tuple(threads[-1][1]) if threads else ()
+        return current[-1]
+    return threads[-1][1] if threads else []
 
 
 def group(stacks: Sequence[RankStack]) -> list[Group]:
-    """Ranks by where they stand, the smallest group first."""
+    """Ranks by where they stand, the smallest group first.
+
+    By their functions, unless nobody stands apart by these: then lines are told as well, where those differ.
+    """
     by_place: dict[tuple[Any, ...], list[RankStack]] = {}
     for one in stacks:
         by_place.setdefault(one.signature, []).append(one)
-    groups = [
-        Group(
-            tuple(one.rank for one in alike),
-            tuple(dict.fromkeys(one.node for one in alike)),
-            alike[0].place,
-        )
-        for alike in by_place.values()
-    ]
+    groups = _sorted(_group(alike, alike[0].place) for alike in by_place.values())
+    if odd_ones(groups) is not None:
+        return groups
+    by_line = _sorted(one for alike in by_place.values() for one in _by_line(alike))
+    return by_line if len(groups) == 1 or odd_ones(by_line) is not None else groups
+
+
+def _by_line(alike: Sequence[RankStack]) -> list[Group]:
+    """Ranks in the same functions, by the lines that they are at."""
+    found: dict[tuple[int, ...], list[RankStack]] = {}
+    for one in alike:
+        found.setdefault(one.telling_lines, []).append(one)
+    if len(found) == 1:
+        return [_group(alike, alike[0].place)]
+    # The outermost frame in which they differ says most: the further in, the more it is chance.
+    columns = [len(set(column)) > 1 for column in zip(*found, strict=False)]
+    depth = max((at for at, differs in enumerate(columns) if differs), default=0)
+    return [_group(of, of[0].place_at(depth)) for of in found.values()]
+
+
+def _group(alike: Sequence[RankStack], place: str) -> Group:
+    nodes = dict.fromkeys(one.node for one in alike)
+    return Group(tuple(one.rank for one in alike), tuple(nodes), place)
+
+
+def _sorted(groups: Iterable[Group]) -> list[Group]:
     return sorted(groups, key=lambda one: (len(one.ranks), one.ranks))
 
 

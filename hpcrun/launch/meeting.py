@@ -1,0 +1,121 @@
+"""Where the ranks of an attempt meet: what every node says of its own address, and a port on rank 0's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hpcrun.address import LOOPBACK, reachable_address
+from hpcrun.errors import SiteError
+from hpcrun.launch.ports import PortLease, choose_port
+from hpcrun.launch.trial import Trial
+
+KIND, TRIAL = "meeting", "trial"
+"""The orders to an agent, and the kinds of its answers."""
+
+
+@dataclass(frozen=True)
+class MeetingRequest:
+    """What a node is asked for, as it travels to the agents."""
+
+    attempt: int
+    nodes: tuple[str, ...]
+    """Those with ranks, in rank order: the first one is rank 0's."""
+    interface: str | None = None
+    suffix: str = ""
+    seed: int = 0
+    """Of the port that is tried first."""
+    wants_port: bool = False
+
+    def of(self, node: str) -> MeetingRequest:
+        """The same for one node: only rank 0's looks for a port."""
+        return replace(self, wants_port=self.wants_port and node == self.nodes[0])
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """What a node says: where the others reach it."""
+
+    address: str
+    interface: str = ""
+    port: int = 0
+    notes: tuple[str, ...] = ()
+    """What was in the way of the port."""
+    warning: str = ""
+    """What is wrong with the node's own name; it does not matter to whoever uses the address."""
+    problem: str = ""
+    """Why there is no address or no port."""
+
+
+class MeetingDesk:
+    """A node's part: finds its address, and holds the port of one attempt until the next."""
+
+    def __init__(self) -> None:
+        self._lease: PortLease | None = None
+        self._address = ""
+        self._trial: Trial | None = None
+
+    def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to an order, as it travels."""
+        self.close()
+        known = {name: order[name] for name in MeetingRequest.__dataclass_fields__ if name in order}
+        point = self._point(MeetingRequest(**known))
+        self._address = point.address
+        return {"kind": KIND, "attempt": order["attempt"], **asdict(point)}
+
+    def try_others(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to an order without places: where this node listens for the others' trial.
+
+        To one with places: which of them it has not reached; another one ends the trial.
+        """
+        said: dict[str, Any] = {"kind": TRIAL, "attempt": order["attempt"], "step": order["step"]}
+        if order["step"] == "listen":
+            self._end_trial()
+            with contextlib.suppress(OSError):
+                self._trial = Trial(self._address)
+            return said | {"place": self._trial.place if self._trial else None}
+        if order["step"] == "try" and self._trial is not None:
+            return said | {"failed": self._trial.failures(order["places"])}
+        self._end_trial()
+        return said | {"failed": {}}
+
+    def _end_trial(self) -> None:
+        if self._trial is not None:
+            self._trial.close()
+            self._trial = None
+
+    def _point(self, request: MeetingRequest) -> MeetingPoint:
+        try:
+            if len(request.nodes) > 1:
+                found = reachable_address(request.interface, request.nodes, request.suffix)
+                point = MeetingPoint(found.text, found.interface, warning=found.warning)
+            else:
+                point = MeetingPoint(LOOPBACK, "lo")
+            if request.wants_port:
+                self._lease = choose_port(request.seed)
+                notes = tuple(f"{os.uname().nodename}: {one}" for one in self._lease.notes)
+                point = replace(point, port=self._lease.number, notes=notes)
+        except SiteError as error:
+            return MeetingPoint("", problem=str(error))
+        return point
+
+    def close(self) -> None:
+        """Let the port go."""
+        self._end_trial()
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+
+def parse_meeting(message: Mapping[str, Any]) -> MeetingPoint:
+    """The answer of a node."""
+    notes: Sequence[str] = message.get("notes", ())
+    values = {name: message[name] for name in ("address", "interface", "port", "warning", "problem")}
+    return MeetingPoint(**values, notes=tuple(notes))

@@ -1,0 +1,70 @@
+"""A trial of connections: each node listens while it lasts and tries the others; nobody is let in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from hpcrun.tuning.reach import sort_out
+
+_CONNECT_S = 3.0
+"""A lost packet is sent again after a second."""
+_AT_ONCE = 32
+_SHOWN = 3
+_MOST_TARGETS = 64
+"""In larger worlds each node tries those after it: all nodes together still try every one."""
+
+
+class Trial:
+    """One node's part, at its own address."""
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._address = address
+        # Connections complete by themselves: nobody has to accept them.
+        self._server = socket.create_server((address, 0), family=family, backlog=1024)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._address, int(self._server.getsockname()[1])
+
+    def failures(self, places: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+        """Which of the other nodes were not reached, and why, in the system's words."""
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            whys = pool.map(lambda place: why_not(self._address, place[0], int(place[1])), places.values())
+            return {node: why for node, why in zip(places, whys, strict=True) if why}
+
+    def close(self) -> None:
+        """Listen no more; to be called when all have tried."""
+        self._server.close()
+
+
+def why_not(own: str, host: str, port: int) -> str:
+    """Why a connection from our own address fails, with the place; empty where it does not."""
+    try:
+        socket.create_connection((host, port), _CONNECT_S, source_address=(own, 0)).close()
+    except TimeoutError:
+        return f"no answer in {_CONNECT_S:g} s ({host}:{port})"
+    except OSError as error:
+        return f"{error.strerror or error} ({host}:{port})"
+    return ""
+
+
+def targets(places: Mapping[str, Sequence[Any]], node: str) -> dict[str, Sequence[Any]]:
+    """The nodes that this one tries: all others, or in a large world those that come after it."""
+    names = [*places]
+    at = names.index(node) if node in names else 0
+    others = [one for one in (*names[at:], *names[:at]) if one != node]
+    return {one: places[one] for one in others[:_MOST_TARGETS]}
+
+
+def in_words(failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """What a trial has shown, in words, and the nodes that are to blame; empty where all were reached."""
+    culprits, pairs = sort_out(failed, nodes)
+    told = [f"{one.failed} of {one.tried} connections of {one.node} fail: {one.why}" for one in culprits]
+    told += [f"{a} does not reach {b}: {why}" for (a, b), why in pairs.items()]
+    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return "; ".join(told[:_SHOWN]) + more, tuple(one.node for one in culprits)

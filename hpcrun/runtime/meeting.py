@@ -1,0 +1,87 @@
+"""How ranks come together over TCP: where this node is reached, a store at that address alone, a trial."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+
+from hpcrun.address import LOOPBACK, HostAddress, reachable_address
+from hpcrun.errors import RanksDiedError
+from hpcrun.launch.trial import Trial, in_words, targets, why_not
+
+if TYPE_CHECKING:
+    from hpcrun.runtime.control import Control
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_BACKLOG = 4096
+_TRIES = 2
+
+
+def address_of_rank(control: Control) -> HostAddress:
+    """Where the ranks of other nodes reach this one: at gloo's interface, where that is set."""
+    if control.one_node:
+        return HostAddress(LOOPBACK, "lo")
+    interface = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
+    return reachable_address(interface or None, control.nodes)
+
+
+def open_store(control: Control, address: str) -> TCPStore:
+    """Rank 0 opens a store at its own address and nowhere else, and the others are told where."""
+    server: TCPStore | None = None
+    place: tuple[str, int] = ("", 0)
+    if control.rank == 0:
+        listening = _listen(address)
+        place = (address, int(listening.getsockname()[1]))
+        # The store has its own descriptor from here on.
+        fd = listening.detach()
+        server = TCPStore(
+            *place, control.size, True, default_pg_timeout, wait_for_workers=False, master_listen_fd=fd
+        )
+    host, port = control.broadcast(place)
+    if server is not None:
+        return server
+    if why := _why_not_again(address, host, port):
+        raise RanksDiedError(f"does not reach the store of rank 0 on node {control.nodes[0]}: {why}")
+    return TCPStore(host, port, control.size, False, default_pg_timeout, wait_for_workers=False)
+
+
+def try_all_nodes(control: Control, here: HostAddress) -> None:
+    """See that all nodes reach each other, where torch's groups would wait for half an hour; else say who."""
+    with contextlib.ExitStack() as stack:
+        mine: list[Any] | None = None
+        if control.local_rank == 0:
+            trial = Trial(here.text)
+            stack.callback(trial.close)
+            mine = [control.node, trial.place]
+        places = dict(filter(None, control.allgather(mine)))
+        failed: dict[str, str] = {}
+        if control.local_rank == 0:
+            for _ in range(_TRIES):
+                failed = trial.failures(targets(places, control.node))
+                if not failed:
+                    break
+        told = control.allgather([control.node, failed, here.warning] if control.local_rank == 0 else None)
+    tried = {node: one for node, one, _ in filter(None, told)}
+    words, _ = in_words(tried, [*tried])
+    if words:
+        names = [f"{node}: {warning}" for node, _, warning in filter(None, told) if warning]
+        raise RanksDiedError("; ".join([f"the nodes do not reach each other: {words}", *names[:2]]))
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+
+
+def _why_not_again(own: str, host: str, port: int) -> str:
+    why = ""
+    for _ in range(_TRIES):
+        why = why_not(own, host, port)
+        if not why:
+            break
+    return why
