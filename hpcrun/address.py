@@ -108,9 +108,9 @@ def reachable_address(
     if not others:
         return HostAddress(LOOPBACK, "lo", "there is no network", warning)
     has = ", ".join(f"{one.text} on {one.interface}" for one in out)
-    which = f"it has several and nothing says which: {has}" if has else "it has none but loopback"
+    which = f"it has several, and nothing says which: {has}" if has else "it has none on a network that is up"
     raise SiteError(
-        f"{name}: no address that other nodes could reach it at: {warning or which};"
+        f"{name}: no address for other nodes to reach it at: {'; '.join(filter(None, (warning, which)))};"
         " set network.interface in the profile, or mend /etc/hosts there"
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,22 +59,51 @@ def test_a_program_of_ones_own_knows_its_rank_without_torchrun(desk: Desk, launc
     run = desk.submit("name=own", "resources.nodes=2", "resources.ranks_per_node=2", "--", "sh", "-c", SAY)
     assert desk.ended(run)["status"] == "done", story(run)
     assert logs_of(run) == [
-        "0 4 0 2 0 n01 n01-ib",
-        "1 4 1 2 0 n01 n01-ib",
-        "2 4 0 2 1 n02 n01-ib",
-        "3 4 1 2 1 n02 n01-ib",
+        "0 4 0 2 0 n01 10.77.1.1",
+        "1 4 1 2 0 n01 10.77.1.1",
+        "2 4 0 2 1 n02 10.77.1.1",
+        "3 4 1 2 1 n02 10.77.1.1",
     ]
 
 
 TORCH = """
 import os, torch, torch.distributed as dist
-os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
 dist.init_process_group("gloo")
 total = torch.tensor([float(dist.get_rank() + 1)])
 dist.all_reduce(total)
 print(dist.get_rank(), dist.get_world_size(), total.item())
 dist.destroy_process_group()
 """
+
+
+@contextlib.contextmanager
+def own_names(desk: Desk, **lines: str) -> Iterator[None]:
+    """Nodes whose files of hosts have another line for their own name."""
+    script = (
+        'sed "s/^[0-9.]* $1$/$2/" /etc/hosts >/run/scratch/hosts; mount --bind /run/scratch/hosts /etc/hosts'
+    )
+    for node, line in lines.items():
+        desk.lab.node(node).run(["sh", "-euc", script, "sh", node, line]).require()
+    try:
+        yield
+    finally:
+        for node in lines:
+            desk.lab.node(node).run(["umount", "/etc/hosts"]).require()
+
+
+def test_training_and_programs_meet_where_a_node_s_own_name_means_loopback(desk: Desk) -> None:
+    from hpcrun.specs.shipped import shipped
+
+    shutil.copy(shipped("jobs/demo.yaml"), desk.path)
+    (desk.path / "own.py").write_text(TORCH)
+    with own_names(desk, n01="127.0.1.1 n01", n02="127.0.0.1 localhost n02"):
+        run = desk.submit("demo.yaml", *DEMO, "resources.nodes=2", "resources.time=10m", "resources.mem=4G")
+        own = desk.submit("name=torch", "resources.nodes=2", "--", "python", str(desk.path / "own.py"))
+        assert desk.ended(run, 200)["status"] == "done", story(run)
+        assert desk.ended(own)["status"] == "done", story(own)
+    assert len(losses(run)) == 3
+    assert {one["node"] for one in records(run, "attempts/1/ranks/rank-?.json")} == {"n01", "n02"}
+    assert [log.splitlines()[-1] for log in logs_of(own)] == ["0 2 3.0", "1 2 3.0"]
 
 
 def test_a_foreign_torch_script_meets_over_nodes(desk: Desk) -> None:

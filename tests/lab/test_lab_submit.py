@@ -53,13 +53,13 @@ def test_a_command_over_two_nodes_is_followed_to_its_end(hpcrun: Hpcrun, tmp_pat
     done = hpcrun("submit", *asked, "--follow", "--", "sh", "-c", words)
     assert done.exit_code == 5, done.stderr
     run = RunDir(tmp_path / "runs" / done.stdout.splitlines()[0])
-    assert "rank 0 of 4, 0 on n01, of n01\n" in done.stdout
+    assert "rank 0 of 4, 0 on n01, of 10.77.1.1\n" in done.stdout
     logs = [run.attempt(1).log(rank).read_text() for rank in range(4)]
     assert [text.splitlines()[0] for text in logs] == [
-        "rank 0 of 4, 0 on n01, of n01",
-        "rank 1 of 4, 1 on n01, of n01",
-        "rank 2 of 4, 0 on n02, of n01",
-        "rank 3 of 4, 1 on n02, of n01",
+        "rank 0 of 4, 0 on n01, of 10.77.1.1",
+        "rank 1 of 4, 1 on n01, of 10.77.1.1",
+        "rank 2 of 4, 0 on n02, of 10.77.1.1",
+        "rank 3 of 4, 1 on n02, of 10.77.1.1",
     ]
 
 
