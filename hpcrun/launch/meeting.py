@@ -14,7 +14,7 @@ from hpcrun.launch.ports import PortLease, choose_port
 from hpcrun.launch.trial import Trial
 
 KIND, TRIAL = "meeting", "trial"
-"""The orders to an agent, and the kinds of its answers."""
+"""The orders to an agent, and the kinds of its answers (of a trial, with its step)."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,16 @@ class MeetingDesk:
         return {"kind": KIND, "attempt": order["attempt"], **asdict(point)}
 
     def try_others(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to an order without places: where this node listens for the others' trial.
+        """The answer to a step of a trial: where this node listens, then which others it has not reached.
 
-        To one with places: which of them it has not reached; another one ends the trial.
+        Any other step ends it.
         """
-        said: dict[str, Any] = {"kind": TRIAL, "attempt": order["attempt"], "step": order["step"]}
+        said: dict[str, Any] = {"kind": f"{TRIAL} {order['step']}", "attempt": order["attempt"]}
         if order["step"] == "listen":
             self._end_trial()
+            # Without an address it would listen at all of them.
             with contextlib.suppress(OSError):
-                self._trial = Trial(self._address)
+                self._trial = Trial(self._address) if self._address else None
             return said | {"place": self._trial.place if self._trial else None}
         if order["step"] == "try" and self._trial is not None:
             return said | {"failed": self._trial.failures(order["places"])}

@@ -23,7 +23,8 @@ _LATE_S = 120.0
 _LONGEST_PAUSE_S = 60.0
 REPEATED = "it failed twice in the same way, without progress"
 # What differs between two failures that are one and the same.
-_WHERE_THEY_WAIT = re.compile(r"(?<=did not meet) within .*|(?<=did not start) within .*", re.DOTALL)
+# The time was shorter at the second try: who has come by then, and where they wait, is chance.
+_UNMET = re.compile(r"^.* did not (?:meet|start) within .*", re.DOTALL)
 _PASSING = re.compile(r"^rank \d+ on node \S+|\(pid \d+\)|; log: \S+|/attempts/\d+/|\b\d+(?:\.\d+)?\b")
 
 
@@ -96,7 +97,7 @@ def is_repeated(run: RunDir, outcome: Outcome) -> bool:
 
 def signature(message: str) -> str:
     """What two failures have in common that are one and the same."""
-    return _PASSING.sub("", _WHERE_THEY_WAIT.sub("", message))
+    return _PASSING.sub("", _UNMET.sub("the ranks did not meet", message))
 
 
 def outcomes(run: RunDir) -> list[dict[str, Any]]:

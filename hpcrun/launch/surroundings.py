@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable
+from zlib import crc32
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import Nodes
@@ -61,7 +61,7 @@ def _points(
         return {}
     network = site.cluster.network if site.cluster else NetworkSpec()
     # Another job, and another attempt whose connections are just closing, hardly try the same port first.
-    seed = zlib.crc32(f"{attempt.run.id}/{attempt.number}".encode())
+    seed = crc32(f"{attempt.run.id}/{attempt.number}".encode())
     points = nodes.meet(
         MeetingRequest(
             attempt.number,

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from hpcrun.launch.agents.lease import LEADERLESS_S, FencedError, Leadership, cl
 from hpcrun.launch.agents.nodes import AgentNodes
 from hpcrun.launch.agents.wire import Badge, WireError, join
 from hpcrun.launch.happenings import NodeLost, RankEnded
+from hpcrun.launch.meeting import MeetingRequest
+from hpcrun.launch.ports import choose_port
 from hpcrun.launch.site import with_our_package
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
@@ -338,3 +341,21 @@ def test_what_ranks_have_left_in_memory_goes_before_the_next_attempt(place: Plac
         assert not left.exists()
     finally:
         left.unlink(missing_ok=True)
+
+
+def test_agents_say_where_they_are_reached_and_try_each_other(place: Place) -> None:
+    for node in NODES[:2]:
+        place.agent(node)
+    nodes = place.lead(*NODES[:2])
+    request = MeetingRequest(1, NODES[:2], "lo", seed=7, wants_port=True)
+    points = nodes.meet(request)
+    assert {node: (one.address, one.interface) for node, one in points.items()} == dict.fromkeys(
+        NODES[:2], ("127.0.0.1", "lo")
+    )
+    # Rank 0's node alone has a port, and keeps it from others.
+    assert (points["n01"].port > 0, points["n02"].port) == (True, 0)
+    with closing(choose_port(7)) as lease:
+        assert lease.number != points["n01"].port
+    nodes.watch(place.run.attempt(1).create(), Placement(NODES[:2]), f"hpcrun-{os.urandom(8).hex()}")
+    assert nodes.try_connections() == ("", ())
+    assert nodes.try_connections() == ("", ())

@@ -201,3 +201,24 @@ def test_the_measured_policy_reaches_the_attempt_with_its_figures(attempt: Attem
     settle(attempt, job(), profile, Placement(NODES), {})
     told = read_json(attempt.settings)
     assert name in [one["name"] for one in told["settings"]] or any(name in note for note in told["notes"])
+
+
+def test_gloo_is_given_the_interface_that_others_reach(attempt: Attempt) -> None:
+    def given(
+        reached: dict[str, str], network: str = "{}", nodes: tuple[str, ...] = NODES, **env: str
+    ) -> str:
+        settle(attempt, job(**env), cluster(network), Placement(nodes), env, interfaces=reached)
+        settings = read_settings(attempt.settings)
+        assert settings is not None
+        shown = [f"{one.value}" for one in settings.everywhere if one.name == "GLOO_SOCKET_IFNAME"]
+        shown += [f"{node}={one.value}" for node, of in settings.by_node.items() for one in of]
+        return " ".join(shown)
+
+    assert given({"n1": "eth0", "n2": "eth0"}) == "eth0"
+    assert given({"n1": "eth0", "n2": "ens3"}) == "n1=eth0 n2=ens3"
+    assert "n2\tGLOO_SOCKET_IFNAME\tens3\t\n" in table_of(attempt).read_text()
+    # What the profile, the job or the shell names stands, and one node needs none.
+    assert given({"n1": "eth0", "n2": "eth0"}, "{interface: ib7}") == "ib7"
+    assert given({"n1": "eth0", "n2": "eth0"}, GLOO_SOCKET_IFNAME="eth5") == ""
+    assert given({"n1": "eth0"}, nodes=("n1",)) == ""
+    assert given({}) == ""

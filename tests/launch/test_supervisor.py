@@ -209,9 +209,22 @@ def test_ranks_get_as_long_to_stop_as_their_saves_took(site: Site) -> None:
 
 
 def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
-    outcome = site.run("never-meets", limits=Limits(start_s=0.5))
-    assert outcome.exit_code == 5
-    assert "within 0.5 s" in outcome.message
+    outcome = site.run("never-meets", "retry.crash=5", limits=Limits(start_s=8))
+    # Once more on the same nodes, for a fraction of the time; then it has failed twice in the same way.
+    assert (outcome.exit_code, outcome.attempt) == (93, 2)
+    first = read_json(outcome.run.attempt(1).outcome) or {}
+    for number, seconds in ((1, "8"), (2, "1.6")):
+        attempt = outcome.run.attempt(number)
+        told = first["message"] if number == 1 else outcome.message
+        assert f" within {seconds} s; " in told
+        if "did not meet" in told:
+            assert "ranks 0, 1: main (rank_program.py) <" in told
+            assert f"stacks: {attempt.stacks}" in told
+            assert "in main" in attempt.stack(1).read_text()
+    assert "all ranks started, but they did not meet within 8 s; ranks 0, 1: main" in first["message"]
+    events = [one for one in read_lines(outcome.run.events) if one["event"] in ("not met", "dump")]
+    assert [one["event"] for one in events] == ["not met", "dump"] * 2
+    assert events[0]["what"] == "all ranks started, but they did not meet within 8 s"
 
 
 def test_a_killed_launcher_is_not_blamed_on_a_rank(site: Site) -> None:

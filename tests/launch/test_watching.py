@@ -19,7 +19,7 @@ from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.progress import Reporter
-from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_stacks
+from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_lines, parse_stacks
 from hpcrun.launch.watch.stragglers import Stragglers
 from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.specs.job import JobSpec
@@ -292,6 +292,7 @@ def test_both_kinds_of_dumps_are_read() -> None:
     assert parse_stacks(PY_SPY) == (("distributed_c10d.py", "all_reduce"), ("train.py", "step"))
     assert parse_stacks(FAULTHANDLER + FAULTHANDLER.replace("_step", "_save"))[0] == ("loop.py", "_save")
     assert parse_stacks("nothing\n  File 'x'\n") == ()
+    assert (parse_lines(FAULTHANDLER), parse_lines(PY_SPY)) == ((150, 88), (2501, 12))
 
 
 def test_who_stands_apart() -> None:
@@ -311,6 +312,45 @@ def test_who_stands_apart() -> None:
     silent = odd_ones(group([*many, RankStack(4, "n2")]))
     assert silent is not None
     assert silent.place == "its node gave no answer"
+
+
+def test_who_stands_apart_by_the_line_alone() -> None:
+    deep = ("reduce", "wait", "sync", "layer", "step")
+
+    def stack(rank: int, *lines: int, state: str = "S", functions: tuple[str, ...] = deep) -> RankStack:
+        frames = tuple(("a.py", one) for one in functions[-len(lines) :])
+        return RankStack(rank, f"n{rank}", state, "", frames, lines)
+
+    one = group([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7)])
+    assert odd_ones(one) == Group((2,), ("n2",), "step (a.py:9)")
+    assert str(one[1]) == "ranks 0, 1, 3: step (a.py:7)"
+    # Where they differ may be far out, and is shown all the same.
+    far = group([stack(rank, 1, 2, 3, 4, 60 if rank == 1 else 50) for rank in range(4)])
+    assert odd_ones(far) == far[0]
+    assert far[0].place == "reduce (a.py:1) < wait (a.py:2) < sync (a.py:3) < … < step (a.py:60)"
+    # By their functions first: a line is told only where these say nothing.
+    mixed = group([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7), stack(4, 1, 7)])
+    assert odd_ones(mixed) == Group((4,), ("n4",), "layer (a.py) < step (a.py)")
+    halves = [
+        *(stack(rank, 7) for rank in range(4)),
+        *(stack(rank, 1, 7) for rank in range(4, 7)),
+        stack(7, 2, 7),
+    ]
+    assert odd_ones(group(halves)) == Group((7,), ("n7",), "layer (a.py:2) < step (a.py:7)")
+    # All alike, two each, or polling in turn: nobody.
+    assert odd_ones(group([stack(rank, 7) for rank in range(4)])) is None
+    assert odd_ones(group([stack(rank, 7 + rank % 2) for rank in range(4)])) is None
+    assert [str(two) for two in group([stack(0, 7), stack(1, 8)])] == [
+        "rank 0: step (a.py:7)",
+        "rank 1: step (a.py:8)",
+    ]
+    polls = [
+        RankStack(rank, "n", "S", "", (("control.py", "_wait"),), (140 + (rank == 2),)) for rank in range(4)
+    ]
+    assert odd_ones(group(polls)) is None
+    # A stopped rank is what it is, wherever it stands.
+    stopped = group([stack(0, 7), stack(1, 7), stack(2, 9, state="T"), stack(3, 7)])
+    assert odd_ones(stopped) == Group((2,), ("n2",), "stopped by a signal")
 
 
 def probes(node: int, *times: float, rank: int | None = None) -> Progress:

@@ -357,8 +357,7 @@ class AgentNodes:
             self._crew.members[node].tell(do=TRIAL, attempt=self._attempt, step=step, **more)
         if not wait:
             return {}
-        answers = self._await(TRIAL, _ANSWER_S, nodes=[*orders])
-        return {node: one for node, one in answers.items() if one["step"] == step}
+        return self._await(f"{TRIAL} {step}", _ANSWER_S, nodes=[*orders])
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""
