@@ -43,11 +43,16 @@ class Trial:
 
 
 def why_not(own: str, host: str, port: int) -> str:
-    """Why a connection from our own address fails, with the place; empty where it does not."""
+    """Why a connection from our own address fails, with the place; empty where it does not.
+
+    In words that are not those of a connection which breaks because a rank has died.
+    """
     try:
         socket.create_connection((host, port), _CONNECT_S, source_address=(own, 0)).close()
     except TimeoutError:
         return f"no answer in {_CONNECT_S:g} s ({host}:{port})"
+    except (ConnectionRefusedError, ConnectionResetError):
+        return f"refused ({host}:{port})"
     except OSError as error:
         return f"{error.strerror or error} ({host}:{port})"
     return ""

@@ -8,6 +8,7 @@ import pytest
 
 from hpcrun.launch.failure import explain
 from hpcrun.launch.happenings import LauncherEnded, RankEnded
+from hpcrun.launch.trial import in_words, why_not
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -86,3 +87,12 @@ def test_a_launcher_that_ends_by_itself(attempt: Attempt) -> None:
     assert killed.message.startswith("mpiexec was killed by signal 9 (SIGKILL)")
     rank_first = explain(attempt, 2, [ended(0, signal.SIGKILL, 9.0)], LauncherEnded(signal.SIGKILL, 10.0))
     assert rank_first.rank == 0
+
+
+def test_nodes_that_do_not_reach_each_other_are_a_cause_of_their_own(attempt: Attempt) -> None:
+    failed = {"n0": {"n1": "refused (10.0.0.1:77)"}, "n1": {}}
+    words = f"the nodes do not reach each other: {in_words(failed, ['n0', 'n1'])[0]}"
+    reported(attempt, 0, words, 10.0, kind="RanksDiedError", expected=True)
+    assert why_not("127.0.0.1", "127.0.0.1", 1) == "refused (127.0.0.1:1)"
+    failure = explain(attempt, 2, [ended(1, signal.SIGKILL, 10.1)], None)
+    assert failure.message == f"rank 0 on node n0: {words}"

@@ -124,7 +124,7 @@ def test_nodes_that_do_not_say_which_place_and_why(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Trial, "place", property(place))
     words = (
-        "the nodes do not reach each other: 2 of 4 connections of n1 fail: Connection refused (127.0.0.2:1);"
+        "the nodes do not reach each other: 2 of 4 connections of n1 fail: refused (127.0.0.2:1);"
         " n1: its own name n1 means 127.0.1.1, which other nodes cannot reach"
     )
     assert together(3, body) == [words] * 3
@@ -135,14 +135,12 @@ def test_a_store_that_is_not_reached_is_named_with_its_place(monkeypatch: pytest
         def broadcast(self, value: Any) -> Any:
             return "127.0.0.1", 1
 
-    with pytest.raises(
-        RanksDiedError, match=r"store of rank 0 on node n0: Connection refused \(127.0.0.1:1\)"
-    ):
+    with pytest.raises(RanksDiedError, match=r"store of rank 0 on node n0: refused \(127.0.0.1:1\)"):
         open_store(Deaf(1, Table(2)), "127.0.0.1")
 
 
 def test_why_a_connection_fails() -> None:
-    assert why_not("127.0.0.1", "127.0.0.1", 1) == "Connection refused (127.0.0.1:1)"
+    assert why_not("127.0.0.1", "127.0.0.1", 1) == "refused (127.0.0.1:1)"
     assert why_not("127.0.0.1", "255.255.255.255", 9) == "Network is unreachable (255.255.255.255:9)"
 
 
