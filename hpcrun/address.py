@@ -233,7 +233,10 @@ def _parse(data: bytes) -> Iterator[_Local]:
     packed = fields.get(_IFA_LOCAL, fields.get(_IFA_ADDRESS, b""))
     if family not in (socket.AF_INET, socket.AF_INET6) or not packed or flags & _NOT_YET_OR_NEVER:
         return
-    name = socket.if_indextoname(index)
+    try:
+        name = socket.if_indextoname(index)
+    except OSError:
+        return  # it has gone meanwhile
     label = fields.get(_IFA_LABEL, b"").rstrip(b"\0").decode(errors="replace")
     yield _Local(socket.inet_ntop(family, packed), name, label, index, _is_up(name))
 
