@@ -80,7 +80,7 @@ def reachable_address(
     """The address for other nodes to reach this host at; SiteError where there is none.
 
     That of `interface`, where it is here and up; else what this host's name (with `suffix` before without)
-    means, if the host has that address on a network; else where the way to `peers` begins.
+    means, if the host has that address on a network and is one of `peers`; else where the way to them begins.
     """
     local = _local_addresses()
     if interface is not None and (found := _of_interface(local, interface)) is not None:
@@ -95,9 +95,11 @@ def reachable_address(
             own = [one for one in out if one.text in meant]
     warning = _wrong_with(name, meant, local)
     others = [one for one in peers if one.partition(".")[0] != name.partition(".")[0]]
-    if len(own) == 1 or (own and not others):
+    # The name of a host that is none of them, such as a login node, may mean another network.
+    is_one_of_them = len(others) < len(peers)
+    if own and (not others or (len(own) == 1 and is_one_of_them)):
         return HostAddress(own[0].text, own[0].interface, f"the name {name}", warning)
-    if (way := _way_to(others, suffix, own or out)) is not None:
+    if (way := _way_to(others, suffix, own if own and is_one_of_them else out)) is not None:
         return HostAddress(way.text, way.interface, "the way to the other nodes", warning)
     if own:
         return HostAddress(own[0].text, own[0].interface, f"the name {name}", warning)

@@ -168,6 +168,17 @@ def test_what_the_profile_names_comes_first() -> None:
     check(hosts, ("10.1.0.7/24 eth0", "fd00::7/64 ib0", "fe80::7/64 ib0"), "fd00::7 ib0", interface="ib0")
 
 
+@needs_root
+def test_a_host_outside_of_the_allocation_is_reached_where_the_way_to_it_begins() -> None:
+    def body() -> None:
+        # Its own name is that of another network, and may well be right there.
+        assert found(peers=("n2", "n3")) == "10.2.0.7 ib0"
+        assert found(peers=("n1", "n2", "n3")) == "10.1.0.7 eth0"
+        assert found(peers=("unknown",)) == "10.1.0.7 eth0"
+
+    host(f"10.1.0.7 n1\n{DATA}", TWO, body)
+
+
 def test_loopback_is_an_answer_only_where_it_is_named() -> None:
     assert found(interface="lo", peers=()) == "127.0.0.1 lo"
 

@@ -123,7 +123,9 @@ class Site:
             if not self.is_here:
                 # Its proxies on the other nodes come back to this address, whatever our name means to them.
                 with suppress(SiteError):  # told where the agents are to come in
-                    interface = self.address_here.interface
+                    here = self.address_here
+                    # Of an interface it takes the IPv4 address alone.
+                    interface = here.interface if ":" not in here.text else None
             return Hydra(agents=not self.is_here, interface=interface)
         if wanted == "mpirun":
             return Mpirun()
