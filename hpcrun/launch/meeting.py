@@ -55,7 +55,7 @@ class MeetingPoint:
 
 
 class MeetingDesk:
-    """A node's part: finds its address, and holds the port of one attempt until the next."""
+    """A node's part: finds its address, and holds the port of an attempt until that is over."""
 
     def __init__(self) -> None:
         self._lease: PortLease | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from zlib import crc32
 
 from hpcrun.errors import SiteError
@@ -40,7 +40,7 @@ def environment_of_ranks(
     points = _points(attempt, spec, site, placement, nodes, note)
     interfaces = {node: one.interface for node, one in points.items() if one.interface}
     ours = settle(attempt, spec, site.cluster, placement, environ | spec.env, note, interfaces)
-    meeting = _meeting(points.get(placement.ranks[0]), placement) if spec.command is not None else {}
+    meeting = _meeting(points, placement, nodes) if spec.command is not None else {}
     marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
     # Nobody can take a name that nobody can guess.
     marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
@@ -78,9 +78,12 @@ def _points(
     return points
 
 
-def _meeting(point: MeetingPoint | None, placement: Placement) -> dict[str, str]:
-    """Where the ranks of a program meet."""
+def _meeting(points: Mapping[str, MeetingPoint], placement: Placement, nodes: Nodes) -> dict[str, str]:
+    """Where the ranks of a program meet; where rank 0's node is lost meanwhile, nothing will be started."""
     first = placement.ranks[0]
+    point = points.get(first)
+    if point is None and first not in nodes.alive:
+        return {}
     if point is None or point.problem:
         why = "it gave no answer" if point is None else point.problem
         raise SiteError(f"the ranks have no address and port to meet at on {first}: {why}")

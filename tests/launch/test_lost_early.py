@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrun.launch.agents.nodes import ThisNode
+from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.specs.records import read_lines
@@ -36,3 +39,23 @@ def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2]
     (fault,) = [one for one in events if one["event"] == "fault"]
     assert (fault["cause"], fault["nodes"]) == ("node", ["b"])
+
+
+def test_nor_is_a_program_whose_first_node_cannot_say_where_to_meet(
+    runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = pretend("abc")
+    usual = ThisNode.meet
+
+    def lose_one(nodes: ThisNode, request: MeetingRequest) -> dict[str, MeetingPoint]:
+        if request.attempt == 1:
+            there.pretended.where = ()
+            there.pretended.lose("a")
+        return {node: one for node, one in usual(nodes, request).items() if node in nodes.alive}
+
+    monkeypatch.setattr(ThisNode, "meet", lose_one)
+    words = ("resources={nodes: 2, spares: 1}", "retry={node: 1, crash: 0}", "name=t", "preflight=[]")
+    outcome = supervise(there, prepare(None, words, command=["true"]), Recorder())
+    events = list(read_lines(outcome.run.events))
+    assert [one["attempt"] for one in events if one["event"] == "launch"] == [2], outcome.message
+    assert next(one["node"] for one in events if one["event"] == "node lost") == "a"

@@ -198,6 +198,7 @@ class Agent:
                     self._ranks.kill()
             case "clear":
                 stuck = self._clear(order["spared"]) if order["attempt"] in (None, self._attempt) else []
+                self._meeting.close()
                 self._say({"kind": "cleared", "attempt": order["attempt"], "stuck": stuck})
             case "warm":
                 self._warm()

@@ -228,6 +228,7 @@ class ThisNode:
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """End whatever is left of the attempt below the launcher."""
         stuck = self._here.clear(timeout_s, self._hosts.pids)
+        self._meeting.close()
         process.reap_orphans(keep=launcher)
         return [f"process {pid}" for pid in stuck]
 
