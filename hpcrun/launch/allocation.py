@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ from hpcrun.specs.rundir import RunDir
 
 _ASK_S = 20
 _REQUEUE_S = 60
+_TRIES, _PAUSE_S = 3, 0.3
 _SLACK_S = 5.0
 SEPARATE_STEPS = 64
 """Up to so many nodes each agent gets a step of its own, which nothing on another node can end.
@@ -97,6 +99,23 @@ class Allocation:
         if self.fate() != "queued again":
             raise SiteError(f"`scontrol requeue {self.id}`: {words}")
 
+    def update(self, assignment: str) -> str:
+        """Change the job as `scontrol update` does, such as Requeue=1; empty, or Slurm's words against it."""
+        told = ""
+        for _ in range(_TRIES):
+            # After a requeue its TERM may end the command before it has done anything.
+            try:
+                words = ["scontrol", "update", f"JobId={self.id}", assignment]
+                done = process.run(words, timeout_s=_ASK_S)
+            except SiteError as error:
+                told = str(error)
+            else:
+                if done.exit_code == 0:
+                    return ""
+                told = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.exit_code}"
+            time.sleep(_PAUSE_S)
+        return told
+
     def agent_steps(
         self, run: RunDir, nodes: Sequence[str], most: int = SEPARATE_STEPS
     ) -> dict[tuple[str, ...], list[str]]:
@@ -121,6 +140,18 @@ class Allocation:
         step += ["--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
         agent = [sys.executable, "-P", "-m", "hpcrun", "_agent", str(run.path)]
         return [*step, f"--nodelist={fold(nodes, suffixes=False)}", *agent]
+
+
+def batch_identity(environ: Mapping[str, str]) -> dict[str, int]:
+    """For the record of an end: which job, by the number that sbatch gave, and which start of it; or nothing.
+
+    By these, and not by the time, it is told from the record of another job or start.
+    """
+    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    is_batch = environ.get("SUBMITIT_EXECUTOR") == "slurm" and job.isascii() and job.isdigit()
+    restart = int(restarts) if restarts.isascii() and restarts.isdigit() else 0
+    return {"slurm_job": int(job), "restarts": restart} if is_batch else {}
 
 
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:

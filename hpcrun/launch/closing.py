@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from typing import Any
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import LeaderWriter
+from hpcrun.launch.allocation import batch_identity
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.deadline import grace_s
 from hpcrun.launch.endurance import patiently
@@ -105,6 +107,7 @@ def record_exit(
 ) -> None:
     """Write how a run has ended."""
     record = {"status": status, "exit_code": exit_code, "message": message, "attempt": attempt, "step": step}
+    record |= batch_identity(os.environ)
     # Where even this cannot be written, the message on the terminal says so.
     with suppress(OSError):
         patiently(lambda: write_json(run.exit, record | {"ended": time.time()}))

@@ -21,6 +21,7 @@ from hpcrun.launch.endurance import say
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.ownership import TakenError, hold
+from hpcrun.launch.predecessors import hold_for_others
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
@@ -114,10 +115,12 @@ def _run(run: RunDir, origin: RunDir) -> int:
     log = BatchLog()
 
     def work(inbox: Inbox) -> Outcome:
+        allocation = find_allocation(os.environ)
+        if (held := hold_for_others(run, allocation, log.note)) is not None:
+            return held
         record = read_provenance(origin)
         cluster = load_cluster(origin.cluster) if origin.cluster.exists() else None
         _check_python(record, cluster, log)
-        allocation = find_allocation(os.environ)
         prepared, site = prepare(None, resume=run), Site(allocation, cluster)
         log.note(f"{prepared.spec.name}: {prepared.describe()}")
         # Only of the first run, of several in turn, the supervisor was killed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
@@ -27,6 +28,15 @@ class Submission:
     host: str | None = None
     pid: int | None = None
     start_ticks: int | None = None
+    attempts: dict[str, int] = field(default_factory=dict)
+    """The newest attempt of each element (of a single run under "") that was there before; without zeros.
+
+    What this job does has higher numbers: that, and no host's clock, tells it from what was before.
+    """
+
+    def attempts_before(self, run: RunDir) -> int:
+        """How many attempts of a run, or of an element, were there when it was handed over."""
+        return self.attempts.get(run.path.name if run.sweep_of_element else "", 0)
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,13 @@ class Provenance:
     def submitted(self, *more: Submission) -> Provenance:
         """The same with further submissions."""
         return replace(self, submissions=[*self.submissions, *more])
+
+
+def attempts_of(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:
+    """For Submission.attempts: how many attempts a run, or each of these elements of it, has now."""
+    places = {str(number): run.element(number) for number in elements} or {"": run}
+    counted = {name: one.attempts() for name, one in places.items()}
+    return {name: attempts[-1].number for name, attempts in counted.items() if attempts}
 
 
 def write_provenance(run: RunDir, record: Provenance) -> None:

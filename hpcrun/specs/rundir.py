@@ -164,6 +164,11 @@ class RunDir:
         return self.path / "job.json"
 
     @property
+    def after(self) -> Path:
+        """The runs that must have ended well before it starts; see specs.predecessors."""
+        return self.path / "after.json"
+
+    @property
     def script(self) -> Path:
         """The batch script, as it was submitted."""
         return self.path / "job.sbatch"

@@ -122,7 +122,7 @@ def test_after_and_resume(slurm: Fake, runs_root: Path, capsys: pytest.CaptureFi
     slurm("squeue", "101|PENDING|Priority|N/A||main|0:00|10:00|small")
     assert hpcrun("job.yaml", "--after", first, "--after-any", first) == 0
     second = RunDir(runs_root / capsys.readouterr().out.strip())
-    assert "#SBATCH --dependency=afterok:101,afterany:101\n" in second.script.read_text()
+    assert "#SBATCH --dependency=afterany:101\n" in second.script.read_text()
     slurm("squeue", "")
     assert hpcrun("--resume", first, "resources.time=1h", "--json") == 0
     assert json.loads(capsys.readouterr().out)["run"] == first

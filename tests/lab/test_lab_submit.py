@@ -134,7 +134,7 @@ def test_what_can_never_start_is_told(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) 
     assert waiting.exit_code in (0, 2), "it may have failed before it was waited for"
     late = hpcrun("submit", "--after", failing.id, *asked)
     assert late.exit_code == 2
-    assert "it is failed, so this would wait for ever" in late.stderr
+    assert "it is failed, so this would never start" in late.stderr
     lab.run(["scancel", "--user=root"])
 
 

@@ -123,11 +123,34 @@ def test_an_exit_record_of_an_attempt_before_the_newest_does_not_count(squeue: S
 
 def test_an_exit_record_of_before_the_newest_submission_does_not_count(squeue: Squeue) -> None:
     squeue(row("8", "PENDING", "Priority"))
-    again = Submission(SUBMITTED + 100, job=8)
+    again = Submission(SUBMITTED + 100, job=8, attempts={"": 1})
     run = ended(begun(submitted("r", Submission(SUBMITTED, job=7), again)), "failed")
     state = asked(run)
     assert (state.state, state.job, state.attempt) == ("queued", "8", 1)
     assert state.message == "again, after attempt 1: jobs with a higher priority come first"
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, -1.0, 0.0, 7200.0])
+def test_an_end_counts_whatever_the_clocks_of_the_login_node_and_the_compute_node_say(
+    squeue: Squeue, ahead_s: float
+) -> None:
+    started = SUBMITTED + ahead_s
+    run = ended(begun(submitted(), started=started), ended=started + 0.5)
+    assert (asked(run).state, asked(run).exit_code) == ("done", 0)
+    early = ended(submitted("early"), "failed", None, slurm_job=7, ended=started)
+    assert asked(early).state == "failed", "before there was an attempt"
+    again = [Submission(SUBMITTED, job=7), Submission(SUBMITTED + 100, job=8, attempts={"": 1})]
+    squeue(row("8", "PENDING", "Priority"))
+    for more in ({"attempt": 1}, {"attempt": 1, "slurm_job": 7}, {"attempt": None, "slurm_job": 7}):
+        run = ended(begun(submitted("late", *again)), "failed", ended=SUBMITTED + 100 + ahead_s, **more)
+        assert asked(run).state == "queued", "a supervisor of the job before was late to write"
+    taken = ended(begun(submitted("taken", *again)), "cancelled", slurm_job=8, ended=started)
+    assert asked(taken).state == "cancelled", "out of the queue, without an attempt of the new job's"
+    second = begun(submitted("second", *again), 2, started=started, slurm_job=8)
+    begun(second, 1)
+    squeue(row("8", "RUNNING"))
+    assert (asked(second).state, asked(second).message) == ("running", "")
+    assert asked(ended(second, attempt=2, slurm_job=8, ended=started)).state == "done"
 
 
 def test_a_requeued_job_is_queued_again_and_its_attempts_are_counted(squeue: Squeue) -> None:
@@ -304,7 +327,7 @@ def test_elements_in_pieces_and_submitted_again_are_asked_for_by_their_own_job(s
         4,
         Submission(SUBMITTED, job=9, array="0-1"),
         Submission(SUBMITTED, job=10, array="0-1", offset=2),
-        Submission(SUBMITTED + 100, job=11, array="1%4", offset=2),
+        Submission(SUBMITTED + 100, job=11, array="1%4", offset=2, attempts={"3": 1}),
     )
     ended(begun(run.element(3), slurm_job=10), "failed")
     squeue(row("9_[0-1]", "PENDING"), row("10_0", "RUNNING"), row("11_[1]", "PENDING"))

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from hpcrun import process
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
@@ -13,6 +14,7 @@ from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import claim, claimed_by, newest_epoch
 from hpcrun.launch.agents.succession import Succession, stand_back
+from hpcrun.launch.allocation import batch_identity
 from hpcrun.launch.closing import Register
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
@@ -54,11 +56,19 @@ class ComeBack:
         record = self._run.read_exit()
         if record is None:
             return None
-        if record["ended"] < self._fall.began:
+        if not self._is_of_this_start(record):
             self._run.exit.unlink()
             return None
         status, code, message = record["status"], record["exit_code"], record["message"]
         return Outcome(self._run, record["attempt"] or 0, status, code, message, record["step"])
+
+    def _is_of_this_start(self, record: dict[str, Any]) -> bool:
+        """Whether an end was written since this start of the job; it may be of another host."""
+        told = batch_identity(os.environ)
+        if told:
+            return told.items() <= record.items()
+        # Without a job nobody but this host writes it.
+        return bool(record["ended"] >= self._fall.began)
 
     def _own_epoch(self) -> int | None:
         """The newest epoch that a supervisor of this job has made here; None where none came so far."""

@@ -11,7 +11,7 @@ from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
 from hpcrun.launch.agents.lease import RENEW_S, Leadership
 from hpcrun.launch.agents.pulse import Pulse
-from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.allocation import Allocation, batch_identity
 from hpcrun.launch.endurance import say
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -90,7 +90,8 @@ class Heir:
         except SiteError as error:
             message = f"{told} ended the job: {error}"
             ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
-            write_json(self._run.exit, ended | {"step": None, "ended": time.time()})
+            ended |= {"step": None, **batch_identity(os.environ)}
+            write_json(self._run.exit, ended | {"ended": time.time()})
             process.run(["scancel", self._allocation.id], timeout_s=60)
             say(message)
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from hpcrun import process
@@ -13,7 +12,6 @@ from hpcrun.launch.health.lemons import most_avoided
 from hpcrun.slurm.jobs import parse_scontrol_jobs
 
 _ASK_S = 10
-_TRIES, _PAUSE_S = 3, 0.3
 
 
 def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
@@ -39,17 +37,7 @@ def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
 
 def keep_away(allocation: Allocation, excluded: str) -> str:
     """Give a job that is in the queue again this ExcNodeList; says what came of it."""
-    told = ""
-    for _ in range(_TRIES):
-        # The TERM of the requeue may end the command before it has done anything.
-        try:
-            words = ["scontrol", "update", f"JobId={allocation.id}", f"ExcNodeList={excluded}"]
-            done = process.run(words, timeout_s=_ASK_S)
-        except SiteError as error:
-            told = str(error)
-        else:
-            if done.exit_code == 0:
-                return f"job {allocation.id} now excludes {excluded}"
-            told = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.exit_code}"
-        time.sleep(_PAUSE_S)
+    told = allocation.update(f"ExcNodeList={excluded}")
+    if not told:
+        return f"job {allocation.id} now excludes {excluded}"
     return f"job {allocation.id} may be given the same nodes again: ExcNodeList={excluded}: {told}"

@@ -36,7 +36,7 @@ def cancel(run: RunDir, *, now: bool = False) -> list[str]:
         for one in ahead:
             # A supervisor that is lost at this moment hands nothing on.
             with suppress(OSError):
-                write_json(one.run.wish, {"time": time.time()})
+                write_json(one.run.wish, {"time": time.time(), "attempt": one.attempt})
     lines = [_stop_process(one.run, now) for one in _one_a_process([one for one in ahead if not one.job])]
     by_job: dict[Question, list[RunState]] = {}
     for one in ahead:
@@ -114,4 +114,4 @@ def _record(run: RunDir, job: Question) -> None:
     text = f"job {job} was taken out of the queue"
     record = {"status": "cancelled", "exit_code": EXIT_INTERRUPTED, "message": text, "attempt": number}
     run.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_json(run.exit, record | {"step": None, "ended": time.time()})
+    write_json(run.exit, record | {"step": None, "slurm_job": job.job, "ended": time.time()})

@@ -28,7 +28,15 @@ _SUPERVISOR: _Kinds = {
     "restarts": int,
     "taken_over": int,
 }
-_EXIT: _Kinds = {"status": str, "exit_code": int, "message": str, "attempt": int, "ended": _NUMBER}
+_EXIT: _Kinds = {
+    "status": str,
+    "exit_code": int,
+    "message": str,
+    "attempt": int,
+    "ended": _NUMBER,
+    "slurm_job": int,
+    "slurm_state": str,
+}
 _REPLICAS: _Kinds = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
 _SUBMISSION: _Kinds = {
     "time": _NUMBER,
@@ -39,6 +47,7 @@ _SUBMISSION: _Kinds = {
     "host": str,
     "pid": int,
     "start_ticks": int,
+    "attempts": dict,
 }
 
 
@@ -60,33 +69,39 @@ class View:
         self.run, self.origin = run, origin
         self.attempts = run.attempts()
         self.supervisor: dict[str, Any] = {}
+        self._supervised = 0
         for attempt in reversed(self.attempts):
             record = read_json(attempt.supervisor)
             if record is not None:
                 self.supervisor = _sound(attempt.supervisor, record, _SUPERVISOR)
+                self._supervised = attempt.number
                 break
         self.submission = _newest_submission(run, origin)
+        self._before = self.submission.attempts_before(run) if self.submission else 0
         self.ended = self._fenced(run.read_exit())
 
     def _fenced(self, ended: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The exit record, unless it is that of an attempt before the newest one, or the newest job."""
+        """The exit record, unless it is that of an attempt before the newest one, or of an earlier job.
+
+        Told by what was written: the record and the submission are of two hosts, whose clocks may differ.
+        """
         if ended is None:
             return None
         _sound(self.run.exit, ended, _EXIT, "status", "exit_code")
         number, newest = ended.get("attempt"), self.attempts[-1].number if self.attempts else None
         if number is not None and newest is not None and number != newest:
             return None
-        time = ended.get("ended")
-        if self.submission and time is not None and time < self.submission.time:
-            return None
-        return ended
+        if self.submission is None or (number is not None and number > self._before):
+            return ended
+        # Of no attempt of the newest job: whoever never began, or was taken out of the queue.
+        job = ended.get("slurm_job")
+        is_earlier = number is not None if job is None else job != self.submission.job
+        return None if is_earlier else ended
 
     @property
     def has_begun(self) -> bool:
         """Whether a supervisor has come up since the run was last submitted, or at all where it was not."""
-        if self.submission is None:
-            return bool(self.supervisor)
-        return bool((self.supervisor.get("started") or 0.0) >= self.submission.time)
+        return self._supervised > self._before
 
     @property
     def is_local(self) -> bool:

@@ -86,7 +86,7 @@ class Job:
         self.library = Library()
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
-        self.dependencies = _dependencies(request, note)
+        self.dependencies, self.after = _dependencies(request, self.cluster, note)
 
     @property
     def cluster_name(self) -> str:
@@ -378,27 +378,52 @@ def _missing_image(spec: JobSpec) -> list[Finding]:
     return [Finding("container.image", text, refuse=False)]
 
 
-def _dependencies(request: Request, note: Note) -> list[str]:
-    """What --dependency takes: the newest jobs of the runs that are waited for."""
-    found = []
-    for kind, runs in (("afterok", request.after), ("afterany", request.after_any)):
+def _dependencies(
+    request: Request, cluster: ClusterSpec | None, note: Note
+) -> tuple[list[str], tuple[RunDir, ...]]:
+    """What --dependency takes: the newest jobs of the runs that are waited for; and which must end well.
+
+    Slurm only waits until the jobs are over: how a run ended its record says, and the job looks at that when
+    it starts (launch.predecessors).
+    """
+    found, after = list[str](), list[RunDir]()
+    for runs in (request.after, request.after_any):
         states = look_at_all(runs) if runs else []
-        jobs = [job for state in states for job in _jobs_to_wait_for(state, kind, note)]
-        if jobs:
-            found.append(":".join([kind, *map(str, jobs)]))
-    return found
+        for state in states:
+            jobs = _jobs_to_wait_for(state, runs is request.after, note)
+            _check_same_cluster(state, cluster, jobs)
+            found += [job for job in jobs if job not in found]
+            after += [state.run] if jobs and runs is request.after else []
+    return [":".join(["afterany", *found])] if found else [], tuple(after)
 
 
-def _jobs_to_wait_for(state: RunState, kind: str, note: Note) -> list[int]:
+def _jobs_to_wait_for(state: RunState, must_be_done: bool, note: Note) -> list[str]:
     run = state.run
-    if state.is_over and (kind == "afterany" or state.state == "done"):
+    if state.is_over and (not must_be_done or state.state == "done"):
         note(f"{run.id} has ended already ({state.state}); there is nothing to wait for")
         return []
     if state.is_over:
         remedy = f"submit it again (--resume {run.id}) or use --after-any"
-        raise UsageError(f"--after {run.id}: it is {state.state}, so this would wait for ever; {remedy}")
-    record = read_provenance(run)
-    made = [one for one in record.submissions if one.job is not None] if record else []
-    if not made:
+        raise UsageError(f"--after {run.id}: it is {state.state}, so this would never start; {remedy}")
+    if run.sweep_of_element and state.job:
+        jobs = [state.job]
+    else:
+        record = read_provenance(run)
+        made = [one for one in record.submissions if one.job is not None] if record else []
+        jobs = [str(one.job) for one in made if one.time == made[-1].time]
+    if not jobs:
         raise UsageError(f"{run.id}: was not submitted to Slurm, so no job can wait for it")
-    return [one.job for one in made if one.job is not None and one.time == made[-1].time]
+    if must_be_done and state.state == "unknown":
+        remedy = "try again when it is, or use --after-any"
+        raise UsageError(f"--after {run.id}: how it stands is not known: {state.message}; {remedy}")
+    return jobs
+
+
+def _check_same_cluster(state: RunState, cluster: ClusterSpec | None, jobs: Sequence[str]) -> None:
+    """A job's number means another job on another cluster."""
+    own = cluster.slurm_cluster if cluster else None
+    if jobs and own and state.cluster and own != state.cluster:
+        raise UsageError(
+            f"--after {state.run.id}: it runs on cluster {state.cluster}, this is for {own}, and Slurm waits"
+            " for jobs of the same cluster only; submit both to one"
+        )

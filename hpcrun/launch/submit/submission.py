@@ -25,7 +25,14 @@ from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, ask_jobs
 from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
 from hpcrun.specs.cluster import render_cluster
-from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
+from hpcrun.specs.predecessors import write_predecessors
+from hpcrun.specs.provenance import (
+    Provenance,
+    Submission,
+    attempts_of,
+    read_provenance,
+    write_provenance,
+)
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
@@ -148,7 +155,7 @@ def _directory(job: Job) -> Iterator[RunDir]:
     handed_over = False
     before: dict[Path, str] = {}
     try:
-        files = [run.exit, run.spec, run.cluster, run.job, run.script]
+        files = [run.exit, run.spec, run.cluster, run.job, run.script, run.after]
         files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
         before |= {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
         _fill(job, run)
@@ -192,6 +199,7 @@ def _fill(job: Job, run: RunDir) -> None:
         write_whole(run.cluster, render_cluster(job.cluster))
     else:
         run.cluster.unlink(missing_ok=True)
+    write_predecessors(run, job.after, _attempts_before(job, run))
     # While a job waits or runs there is no record of its end.
     run.exit.unlink(missing_ok=True)
     if not job.resolved.elements:
@@ -207,6 +215,10 @@ def _fill(job: Job, run: RunDir) -> None:
         element.spec.write_text(job.resolved.elements[number].render(), encoding="utf-8")
         element.spec.chmod(0o600)
         element.exit.unlink(missing_ok=True)
+
+
+def _attempts_before(job: Job, run: RunDir) -> dict[str, int]:
+    return attempts_of(run, job.elements) if job.resume else {}
 
 
 def _task() -> Callable[[str], int]:
@@ -226,9 +238,11 @@ def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
     if limit is not None:
         # The limit is an element's, and one process runs them all.
         limit *= max(1, len(job.elements))
-    now, host = time.time(), os.uname().nodename
+    now, host, before = time.time(), os.uname().nodename, _attempts_before(job, run)
     found = submit_local(run.submitit, _task(), str(run.path), limit_min=limit)
-    made = Submission(now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks)
+    made = Submission(
+        now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks, attempts=before
+    )
     is_recorded = False
     try:
         write_provenance(run, record.submitted(made))
@@ -246,6 +260,7 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
     from hpcrun.slurm.executor import TemplateExecutor
 
     now, made, cluster = time.time(), list[Submission](), job.cluster
+    begun = _attempts_before(job, run)
     chunks: list[Chunk | None] = [*job.chunks()] or [None]
     context = job.context(run)
     handed_over = False
@@ -274,7 +289,8 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
                     throttle=chunk.throttle,
                 )
             offset = chunk.offset if chunk else 0
-            made.append(Submission(now, done.job.job, done.job.cluster, done.array, offset))
+            told = Submission(now, done.job.job, done.job.cluster, done.array, offset, attempts=begun)
+            made.append(told)
             if len(made) == 1:
                 write_whole(run.script, done.script)
             write_provenance(run, record.submitted(*made))
