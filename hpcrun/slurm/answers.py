@@ -9,11 +9,20 @@ import re
 from typing import Literal, NamedTuple
 
 TroubleKind = Literal[
-    "busy", "no-job", "no-accounting", "pending", "ended", "unreachable", "refused", "unknown"
+    "busy",
+    "no-job",
+    "no-accounting",
+    "database-down",
+    "pending",
+    "ended",
+    "unreachable",
+    "refused",
+    "unknown",
 ]
 """busy: it may work in a moment, or have worked already · no-job: no such job (any more) · no-accounting:
-sacct cannot answer here · pending: the job waits already · ended: the job is over · unreachable: no
-controller, no credential · refused: not as asked · unknown: none of the messages that we know."""
+this cluster keeps no accounts · database-down: it does, but they cannot be asked now · pending: the job waits
+already · ended: the job is over · unreachable: no controller, no credential · refused: not as asked ·
+unknown: none of the messages that we know."""
 
 _LABELLED = re.compile(
     r"^(?:\w+: )?(?:(?:error|fatal): |slurm_\w+ error: )|: (?:unrecognized|invalid) option", re.I
@@ -27,9 +36,11 @@ _TROUBLES: dict[TroubleKind, dict[str, str]] = {
         r"Resource temporarily unavailable": _LOOK_FIRST,
         r"Zero Bytes were transmitted or received": _LOOK_FIRST,
     },
-    "no-accounting": {
-        r"accounting storage is disabled": "this cluster keeps no accounts",
-        r"talking to the database|slurmdbd|persistent connection": "the accounting database does not answer",
+    "no-accounting": {r"accounting storage is disabled": "this cluster keeps no accounts"},
+    "database-down": {
+        r"talking to the database|[Ss]lurmdbd|[Pp]ersist(?:ent connection|_conn|Init)|Database is busy": (
+            "the accounting database does not answer"
+        ),
     },
     "unreachable": {
         r"Unable to contact slurm controller|Connection refused": "the controller does not answer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -47,7 +48,7 @@ class Answer(NamedTuple):
 
     record: JobRecord | None = None
     trouble: str = ""
-    """Why squeue could not be asked, in its own words."""
+    """Why Slurm could not be asked, in the command's own words."""
 
 
 class _Known:
@@ -84,11 +85,14 @@ class _Known:
         return next(listed, self._rest.get(asked.job))
 
 
-def ask_jobs(questions: Iterable[Question], timeout_s: float = 20.0) -> dict[Question, Answer]:
+def ask_jobs(
+    questions: Iterable[Question], timeout_s: float = 20.0, *, in_accounts: bool = True
+) -> dict[Question, Answer]:
     """Ask Slurm about jobs, with one squeue call a cluster.
 
-    Never raises: where squeue is missing or fails, the answer holds its words; where sacct does, as on
-    clusters without accounting, the job is just not known. `timeout_s` holds for each call.
+    Never raises: where squeue is missing, or it or sacct fails, the answer holds its words: what cannot be
+    asked is no proof that a job is gone. On clusters without accounts a job that squeue forgot is just not
+    known; so it is where nobody looks `in_accounts`. `timeout_s` holds for each call.
     """
     by_cluster: defaultdict[str, list[Question]] = defaultdict(list)
     for one in dict.fromkeys(questions):
@@ -98,8 +102,8 @@ def ask_jobs(questions: Iterable[Question], timeout_s: float = 20.0) -> dict[Que
         known, trouble = _ask(_squeue(asked, cluster), parse_squeue, timeout_s)
         forgotten = [one for one in asked if known.find(one) is None]
         older = _Known()
-        if forgotten and not trouble:
-            older, _ = _ask(_sacct(forgotten, cluster), parse_sacct, timeout_s)
+        if forgotten and not trouble and in_accounts and shutil.which("sacct"):
+            older, trouble = _ask(_sacct(forgotten, cluster), parse_sacct, timeout_s)
         for one in asked:
             record = known.find(one) or older.find(one)
             answers[one] = Answer(record, "" if record else trouble)
@@ -131,14 +135,15 @@ def _ask(
         # By itself Slurm cuts the list of an array's waiting elements short.
         done = process.run(argv, timeout_s=timeout_s, env=env | {"SLURM_BITSTR_LEN": "0"})
     except SiteError as error:
-        return _Known(), str(error)
+        # The whole line is long, and holds the delimiter, which is no character for a terminal.
+        return _Known(), str(error).replace(" ".join(argv), argv[0])
     return _Known(parse(done.stdout)), _trouble(argv[0], done)
 
 
 def _trouble(command: str, done: process.Completed) -> str:
     said = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
     trouble = parse_trouble(said)
-    if trouble and trouble.kind == "no-job":
+    if trouble and trouble.kind in ("no-job", "no-accounting"):
         return ""
     if trouble:
         return f"{command} said: {trouble.text}" + (f"; {trouble.remedy}" if trouble.remedy else "")

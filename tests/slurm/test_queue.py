@@ -104,13 +104,57 @@ def test_what_squeue_forgot_is_asked_of_sacct_in_one_call(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize(
-    "sacct", [{"err": NO_ACCOUNTING, "code": 1}, {"out": NO_ACCOUNTING}, {"err": "sacct: error: x"}, None]
+    "sacct", [{"err": NO_ACCOUNTING, "code": 1}, {"out": NO_ACCOUNTING, "code": 1}, None]
 )
 def test_without_accounts_a_forgotten_job_is_just_not_known(fake: Fake, sacct: dict[str, str] | None) -> None:
     fake("squeue", err=NO_JOB, code=1)
     if sacct is not None:
         fake("sacct", **sacct)
     assert ask_jobs([Question(5)]) == {Question(5): (None, "")}
+
+
+DOWN = (
+    "sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to"
+    " host:localhost:6819: Connection refused\nsacct: error: Sending PersistInit msg: Connection refused\n"
+    "sacct: error: Problem talking to the database: Connection refused"
+)
+
+
+@pytest.mark.parametrize(
+    ("sacct", "words"),
+    [
+        ({"err": DOWN, "code": 1}, "Connection refused; the accounting database does not answer"),
+        ({"err": DOWN}, "Connection refused; the accounting database does not answer"),
+        (
+            {"err": "sacct: error: Sending PersistInit msg: timed out", "code": 1},
+            "does not answer",
+        ),
+        ({"err": "sacct: error: Slurmdbd is not there", "code": 1}, "does not answer"),
+        ({"err": "sacct: error: Database is busy or waiting for lock from other user"}, "does not answer"),
+        ({"err": "sacct: fatal: Could not establish a configuration source", "code": 1}, "no Slurm config"),
+        ({"err": "slurm_load error: Unable to contact slurm controller", "code": 1}, "controller does not"),
+        ({"err": "sacct: error: something new"}, "sacct said: sacct: error: something new"),
+        ({"code": 7}, "sacct ended with exit code 7: no words"),
+    ],
+)
+def test_accounts_that_cannot_be_asked_are_no_proof_that_a_job_is_gone(
+    fake: Fake, sacct: dict[str, str], words: str
+) -> None:
+    fake("squeue", row("6", "RUNNING"))
+    fake("sacct", **sacct)
+    gone, there = ask_jobs([Question(5), Question(6)]).values()
+    assert gone.record is None
+    assert words in gone.trouble
+    assert (there.record is not None, there.trouble) == (True, "")
+    assert ask_jobs([Question(5)], in_accounts=False) == {Question(5): (None, "")}
+
+
+def test_accounts_that_hang_are_no_proof_that_a_job_is_gone(fake: Fake, tmp_path: Path) -> None:
+    fake("squeue", err=NO_JOB, code=1)
+    fake("sacct")
+    (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (answer,) = ask_jobs([Question(5)], timeout_s=0.5).values()
+    assert answer.trouble == "`sacct` gave no answer in 0.5 s; it was ended"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hpcrun.launch.record.farsignal import signal_successor
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.record.view import View
 from hpcrun.slurm.ids import parse_job_id
-from hpcrun.slurm.queue import Question, cancel_job
+from hpcrun.slurm.queue import Answer, Question, ask_jobs, cancel_job
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -94,8 +94,7 @@ def _stop_job(job: Question, states: Sequence[RunState], now: bool) -> str:
     if waiting:
         # What waits comes first, and then a second look: nothing may start behind our back.
         cancel_job(job, "pending")
-    # Slurm forgets an element that had not started as soon as it is cancelled.
-    taken = [one.run for one in look_at_all(waiting) if one.state in ("cancelled", "lost")]
+    taken = _taken(waiting)
     for run in taken:
         _record(run, job)
     told = [f"{len(taken)} taken out of the queue"] if taken else []
@@ -105,6 +104,19 @@ def _stop_job(job: Question, states: Sequence[RunState], now: bool) -> str:
     if len(states) == 1:
         return f"job {job} was {told[0].partition(' ')[2]}"
     return f"of job {job}, {' and '.join(told)}"
+
+
+def _taken(waiting: Sequence[RunDir]) -> list[RunDir]:
+    """Those of the waiting that are out of the queue now."""
+    states = look_at_all(waiting)
+    # Slurm forgets an element that had not started as soon as it is cancelled; the accounts may be down.
+    asked: dict[RunDir, Question] = {}
+    for one in states:
+        if one.state == "unknown" and (found := parse_job_id(one.job or "")) is not None:
+            asked[one.run] = Question(found.job, found.element, one.cluster)
+    answers = ask_jobs(asked.values(), in_accounts=False) if asked else {}
+    gone = [run for run, question in asked.items() if answers[question] == Answer()]
+    return [one.run for one in states if one.state in ("cancelled", "lost") or one.run in gone]
 
 
 def _record(run: RunDir, job: Question) -> None:
