@@ -53,7 +53,7 @@ def list_runs(
 def _listed(state: runs.RunState) -> tuple[str, ...]:
     return (
         state.run.id,
-        _counts(state) or state.state,
+        _counts(state) or state.shown,
         state.job or "-",
         _or_dash(state.attempt),
         _step(state),
@@ -82,7 +82,7 @@ def status(
         rows = [
             (
                 one.run.id,
-                _counts(one) or one.state,
+                _counts(one) or one.shown,
                 one.job or "-",
                 _step(one),
                 one.message.partition("\n")[0],
@@ -98,7 +98,7 @@ def _show_one(run: RunDir, as_json: bool) -> None:
     if run.sweep.is_file():
         _show_sweep(run, as_json)
         return
-    (state,) = runs.look_at_all([run])
+    state = runs.with_slurm_state(runs.look_at_all([run])[0])
     if as_json:
         from hpcrun.launch.record.describe import account
 
@@ -163,7 +163,7 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
         (
             state.run.path.name,
             " ".join(f"{key}={value}" for key, value in changes.items()),
-            state.state,
+            state.shown,
             _step(state),
             _loss(state.loss),
             _loss(state.eval_loss),
@@ -204,7 +204,8 @@ def _attempt(one: dict[str, Any]) -> str:
 def _described(told: dict[str, Any]) -> dict[str, Any]:
     """What there is to tell, under the words that people read."""
     origin = told["origin"] or {}
-    state = told["state"] + (f": {told['message']}" if told["message"] else "")
+    slurm = f" (Slurm says {told['slurm_state']})" if told["slurm_state"] else ""
+    state = f"{told['state']}{slurm}" + (f": {told['message']}" if told["message"] else "")
     facts = {"run": told["path"], "state": state, "exit": told["exit_code"], "nodes": told["nodes"]}
     facts |= {"start": told["start"], "overrides": _pairs(told["overrides"])}
     if origin:
@@ -356,7 +357,7 @@ def _note(text: str) -> None:
 
 
 def _why(state: runs.RunState) -> str:
-    return state.state + (f": {state.message}" if state.message else "")
+    return state.shown + (f": {state.message}" if state.message else "")
 
 
 def _job(state: runs.RunState) -> str | None:

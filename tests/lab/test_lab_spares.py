@@ -112,6 +112,40 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     assert [(one.cause, one.node) for one in ledger.faults] == [("node", "n01")]
 
 
+def test_after_a_takeover_the_record_says_whether_the_next_run_starts(desk: Desk) -> None:
+    # Two runs lose their batch hosts, which may be one, at once; one of them fails afterwards.
+    (desk.path / "job.yaml").write_text(JOB)
+    well = desk.submit("job.yaml", "name=well")
+    fails = f"test -e {desk.path}/off && exit 3; sleep 300"
+    asked = ("retry={crash: 0}", "resources={nodes: 2, spares: 1, time: 10m}")
+    ill = desk.submit("name=ill", *asked, "--", "sh", "-c", fails)
+    small = ("resources.time=5m", "--", "true")
+    after_well = desk.submit("name=after-well", "--after", well.id, *small)
+    after_ill = desk.submit("name=after-ill", "--after", ill.id, *small)
+    last = desk.submit("name=last", "--after", after_ill.id, *small)
+    both = desk.submit("name=both", "--after", f"{well.id},{ill.id}", *small)
+    desk.until(lambda: len(steps(well)) > 6, well)
+    desk.until(lambda: ill.attempt(1).rank_record(1).exists(), ill)
+    (desk.path / "off").touch()
+    for host in {records(run, "attempts/1/supervisor.json")[0]["host"] for run in (well, ill)}:
+        desk.lab.node(host).power_off()
+    assert desk.ended(well, 200)["status"] == "done", story(well)
+    assert desk.ended(ill, 200)["status"] == "failed", story(ill)
+    assert [len(events(run, "takeover")) for run in (well, ill)] == [1, 1]
+    assert desk.ended(after_well)["status"] == "done", story(after_well)
+    for run, before in ((after_ill, ill), (last, after_ill), (both, ill)):
+        ended = desk.ended(run)
+        assert (ended["status"], ended["exit_code"]) == ("cancelled", 130), story(run)
+        assert f"not started: {before.id} is " in ended["message"]
+        assert run.attempts() == []
+    desk.until(lambda: nothing_is_left(desk), both)
+    assert f"{well.id}" in (listed := desk.hpcrun("list").stdout)
+    assert "done (Slurm says CANCELLED)" in next(one for one in listed.splitlines() if well.id in one)
+    assert "done (Slurm says CANCELLED)" in desk.hpcrun("status", well.id).stdout
+    assert "(Slurm says" not in desk.hpcrun("describe", after_well.id).stdout
+    assert desk.hpcrun("wait", well.id).stderr.endswith("done (Slurm says CANCELLED): done at step 60\n")
+
+
 def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
     (desk.path / "job.yaml").write_text(JOB)
     run = desk.submit("job.yaml", "train.steps=100000", "checkpoint.every=0")

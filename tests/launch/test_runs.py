@@ -14,7 +14,15 @@ import pytest
 from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.launch.record.follow import Pace, follow, wait
-from hpcrun.launch.record.runs import STATES, RunState, look_at, look_at_all, look_at_elements, worst
+from hpcrun.launch.record.runs import (
+    STATES,
+    RunState,
+    look_at,
+    look_at_all,
+    look_at_elements,
+    with_slurm_state,
+    worst,
+)
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run, runs_root, runs_roots
@@ -473,6 +481,29 @@ def test_a_root_that_names_an_unset_variable_is_told_with_file_and_line(no_root:
     (no_root / "a.yaml").write_text("name: a\nroot: $NO_SUCH_PLACE/runs\n")
     with pytest.raises(UsageError, match=r"a\.yaml:2 root: '\$NO_SUCH_PLACE/runs' is no absolute path here"):
         runs_root()
+
+
+def test_where_slurm_calls_the_end_of_a_run_otherwise_both_are_shown(squeue: Squeue, tmp_path: Path) -> None:
+    squeue(row("7", "CANCELLED"))
+    lost = ended(begun(submitted("host")), slurm_state="CANCELLED")
+    assert (asked(lost).state, asked(lost).shown) == ("done", "done (Slurm says CANCELLED)")
+    assert calls(tmp_path) == 0, "the leader that ended the job has written it down"
+    run = ended(begun(submitted("r")))
+    assert (asked(run).shown, with_slurm_state(asked(run)).shown) == ("done", "done (Slurm says CANCELLED)")
+    assert calls(tmp_path) == 1
+    for status, name, shown in (
+        ("done", "COMPLETED", "done"),
+        ("done", "NODE_FAIL", "done (Slurm says NODE_FAIL)"),
+        ("failed", "COMPLETED", "failed (Slurm says COMPLETED)"),
+        ("failed", "FAILED", "failed"),
+        ("saved", "CANCELLED", "saved"),
+        ("done", "RUNNING", "done"),
+    ):
+        squeue(row("7", name))
+        assert with_slurm_state(asked(ended(begun(run), status))).shown == shown
+    squeue(code=1)
+    assert with_slurm_state(asked(run)).shown == "done"
+    assert asked(ended(begun(run), "failed", slurm_state="CANCELLED")).shown == "failed"
 
 
 def test_the_worst_of_several_exit_codes() -> None:

@@ -90,7 +90,7 @@ class Heir:
         except SiteError as error:
             message = f"{told} ended the job: {error}"
             ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
-            ended |= {"step": None, **batch_identity(os.environ)}
+            ended |= {"step": None, "slurm_state": "CANCELLED", **batch_identity(os.environ)}
             write_json(self._run.exit, ended | {"ended": time.time()})
             process.run(["scancel", self._allocation.id], timeout_s=60)
             say(message)

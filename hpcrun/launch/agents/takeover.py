@@ -23,6 +23,7 @@ from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog, outermost, record_end
 from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.units import parse_time
 
@@ -41,7 +42,11 @@ def run_taken_over(run_path: str, epoch: str) -> int:
     if allocation is None:
         raise SiteError("_takeover: this is no allocation")
     code = _run(run, int(epoch), allocation, log)
-    if run.read_exit() is not None:
+    record = run.read_exit()
+    if record is not None:
+        # That is what Slurm will call the job, however the run has ended.
+        with contextlib.suppress(OSError):
+            write_json(run.exit, record | {"slurm_state": "CANCELLED"})
         log.note(f"ending job {allocation.id}, whose batch script is gone")
         process.run(["scancel", allocation.id], timeout_s=_SCANCEL_S)
     return code

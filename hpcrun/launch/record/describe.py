@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrun.launch.record.follow import batch_logs
 from hpcrun.launch.record.ledger import Ledger, add, read_ledger
-from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
+from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements, with_slurm_state
 from hpcrun.launch.record.savelevels import SaveSums
 from hpcrun.launch.record.view import replicas_of
 from hpcrun.launch.vault.words import spares_in_words
@@ -24,7 +24,7 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
 
     Of an element of a sweep also what it changes.
     """
-    (state,) = look_at_all([run])
+    state = with_slurm_state(look_at_all([run])[0])
     owner = run.sweep_of_element or run
     origin, levels = read_provenance(owner), saves_of(run)
     told = {

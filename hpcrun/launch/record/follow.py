@@ -104,7 +104,7 @@ def wait(
 
 def told(state: RunState) -> str:
     """One line that says where a run stands, and why."""
-    return f"{state.run.id} is {state.state}" + (f": {state.message}" if state.message else "")
+    return f"{state.run.id} is {state.shown}" + (f": {state.message}" if state.message else "")
 
 
 def _require_an_end(state: RunState) -> None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, UsageError
@@ -34,6 +34,7 @@ STATES = (
 )
 """All states; a sweep is in the first of them that one of its elements is in."""
 _GOES_ON = STATES[:3]
+_ASK_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class RunState:
     """When its newest job was handed over (wall clock); 0 where there is none."""
     changed: float = 0.0
     """When it last wrote something (wall clock)."""
+    slurm_state: str = ""
+    """What Slurm calls the end of its job, where the run ended otherwise: CANCELLED though it is done.
+
+    So it is after a failover: the batch script is gone, and the job has to be cancelled.
+    """
+
+    @property
+    def shown(self) -> str:
+        """The state, and Slurm's where that is another."""
+        return f"{self.state} (Slurm says {self.slurm_state})" if self.slurm_state else self.state
 
     @property
     def is_over(self) -> bool:
@@ -120,6 +131,31 @@ def _parts(run: RunDir) -> list[RunDir]:
         with suppress(UsageError):
             return elements_of(run)
     return [run]
+
+
+def with_slurm_state(state: RunState) -> RunState:
+    """The same with what Slurm, which is asked, calls the end of the job, where that is another.
+
+    For a single run: for a list nobody is asked about what has a record of its end.
+    """
+    from hpcrun.slurm.ids import parse_job_id
+
+    found = parse_job_id(state.job or "") if state.is_over and not state.slurm_state else None
+    if found is None or state.exit_code is None or state.elements is not None:
+        return state
+    from hpcrun.slurm.queue import Question, ask_jobs
+
+    owner = state.run.sweep_of_element or state.run
+    question = Question(found.job, found.element, state.cluster, run=owner.id)
+    record = ask_jobs([question], _ASK_S)[question].record
+    name = record.state.name if record and record.state.final else ""
+    return replace(state, slurm_state=_other(state.state, name))
+
+
+def _other(state: str, slurm_state: str) -> str:
+    """Slurm's state where it contradicts the run's; empty where it does not, or is not known."""
+    differs = bool(slurm_state) and (state == "done") != (slurm_state == "COMPLETED")
+    return slurm_state if differs else ""
 
 
 def look_at_elements(sweep: RunDir, *, ask: bool = True) -> list[RunState]:
@@ -294,6 +330,7 @@ def _state(
         whole_replicas=replicas[1],
         submitted=view.submission.time if view.submission else 0.0,
         changed=_changed(view.run),
+        slurm_state=_other(state, ended.get("slurm_state") or "") if ended else "",
     )
 
 
