@@ -66,6 +66,20 @@ def read_regular(path: Path, most_bytes: int = MOST_RECORD_BYTES, *, follow: boo
     return data
 
 
+def clock_of(directory: Path) -> float:
+    """The time now by the clock that stamps new files in this directory: a file server's is not this host's.
+
+    To be compared with time stamps of files there. OSError where nothing can be made.
+    """
+    path = directory / aside_name("clock")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        path.unlink(missing_ok=True)
+
+
 def is_private(status: os.stat_result) -> bool:
     """Whether this is ours and nobody else may write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -27,7 +27,7 @@ from hpcrun.checkpoint.objects.catalogue import (
     run_place,
 )
 from hpcrun.checkpoint.objects.download import bring_home, damages, download, whole_at_home
-from hpcrun.checkpoint.objects.store import Patience, Store, open_store
+from hpcrun.checkpoint.objects.store import Listed, Patience, Store, open_store
 from hpcrun.checkpoint.objects.upload import Sent, upload
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
@@ -340,8 +340,20 @@ def test_the_newest_copies_stay_and_so_does_what_is_on_its_way(
     assert [copy.saved.step for copy in retain(s3, RUN, 2)] == [1]
     assert [copy.saved.step for copy in list_copies(s3, RUN)[0]] == [2, 3]
     assert {old, ahead, strange} <= set(bucket.all_keys()), "it may be on its way"
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 2 * 24 * 3600)
+    # Our clock says nothing of the store's: only what has been added there shows how time goes.
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert retain(s3, RUN, 2) == []
+    assert old in bucket.all_keys()
+    listed = s3.list
+
+    def two_days_later(prefix: str) -> dict[str, Listed]:
+        found = listed(prefix)
+        later = {
+            key: one._replace(changed=(one.changed or 0.0) + 2 * 24 * 3600) for key, one in found.items()
+        }
+        return {key: later[key] if "step-00000003" in key else one for key, one in found.items()}
+
+    monkeypatch.setattr(s3, "list", two_days_later)
     assert [copy.saved.step for copy in retain(s3, RUN, 1)] == [2]
     left = set(bucket.all_keys())
     assert {ahead, strange} <= left

@@ -233,11 +233,16 @@ def test_a_run_goes_on_counting_where_its_last_job_stood(run: RunDir, make: Make
     assert figures_of(run).tally.steps_s == before.steps_s > 0
 
 
-def test_when_agents_were_heard_of_is_told_in_ages(run: RunDir) -> None:
+def test_when_agents_were_heard_of_is_told_in_ages(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     Heard(run).show({"n01": 0.0, "n02": 7.0})
+    # Somebody sets the clock.
+    monkeypatch.setattr(time, "time", lambda: 4e9)
     ages = heard_s(run)
     assert (0 <= ages["n01"] < 5, 7 <= ages["n02"] < 12) == (True, True)
-    for damaged in ("", "[]", '{"time": 1}', '{"time": "x", "ages": {}}', '{"time": 1, "ages": {"n": "x"}}'):
+    told = json.loads((run.telemetry / "heard.json").read_text())
+    elsewhere = json.dumps(told | {"host": "n09"})
+    when, named = json.dumps(told | {"monotonic": "x"}), json.dumps(told | {"ages": {"n": "x"}})
+    for damaged in ("", "[]", '{"time": 1}', when, named, elsewhere):
         (run.telemetry / "heard.json").write_text(damaged)
         assert heard_s(run) == {}
     assert heard_s(create_run("other")) == {}

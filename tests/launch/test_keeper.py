@@ -343,7 +343,9 @@ def test_what_tells_against_a_state(tmp_path: Path) -> None:
     assert not tells_against(failed(22, "interrupted"), 20, 20)
 
 
-def test_a_run_without_durable_saves_is_told_once_and_again_after_one(tmp_path: Path) -> None:
+def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [1000.0]
     run = RunDir(tmp_path)
     watch = Undurable(run, CheckpointSpec(max_undurable="10m"), lambda: now[0])
@@ -356,13 +358,19 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(tmp_path: 
     assert told.endswith("for more than 10m no save has reached the run directory; there is none yet")
     now[0] += 60
     assert watch.look() is None
-    now[0] = time.time()
-    saved = save(run.checkpoints, 5)
-    assert saved.written is not None
-    now[0] = saved.written + 599
-    assert watch.look() is None
-    now[0] += 10
-    assert "the newest is of step 5" in str(watch.look())
+    # The clock of the host that saves is hours from ours, either way.
+    for step, ahead_s in ((5, -7200.0), (6, 7200.0)):
+        monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: 1e9 + ahead_s)
+        save(run.checkpoints, step)
+        now[0] += 6
+        assert watch.look() is None
+        now[0] += 599
+        assert watch.look() is None
+        now[0] += 10
+        assert f"the newest is of step {step}" in str(watch.look())
+    watch.begin()
+    now[0] += 601
+    assert "the newest is of step 6" in str(watch.look()), "it was there before"
     assert Undurable(run, CheckpointSpec(), lambda: now[0] + 1e9).look() is None
 
 

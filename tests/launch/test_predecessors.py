@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_a_record_that_comes_late_is_waited_for(slurm: Fake, monkeypatch: pytest
         if len(looks) == 3:
             ended(first)
 
-    monkeypatch.setattr(predecessors.time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     assert hold_for_others(run, JOB, lambda _: None) is None
     assert len(looks) == 3
 

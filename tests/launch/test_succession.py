@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcrun.launch.agents import succession
+from hpcrun.launch.agents import lease, succession
 from hpcrun.launch.agents.lease import FencedError, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.agents.succession import Succession, left_out, own
@@ -79,10 +80,10 @@ def test_a_lease_that_is_read_while_it_is_written_is_one_all_the_same(
     monkeypatch.setattr(succession, "_ENDS_S", 0.1)
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
-    found = iter([{}, {"count": 1}, {}, {"count": 2}])
+    found = chain([{}, {"count": 1}, {}, {"count": 2}], repeat({}))
     with hold(run):
         Leadership(run)
-        monkeypatch.setattr(succession, "read_lease", lambda _run: next(found))
+        monkeypatch.setattr(lease, "read_lease", lambda _run: next(found))
         with own(run, job(7, 1), lambda _text: None):
             pass
 

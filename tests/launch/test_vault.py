@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -134,3 +135,39 @@ def test_a_run_that_is_over_or_whose_lease_stands_still_leads_no_more(tmp_path: 
     run.lease.touch()
     run.exit.write_text("{}")
     assert not leads(run)
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_a_lease_is_judged_by_the_clock_of_its_file_system(
+    tmp_path: Path, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDir(tmp_path / "run"), time.time()
+    run.path.mkdir()
+    run.lease.write_text("{}\n")
+    monkeypatch.setattr(time, "time", lambda: now + ahead_s)
+    assert leads(run), "it was written just now"
+    os.utime(run.lease, (now - 3600,) * 2)
+    assert not leads(run)
+    assert [path.name for path in run.path.iterdir()] == ["lease"]
+
+
+def test_a_lease_that_moves_is_somebody_s_whatever_its_stamp_says(tmp_path: Path) -> None:
+    run, over = RunDir(tmp_path / "run"), threading.Event()
+    run.path.mkdir()
+
+    def renew() -> None:
+        count = 0
+        while not over.wait(0.05):
+            count += 1
+            run.lease.write_text(json.dumps({"count": count}))
+            # As on a file system that takes the stamps of its clients, of which this one is slow.
+            os.utime(run.lease, (time.time() - 7200,) * 2)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        until(run.lease.exists)
+        assert leads(run)
+    finally:
+        over.set()
+        thread.join()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -198,8 +197,11 @@ def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
         store.delete(f"{copy.place}{RECORD}")
         store.drop(copy.place)
     if whole:
-        for key, names in _by_generation(store, place).items():
-            if RECORD not in names and _step_of(key) < whole[-1].saved.step and _is_stale(names):
+        listed = _by_generation(store, place)
+        # What is newest there was written just now, and stamped by the store, whose clock is not ours.
+        now = max((one.changed or 0.0 for names in listed.values() for one in names.values()), default=0.0)
+        for key, names in listed.items():
+            if RECORD not in names and _step_of(key) < whole[-1].saved.step and _is_stale(names, now):
                 store.drop(f"{place}{key}/")
     return removed
 
@@ -292,9 +294,9 @@ def _text(store: Store, key: str) -> str | None:
         return None
 
 
-def _is_stale(names: dict[str, Listed]) -> bool:
+def _is_stale(names: dict[str, Listed], now: float) -> bool:
     changed = [listed.changed for listed in names.values()]
-    return all(one is not None and one < time.time() - _STALE_S for one in changed)
+    return all(one is not None and one < now - _STALE_S for one in changed)
 
 
 def _step_of(key: str) -> int:

@@ -36,6 +36,8 @@ CONFIRM_S = 2 * RENEW_S
 STAGGER_S = 0.5
 """By so much each node lets the one before it in the allocation go first."""
 _MOST_STAGGERED = 16
+_MOVES_S, _GLANCE_S = 2.5 * RENEW_S, 0.25
+"""A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
 _FRESH_S = 3.0
 """A supervisor that has not looked for a newer epoch for so long looks before it acts."""
 
@@ -123,6 +125,20 @@ def read_lease(run: RunDir) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
     return {}
+
+
+def is_led(run: RunDir) -> bool:
+    """Whether somebody leads the run at this moment: a lease that moves shows it, whatever the clocks say."""
+    signs = set[str]()
+    until = time.monotonic() + _MOVES_S
+    while run.lease.exists() and time.monotonic() < until:
+        # One that is being written may look empty.
+        if found := read_lease(run):
+            signs.add(str(found))
+        if len(signs) > 1:
+            return True
+        time.sleep(_GLANCE_S)
+    return False
 
 
 class Leadership:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.agents.lease import (
     LEADERLESS_S,
-    RENEW_S,
     claim,
     claimed_at,
+    is_led,
     newest_epoch,
-    read_lease,
     sign_of,
 )
 from hpcrun.launch.allocation import Allocation
@@ -27,8 +26,6 @@ from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _LOOK_S = 1.0
-_MOVES_S = 2.5 * RENEW_S
-"""A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
 _ENDS_S = LEADERLESS_S + 4.0
 """So long the ranks of a supervisor that was fenced may still take to end."""
 _STILL_S = 8 * LEADERLESS_S
@@ -129,7 +126,7 @@ def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None])
     """
     former = supervisor_of(run)
     is_ours = allocation is not None and former.get("slurm_job") == allocation.job
-    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and _is_led(run)):
+    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and is_led(run)):
         with hold(run):
             yield
         return
@@ -139,20 +136,6 @@ def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None])
     time.sleep(_ENDS_S)
     with succeed(run):
         yield
-
-
-def _is_led(run: RunDir) -> bool:
-    """Whether somebody leads the run at this moment."""
-    signs = set[str]()
-    until = time.monotonic() + _MOVES_S
-    while run.lease.exists() and time.monotonic() < until:
-        # One that is being written may look empty.
-        if found := read_lease(run):
-            signs.add(str(found))
-        if len(signs) > 1:
-            return True
-        time.sleep(_LOOK_S / 4)
-    return False
 
 
 def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:

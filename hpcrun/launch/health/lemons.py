@@ -127,26 +127,25 @@ def sightings_file() -> Path:
 
 
 def score(entries: Iterable[Sighting], now: float) -> dict[str, Score]:
-    """What is known against each node, highest score first; pure.
+    """What is known against each node, highest score first; pure. `entries` are in the order of the file.
 
     The same cause counts once for a node and attempt; what follows a run across nodes, and what came before a
     node was forgotten, does not count.
     """
     known = list(entries)
-    cleared: dict[str, float] = {}
-    for one in known:
-        if one.cause == FORGOTTEN:
-            cleared[one.node] = max(cleared.get(one.node, -math.inf), one.time)
-    once: dict[tuple[str, str, str, int], Sighting] = {}
+    # Before and after by the order of the lines: they are written on many hosts, each with its own clock.
+    cleared = {one.node: place for place, one in enumerate(known) if one.cause == FORGOTTEN}
+    once: dict[tuple[str, str, str, int], tuple[int, Sighting]] = {}
     groups = _Groups()
-    for one in known:
+    for place, one in enumerate(known):
         if one.weight and now - one.time < _OLD_S:
             groups.add(one)
             key = (one.node, one.cause, one.run, one.attempt)
-            once[key] = max(once.get(key, one), one, key=lambda each: each.time)
+            newest = max(once.get(key, (place, one))[1], one, key=lambda each: each.time)
+            once[key] = place, newest
     by_node: dict[str, list[Sighting]] = {}
-    for one in once.values():
-        if one.time > cleared.get(one.node, -math.inf) and not groups.follows(one):
+    for place, one in once.values():
+        if place > cleared.get(one.node, -1) and not groups.follows(one):
             by_node.setdefault(one.node, []).append(one)
     scores = {node: _score(seen, now) for node, seen in by_node.items()}
     return dict(sorted(scores.items(), key=lambda item: (-item[1].score, item[0])))

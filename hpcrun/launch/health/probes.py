@@ -20,7 +20,8 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
-from hpcrun.launch.agents.lease import LEADERLESS_S
+from hpcrun.files import clock_of
+from hpcrun.launch.agents.lease import LEADERLESS_S, is_led
 from hpcrun.launch.health.checked import (
     Checked,
     judge_interface,
@@ -211,9 +212,10 @@ def _is_dead(here: RunDir, run_id: str) -> bool:
     run = RunDir(root / name)
     run = run.element(int(element)) if element.isdigit() else run
     with contextlib.suppress(OSError):
+        now = clock_of(root)
         if run.exit.exists():
-            return time.time() - run.exit.stat().st_mtime > LEADERLESS_S
-        return time.time() - (run.path / "lease").stat().st_mtime > 10 * LEADERLESS_S
+            return now - run.exit.stat().st_mtime > LEADERLESS_S
+        return now - run.lease.stat().st_mtime > 10 * LEADERLESS_S and not is_led(run)
     return False
 
 

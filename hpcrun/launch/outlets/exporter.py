@@ -14,6 +14,7 @@ from threading import Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.files import clock_of
 from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say, shown_as
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
 from hpcrun.launch.outlets.heard import heard_s
@@ -180,9 +181,10 @@ def figures_of(run: RunDir) -> Figures:
 def _sweep(folder: Path, suffix: str) -> None:
     """Remove what runs of ours have left there a day ago and more."""
     with contextlib.suppress(OSError):
+        now = clock_of(folder)
         for path in folder.glob(f"hpcrun-*{suffix}"):
             with contextlib.suppress(OSError):
-                if time.time() - path.stat().st_mtime > _STALE_S:
+                if now - path.stat().st_mtime > _STALE_S:
                     path.unlink()
 
 

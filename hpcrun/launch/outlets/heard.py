@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -33,17 +34,26 @@ class Heard:
         aside = self._path.with_suffix(".new")
         # Not synced: it is worth nothing a moment later, and must not hold up the supervisor.
         with contextlib.suppress(OSError):
-            aside.write_text(json.dumps({"time": time.time(), "ages": ages}), encoding="utf-8")
+            aside.write_text(json.dumps({**_now(), "ages": ages}), encoding="utf-8")
             aside.replace(self._path)
 
 
 def heard_s(run: RunDir) -> dict[str, float]:
-    """For how long each node has not been heard of; empty where nobody has written it down."""
+    """For how long each node has not been heard of; empty where nobody on this host has written it down."""
     found: Any = None
     with contextlib.suppress(UsageError, OSError):
         found = read_json(run.telemetry / "heard.json")
     try:
-        since = max(0.0, time.time() - float(found["time"]))
+        now = _now()
+        # What a supervisor on another host has left says nothing any more, and its clock is another one.
+        if found["host"] != now["host"]:
+            return {}
+        since = max(0.0, now["monotonic"] - float(found["monotonic"]))
         return {str(node): float(age) + since for node, age in found["ages"].items()}
     except (TypeError, KeyError, ValueError, AttributeError):
         return {}
+
+
+def _now() -> dict[str, Any]:
+    """This moment by the one clock that all processes of a host share and nobody sets."""
+    return {"host": os.uname().nodename, "monotonic": time.monotonic()}

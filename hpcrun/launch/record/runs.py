@@ -69,6 +69,8 @@ class RunState:
     """How many data-parallel replicas work, where some of the job's are missing."""
     whole_replicas: int | None = None
     """How many the job has then."""
+    submission: int = 0
+    """Which of the times that the run was handed over that was, from 1: the order, whatever clocks say."""
     submitted: float = 0.0
     """When its newest job was handed over (wall clock); 0 where there is none."""
     changed: float = 0.0
@@ -170,7 +172,7 @@ def sum_up(run: RunDir, elements: Sequence[RunState]) -> RunState:
     state = next((one for one in STATES if counts[one]), "unknown")
     why = next((one.message for one in elements if one.state in ("queued", "unknown") and one.message), "")
     message = ", ".join(f"{count} {name}" for name, count in told.items()) or "it has no elements"
-    newest = max((one for one in elements if one.job), key=lambda one: one.submitted, default=None)
+    newest = max((one for one in elements if one.job), key=lambda one: one.submission, default=None)
     return RunState(
         run,
         state,
@@ -180,6 +182,7 @@ def sum_up(run: RunDir, elements: Sequence[RunState]) -> RunState:
         job=str(newest.job).partition("_")[0] if newest else None,
         cluster=newest.cluster if newest else "",
         submitted=newest.submitted if newest else 0.0,
+        submission=newest.submission if newest else 0,
         elements=told,
         changed=max([_changed(run), *(one.changed for one in elements)]),
     )
@@ -329,6 +332,7 @@ def _state(
         replicas=replicas[0],
         whole_replicas=replicas[1],
         submitted=view.submission.time if view.submission else 0.0,
+        submission=view.submission_number,
         changed=_changed(view.run),
         slurm_state=_other(state, ended.get("slurm_state") or "") if ended else "",
     )

@@ -104,6 +104,12 @@ class View:
         return self._supervised > self._before
 
     @property
+    def submission_number(self) -> int:
+        """The place of the newest job among all that the run was handed over as, from 1; 0 without one."""
+        known = self.origin.submissions if self.origin else []
+        return known.index(self.submission) + 1 if self.submission else 0
+
+    @property
     def is_local(self) -> bool:
         """Whether the run is processes of one machine, and no job."""
         if self.has_begun:

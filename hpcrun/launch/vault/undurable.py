@@ -8,41 +8,53 @@ from collections.abc import Callable
 
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import Saved, saved_steps
 from hpcrun.units import parse_time
 
 _MOST_OFTEN_S = 5.0
 
 
 class Undurable:
-    """Watches the age of the newest save in the run directory."""
+    """Watches for new saves in the run directory; by this host's clock, for the saves are of others."""
 
-    def __init__(self, run: RunDir, spec: CheckpointSpec, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, run: RunDir, spec: CheckpointSpec, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._run, self._clock = run, clock
         self._limit_s = parse_time(spec.max_undurable).seconds if spec.max_undurable else math.inf
         self._text = spec.max_undurable
         self._since = self._looked = clock()
         self._is_told = False
+        self._newest: Saved | None = None
 
     def begin(self) -> None:
         """An attempt begins: what was before is not its fault."""
-        self._since, self._is_told = self._clock(), False
+        self._since = self._looked = self._clock()
+        self._is_told = False
+        if self._limit_s < math.inf:
+            self._newest = self._look()
 
     def look(self) -> str | None:
         """What is to be said when the limit has just passed; None otherwise."""
         now = self._clock()
-        if now - self._since <= self._limit_s or now - self._looked < min(_MOST_OFTEN_S, self._limit_s / 4):
+        due = self._since + self._limit_s
+        # A save counts from the look that found it, which a tenth of the limit makes early enough.
+        pause = min(_MOST_OFTEN_S, self._limit_s / 4) if self._looked > due else self._limit_s / 10
+        if now - self._looked < pause and not self._looked <= due < now:
             return None
         self._looked = now
-        steps = saved_steps(self._run.checkpoints)
-        written = steps[-1].written if steps else None
-        if written is not None and written > self._since:
-            self._since, self._is_told = written, False
+        newest = self._look()
+        if newest is not None and newest != self._newest:
+            self._newest, self._since, self._is_told = newest, now, False
         if now - self._since <= self._limit_s or self._is_told:
             return None
         self._is_told = True
-        newest = f"the newest is of step {steps[-1].step}" if steps else "there is none yet"
+        said = f"the newest is of step {newest.step}" if newest else "there is none yet"
         return (
             f"checkpoint.max_undurable: for more than {self._text} no save has reached the run directory;"
-            f" {newest}"
+            f" {said}"
         )
+
+    def _look(self) -> Saved | None:
+        steps = saved_steps(self._run.checkpoints)
+        return steps[-1] if steps else None
