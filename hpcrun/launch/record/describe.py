@@ -6,10 +6,12 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from hpcrun.files import clock_of
 from hpcrun.launch.record.follow import batch_logs
 from hpcrun.launch.record.ledger import Ledger, add, read_ledger
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements, with_slurm_state
 from hpcrun.launch.record.savelevels import SaveSums
+from hpcrun.launch.record.timeline import is_moment
 from hpcrun.launch.record.view import replicas_of
 from hpcrun.launch.vault.words import spares_in_words
 from hpcrun.specs.provenance import read_provenance
@@ -44,10 +46,27 @@ def account(state: RunState) -> Ledger:
     """Where the time of a run went, until now where it goes on; of a sweep the sum over its elements."""
     if not state.run.sweep.is_file():
         # Where nobody knows whether it goes on, what it has written is the last that is known.
-        now = state.changed if state.state == "unknown" else time.time()
-        return read_ledger(state.run, now=None if state.is_over else now)
+        now = (
+            None if state.is_over else _moment(state.run, state.changed if state.state == "unknown" else None)
+        )
+        return read_ledger(state.run, now=now)
     # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
     return add(account(one) for one in look_at_elements(state.run, ask=False))
+
+
+def _moment(run: RunDir, at: float | None) -> float:
+    """The time `at` on the clock of the file system, by default now, by the clock of who writes the events.
+
+    That is the time of the last event, and what has passed on the file system since: this host's clock may be
+    another than both.
+    """
+    last = max((one["time"] for one in read_lines(run.events) if is_moment(one.get("time"))), default=None)
+    if at is None:
+        try:
+            at = clock_of(run.path)
+        except OSError:  # not ours to write
+            at = time.time()
+    return at if last is None else last + max(0.0, at - run.events.stat().st_mtime)
 
 
 def saves_of(run: RunDir) -> SaveSums:

@@ -128,7 +128,7 @@ class Ledger:
 
 
 def read_ledger(run: RunDir, *, now: float | None = None) -> Ledger:
-    """The ledger of a run directory; `now` (wall clock) for a run that goes on."""
+    """The ledger of a run directory; `now`, by the clock of its events, for a run that goes on."""
     events = list(read_lines(run.events))
     told = {event.get("attempt") for event in events if event.get("event") == "requeue"}
     for attempt in run.attempts():
@@ -156,9 +156,9 @@ def add(ledgers: Iterable[Ledger]) -> Ledger:
 def ledger(events: Iterable[Record], metrics: Iterable[Record], *, now: float | None = None) -> Ledger:
     """What the lines of events.jsonl and metrics.jsonl say; lines that make no sense are passed over.
 
-    `now` (wall clock) for a run that goes on; without it the last attempt is taken as over.
+    `now`, by the clock of the events, for a run that goes on; without it the last attempt is taken as over.
     """
-    attempts = timelines(events, metrics)
+    attempts = timelines(events, metrics, now)
     buckets = dict.fromkeys(BUCKETS, 0.0)
     if not attempts:
         return Ledger(buckets)

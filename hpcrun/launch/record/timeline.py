@@ -54,8 +54,10 @@ class _Clock(NamedTuple):
 class Timeline:
     """One attempt, from its launch (0) to its end (`length`), in seconds."""
 
-    def __init__(self, number: int, events: Sequence[Record], lines: Sequence[Record]) -> None:
-        self.number = number
+    def __init__(
+        self, number: int, events: Sequence[Record], lines: Sequence[Record], now: float | None = None
+    ) -> None:
+        self.number, self._now = number, now
         names = [event.get("event") for event in events]
         launch = names.index("launch") if "launch" in names else 0
         self._before, self._events = events[:launch], events[launch:]
@@ -89,16 +91,34 @@ class Timeline:
 
     def _placed(self, lines: Sequence[Record]) -> list[Line]:
         found: list[Line] = []
-        at = 0.0
+        at, ahead = 0.0, self._ahead(lines)
         for line in lines:
             step, time = line.get("step"), _number(line.get("time"))
             if not is_count(step) or time is None:
                 continue
-            at = self._place(time, at)
+            at = self._place(time - ahead, at)
             kind = str(line.get("kind", "step"))
             seconds = own_seconds(line)
             found.append(Line(kind, step, max(0.0, seconds or 0.0), at))
         return found
+
+    def _ahead(self, lines: Sequence[Record]) -> float:
+        """By how much at least the clock of rank 0's host is ahead of the supervisor's, or (negative) behind.
+
+        No line is from before the ranks met, or from after the end: by so much they are moved, and no more.
+        """
+        stamps = [time for line in lines if is_count(line.get("step")) if (time := _number(line.get("time")))]
+        if not self._events or not stamps or len(self._clocks) != 1:
+            return 0.0
+        offset = self._clocks[0].offset
+        last = next((self.marks[name] for name in ("result", "exit", "ended") if name in self.marks), None)
+        if last is None and self._now is not None:
+            last = self._now - offset
+        behind = self.marks.get("ranks met", 0.0) - (min(stamps) - offset)
+        ahead = -math.inf if last is None else max(stamps) - offset - last
+        if ahead > _SAME_CLOCK_S:
+            return ahead
+        return -behind if behind > _SAME_CLOCK_S else 0.0
 
     def _place(self, time: float, previous: float) -> float:
         """Where a wall time stands, not before the previous one; with a clock that was set, near events."""
@@ -217,15 +237,24 @@ def gap_between(before: str, after: str, *, is_over: bool) -> str:
     return "stopped" if is_over or after == "none" else "queued"
 
 
-def timelines(events: Iterable[Record], metrics: Iterable[Record]) -> list[Timeline]:
-    """The attempts that the lines of both files tell of, in order; damaged lines are passed over."""
+def timelines(
+    events: Iterable[Record], metrics: Iterable[Record], now: float | None = None
+) -> list[Timeline]:
+    """The attempts that the lines of both files tell of, in order; damaged lines are passed over.
+
+    `now`, by the clock of the events, where the last of them goes on.
+    """
     by_number: dict[int, tuple[list[Record], list[Record]]] = {}
     for index, records in enumerate((events, metrics)):
         for record in records:
             number = record.get("attempt")
             if is_count(number) and _number(record.get("time")) is not None:
                 by_number.setdefault(number, ([], []))[index].append(record)
-    made = [Timeline(number, _ordered(own), lines) for number, (own, lines) in sorted(by_number.items())]
+    last = max(by_number, default=0)
+    made = [
+        Timeline(number, _ordered(own), lines, now if number == last else None)
+        for number, (own, lines) in sorted(by_number.items())
+    ]
     return [one for one in made if one.marks or one.lines]
 
 
@@ -283,6 +312,11 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_MOST_S < value < _MOST_S else None
+
+
+def is_moment(value: Any) -> TypeGuard[float]:
+    """Whether a value of a record can be a time stamp."""
+    return _number(value) is not None
 
 
 def is_count(value: Any) -> TypeGuard[int]:
