@@ -58,7 +58,7 @@ def _listed(state: runs.RunState) -> tuple[str, ...]:
         _or_dash(state.attempt),
         _step(state),
         _loss(state.loss),
-        duration(time.time() - state.changed),
+        _age(state),
     )
 
 
@@ -117,7 +117,7 @@ def _show_one(run: RunDir, as_json: bool) -> None:
         loss=None if state.loss is None else _loss(state.loss),
         eval=None if state.eval_loss is None else _loss(state.eval_loss),
         **_accounts(state),
-        changed=f"{duration(time.time() - state.changed)} ago",
+        changed=f"{_age(state)} ago",
     )
 
 
@@ -354,6 +354,11 @@ def _write(text: str) -> None:
 def _note(text: str) -> None:
     sys.stderr.write(f"hpcrun: {text}\n")
     sys.stderr.flush()
+
+
+def _age(state: runs.RunState) -> str:
+    """Since it last wrote something; the stamp may be of a clock that is ahead of this one."""
+    return duration(max(0.0, time.time() - state.changed))
 
 
 def _why(state: runs.RunState) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import UsageError
+from hpcrun.launch.record.describe import account
 from hpcrun.launch.record.follow import Pace, follow, wait
 from hpcrun.launch.record.runs import (
     STATES,
@@ -159,6 +161,26 @@ def test_an_end_counts_whatever_the_clocks_of_the_login_node_and_the_compute_nod
     squeue(row("8", "RUNNING"))
     assert (asked(second).state, asked(second).message) == ("running", "")
     assert asked(ended(second, attempt=2, slurm_job=8, ended=started)).state == "done"
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_the_time_of_a_run_that_goes_on_is_counted_by_the_clock_of_its_nodes(
+    squeue: Squeue, ahead_s: float
+) -> None:
+    squeue(row("7", "RUNNING"))
+    run, now = begun(submitted()), time.time() + ahead_s
+    events = [("launch", now - 10, 50.0), ("ranks met", now - 8, 52.0)]
+    run.events.write_text(
+        "".join(
+            f'{{"event": "{name}", "time": {at}, "monotonic": {clock}, "attempt": 1, "ranks": 1}}\n'
+            for name, at, clock in events
+        )
+    )
+    os.utime(run.events, (time.time() - 8,) * 2)
+    state = asked(run)
+    assert state.state == "running"
+    assert 10 <= account(state).wall_s < 60
+    assert 2 <= account(look_at(run)).wall_s < 60, "Slurm was not asked"
 
 
 def test_a_requeued_job_is_queued_again_and_its_attempts_are_counted(squeue: Squeue) -> None:
