@@ -21,7 +21,8 @@ from hpcrun.launch.submit import request as requests
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.process import ProcessId
-from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.predecessors import Predecessors, read_predecessors
+from hpcrun.specs.provenance import read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep
@@ -735,6 +736,49 @@ def test_a_run_that_has_ended_needs_no_waiting(slurm: Fake) -> None:
     assert "dependency" not in directives(script(ask(JOB, after_any=(run,))))
     with pytest.raises(UsageError, match=f"--after {run.id}: it is failed, so this would never start"):
         script(ask(JOB, after=(run,)))
+
+
+def test_the_run_knows_which_runs_must_have_ended_well_and_slurm_only_waits(slurm: Fake) -> None:
+    first, sweep = handed_over(ask()).run, handed_over(ask(SWEEP)).run
+    waiting(slurm, 101, "102_[0-5%3]")
+    run = handed_over(ask(JOB, after=(first, sweep.element(2)), after_any=(sweep,))).run
+    assert read_predecessors(run) == Predecessors((first, sweep.element(2)))
+    assert directives(run.script.read_text())["dependency"] == "afterany:101:102_2:102"
+    run.attempt(1).create()
+    end(run, "failed")
+    again = handed_over(Request(resume=run, after=(first,))).run
+    assert read_predecessors(again) == Predecessors((first,), {"": 1})
+    assert not read_predecessors(again).has_begun(again)
+    again.attempt(2).create()
+    assert read_predecessors(again).has_begun(again)
+    end(again, "failed")
+    slurm("sbatch", "!sbatch: error: no")
+    with pytest.raises(SiteError, match="no"):
+        handed_over(Request(resume=run))
+    assert read_predecessors(again).runs == (first,), "as it was"
+    slurm("sbatch", "105")
+    handed_over(Request(resume=run))
+    assert not run.after.exists()
+
+
+def test_what_is_not_known_or_not_of_this_cluster_is_not_waited_for(slurm: Fake, tmp_path: Path) -> None:
+    run = handed_over(ask()).run
+    slurm("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(UsageError, match=f"--after {run.id}: how it stands is not known: squeue said"):
+        script(ask(JOB, after=(run,)))
+    assert directives(script(ask(JOB, after_any=(run,))))["dependency"] == "afterany:101"
+    slurm("squeue", "!slurm_load_jobs error: Invalid job id specified")
+    slurm("sacct", "!sacct: error: Problem talking to the database: Connection refused")
+    with pytest.raises(UsageError, match=r"not known: sacct said: .*the accounting database does not answer"):
+        script(ask(JOB, after=(run,)))
+    waiting(slurm, 101)
+    origin = read_provenance(run)
+    assert origin is not None
+    write_provenance(run, replace(origin, submissions=[replace(origin.submissions[0], cluster="near")]))
+    profile(tmp_path, "name: here\nslurm_cluster: far\n")
+    for name in ("after", "after_any"):
+        with pytest.raises(UsageError, match=f"{run.id}: it runs on cluster near, this is for far"):
+            script(ask(JOB, **{name: (run,)}))
 
 
 def test_only_slurm_can_make_a_job_wait(slurm: Fake, tmp_path: Path) -> None:
