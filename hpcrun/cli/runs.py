@@ -207,7 +207,11 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
     slurm = f" (Slurm says {told['slurm_state']})" if told["slurm_state"] else ""
     state = f"{told['state']}{slurm}" + (f": {told['message']}" if told["message"] else "")
     facts = {"run": told["path"], "state": state, "exit": told["exit_code"], "nodes": told["nodes"]}
-    facts |= {"start": told["start"], "overrides": _pairs(told["overrides"])}
+    facts |= {
+        "start": told["start"],
+        "after": ", ".join(told["after"]),
+        "overrides": _pairs(told["overrides"]),
+    }
     if origin:
         dirty = " and changes of its own, see code difference" if origin["is_dirty"] else ""
         facts |= {

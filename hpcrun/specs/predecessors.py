@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.provenance import counted
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -22,8 +23,7 @@ class Predecessors:
     def has_begun(self, run: RunDir) -> bool:
         """Whether the waiting run, or this element of it, has had an attempt since."""
         attempts = run.attempts()
-        before = self.attempts.get(run.path.name if run.sweep_of_element else "", 0)
-        return bool(attempts) and attempts[-1].number > before
+        return bool(attempts) and attempts[-1].number > counted(self.attempts, run)
 
 
 def write_predecessors(run: RunDir, runs: Sequence[RunDir], attempts: dict[str, int]) -> None:

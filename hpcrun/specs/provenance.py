@@ -36,7 +36,7 @@ class Submission:
 
     def attempts_before(self, run: RunDir) -> int:
         """How many attempts of a run, or of an element, were there when it was handed over."""
-        return self.attempts.get(run.path.name if run.sweep_of_element else "", 0)
+        return counted(self.attempts, run)
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,13 @@ class Provenance:
     def submitted(self, *more: Submission) -> Provenance:
         """The same with further submissions."""
         return replace(self, submissions=[*self.submissions, *more])
+
+
+def counted(attempts: Any, run: RunDir) -> int:
+    """What attempts_of has counted of a run or an element; 0 where that makes no sense."""
+    key = run.path.name if run.sweep_of_element else ""
+    number = attempts.get(key) if isinstance(attempts, dict) else 0
+    return number if isinstance(number, int) else 0
 
 
 def attempts_of(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:

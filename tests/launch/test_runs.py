@@ -398,6 +398,11 @@ def test_a_damaged_record_is_the_trouble_of_one_run(squeue: Squeue) -> None:
         ("exit.json", '{"exit_code": 0}', "exit.json: is damaged: status is null, not text"),
         ("supervisor.json", "[1]", "supervisor.json: is damaged: it holds no mapping; remove it"),
         ("exit.json", '{"status": "done", "exit_code": 0, "ended": "x"}', 'ended is "x", not a number'),
+        (
+            "exit.json",
+            '{"status": "done", "exit_code": 0, "slurm_job": "x"}',
+            'slurm_job is "x", not a number',
+        ),
         ("exit.json", '{"status": "done", "exit_code": "0"}', 'exit_code is "0", not a number'),
         ("result.json", '{"status": []}', "no supervisor of ours has recorded itself here"),
         ("job.json", "", 'time is "x", not a number'),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,22 @@ from typing import Any
 import pytest
 
 from hpcrun.launch.agents import lease, succession
+from hpcrun.launch.agents.comeback import ComeBack
 from hpcrun.launch.agents.lease import FencedError, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.agents.succession import Succession, left_out, own
+from hpcrun.launch.agents.takeover import run_taken_over
 from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.course import Outcome
+from hpcrun.launch.guard import Fall
+from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.recover import cause_of
+from hpcrun.launch.site import Site
+from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
+from tests.slurm.fakes import calls, stand_ins
 
 LOST = (1, "node lost", {"node": "n3"})
 WITHOUT = (1, "relaunch", {"excluded": ["n2", "n3"]})
@@ -103,3 +113,46 @@ def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path,
     wanted = way in ("heard", "not heard")
     assert (outcome.stop is not None, "asked to save and stop" in outcome.message) == (wanted, wanted)
     assert (cause_of(outcome) is None) == wanted
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
+def test_an_end_that_another_node_has_written_counts_whatever_its_clock_says(
+    tmp_path: Path, ahead_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDir(tmp_path), time.time()
+    run.attempt(1).create()
+    for name, value in (("JOB_ID", "9"), ("ARRAY_JOB_ID", "7"), ("RESTART_COUNT", "1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    fall = Fall(os.getpid(), (1,), "SIGKILL", 1, now)
+    spec = JobSpec(name="t", command=["true"])
+
+    def found(**more: int) -> bool:
+        told = {"status": "done", "exit_code": 0, "message": "done", "attempt": 1, "step": None}
+        write_json(run.exit, told | more | {"ended": now + ahead_s})
+        with Inbox() as inbox:
+            after = ComeBack(run, spec, Site(), fall, inbox, lambda _: None).decide()
+        return isinstance(after, Outcome) and after.status == "done"
+
+    assert found(slurm_job=7, restarts=1)
+    assert run.exit.exists()
+    for other in ({"slurm_job": 6, "restarts": 1}, {"slurm_job": 7, "restarts": 0}, {}):
+        assert not found(**other), "of another job, or of this one before it was queued again"
+        assert not run.exit.exists()
+
+
+def test_a_run_that_had_ended_when_its_supervisor_was_lost_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled = stand_ins(tmp_path, monkeypatch)("scancel", "")
+    run = RunDir(tmp_path / "run")
+    run.attempt(1).create()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[01-02]")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    told = {"status": "done", "exit_code": 0, "message": "done", "attempt": 1, "step": 5, "ended": 1.0}
+    write_json(run.exit, told | {"slurm_job": 7, "restarts": 0})
+    assert run_taken_over(str(run.path), "3") == 0
+    assert [one.number for one in run.attempts()] == [1]
+    assert calls(cancelled) == ["7"]
+    assert run.read_exit() == told | {"slurm_job": 7, "restarts": 0, "slurm_state": "CANCELLED"}

@@ -14,7 +14,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.lease import read_leader
 from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.launch.allocation import Allocation, batch_identity, find_allocation
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.ownership import supervisor_of
@@ -41,8 +41,13 @@ def run_taken_over(run_path: str, epoch: str) -> int:
     allocation = find_allocation(os.environ)
     if allocation is None:
         raise SiteError("_takeover: this is no allocation")
-    code = _run(run, int(epoch), allocation, log)
-    record = run.read_exit()
+    record, identity = run.read_exit(), batch_identity(os.environ)
+    if record is not None and identity and identity.items() <= record.items():
+        # The former supervisor was lost between the end of the run and that of the job.
+        code = int(record["exit_code"])
+    else:
+        code = _run(run, int(epoch), allocation, log)
+        record = run.read_exit()
     if record is not None:
         # That is what Slurm will call the job, however the run has ended.
         with contextlib.suppress(OSError):
