@@ -59,14 +59,20 @@ def explain(
         log = attempt.run.agent_logs / f"{first.node}.log"
         return Failure(f"{who}; log: {log}", kind="infrastructure")
     found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
-    errors = sorted((record for record in found if record), key=lambda record: float(record["time"]))
+    ahead_s = {one.node: one.ahead_s for one in ended}
+
+    def moment(record: dict[str, Any]) -> float:
+        """By the supervisor's clock: ranks stamp what they report with their node's."""
+        return float(record["time"]) - ahead_s.get(record["node"], 0.0)
+
+    errors = sorted((record for record in found if record), key=moment)
     own = [record for record in errors if not _COLLATERAL.search(record["message"])]
     reported = {record["rank"] for record in errors}
     silent = [one for one in ended if one.rank not in reported and not _ended_well(attempt, one.rank)]
     if launcher and os.WIFSIGNALED(launcher.wait_status):
         # It took with it all who had not gone before.
         silent = [one for one in silent if one.time < launcher.time - _TOGETHER_S]
-    if silent and not any(record["time"] <= silent[0].time for record in own):
+    if silent and not any(moment(record) <= silent[0].time for record in own):
         return _silent(attempt, silent[0])
     if errors:
         return _reported(attempt, (own or errors)[0])

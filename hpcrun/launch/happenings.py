@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+_SAME_CLOCK_S = 2.0
+"""What is told this late may have been under way; by more than this two clocks are not the same."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class RankEnded:
     wait_status: int | None
     """As waitpid gives it; None where the kernel does not tell."""
     time: float
+    ahead_s: float = 0.0
+    """By how much the clock of its node is ahead of the supervisor's, where they are not the same."""
+
+    def by_our_clock(self, now: float) -> RankEnded:
+        """The same by the supervisor's clock, which shows `now` as it hears of it."""
+        ahead_s = self.time - now
+        is_same = abs(ahead_s) <= _SAME_CLOCK_S
+        return self if is_same else replace(self, time=now, ahead_s=ahead_s)
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,19 @@ def test_a_rank_that_reported_before_another_was_killed(attempt: Attempt) -> Non
     assert explain(attempt, 2, [ended(1, signal.SIGKILL, 10.5)], None).rank == 0
 
 
+@pytest.mark.parametrize("ahead_s", [-7200.0, -5.0, 5.0, 7200.0])
+def test_the_first_is_the_first_whatever_the_clock_of_its_node_says(attempt: Attempt, ahead_s: float) -> None:
+    killed = ended(1, signal.SIGKILL, 1000.5)
+    later = ended(0, EXITED_1, 1001.0 + ahead_s).by_our_clock(1001.0)
+    reported(attempt, 0, "bad batch", 1000.0 + ahead_s)
+    assert explain(attempt, 2, [killed, later], None).rank == 0
+    reported(attempt, 0, "bad batch", 1000.7 + ahead_s)
+    assert explain(attempt, 2, [killed, later], None).rank == 1
+    reported(attempt, 2, "no such file", 1000.3)
+    assert explain(attempt, 3, [later], None).rank == 2
+    assert ended(1, EXITED_1, 1000.0).by_our_clock(1001.0) == ended(1, EXITED_1, 1000.0), "it came late"
+
+
 def test_where_the_kernel_does_not_tell_hydra_does(attempt: Attempt) -> None:
     attempt.launcher_log.write_text("[mpiexec@n0] Exit codes: [n0] 9,11,9\n")
     failure = explain(attempt, 3, [ended(1, None, 10.0)], None)

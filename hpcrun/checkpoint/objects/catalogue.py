@@ -170,7 +170,9 @@ def list_copies(
         if text is not None:  # else it was removed meanwhile
             one = _copy(store, place, key, names, text)
             (copies if isinstance(one, ObjectCopy) else unreadable).append(one)  # type: ignore[arg-type]
-    return sorted(copies, key=lambda one: (one.saved.step, one.saved.written or 0.0)), unreadable
+    return sorted(
+        copies, key=lambda one: (one.saved.step, one.saved.attempt, one.saved.written or 0.0)
+    ), unreadable
 
 
 def list_saves(

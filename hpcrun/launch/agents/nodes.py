@@ -407,6 +407,8 @@ class AgentNodes:
                 continue
             happening = decode(message)
             if happening is not None:
+                if isinstance(happening, RankEnded):
+                    happening = happening.by_our_clock(time.time())
                 self._note(happening)
                 yield happening
         yield from self._new_losses()
