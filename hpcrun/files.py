@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,7 @@ MOST_RECORD_BYTES = 64 << 20
 """No record of ours is larger."""
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
 _CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
+_STAND_IN = re.compile(r"\.[0-9a-f]{16}")
 
 
 class UntrustedFileError(UsageError):
@@ -80,6 +82,63 @@ def clock_of(directory: Path) -> float:
         path.unlink(missing_ok=True)
 
 
+def open_own(path: Path) -> int:
+    """A descriptor to read a regular file of ours; errors as open_regular raises them."""
+    descriptor = open_regular(path)
+    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
+        os.close(descriptor)
+        raise UntrustedFileError(f"{path}: belongs to user {owner}, not to you; have it removed")
+    return descriptor
+
+
+def open_output(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC, mode: int = 0o666) -> int:
+    """A descriptor to write a file that the user has named, made where it is missing.
+
+    OSError as open raises it; UntrustedFileError where another user has put a link, a pipe or a file there.
+    """
+    check_output(path)
+    is_link = path.is_symlink()
+    more = os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK | (0 if is_link else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags & ~os.O_TRUNC | more, mode)
+    status = os.fstat(descriptor)
+    if not stat.S_ISCHR(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+        os.close(descriptor)
+        raise UntrustedFileError(f"{path}: belongs to user {status.st_uid}, not to you; name another file")
+    os.set_blocking(descriptor, True)
+    if flags & os.O_TRUNC and stat.S_ISREG(status.st_mode):
+        os.ftruncate(descriptor, 0)
+    return descriptor
+
+
+def check_output(path: Path) -> None:
+    """UntrustedFileError where what stands under a name for output is another user's, be it a link."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        status = path.lstat()
+        if not stat.S_ISCHR(status.st_mode) and status.st_uid not in (0, os.geteuid()):
+            raise UntrustedFileError(
+                f"{path}: belongs to user {status.st_uid}, not to you; name another file"
+            )
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text into a file that the user has named; errors as `open_output` raises them."""
+    with os.fdopen(open_output(path), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def make_directories(path: Path) -> None:
+    """Make the levels of a directory that are missing, open to us alone, whatever the umask."""
+    for level in (*reversed(path.parents), path):
+        with contextlib.suppress(FileExistsError):
+            level.mkdir(mode=0o700)
+
+
+def is_sheltered(status: os.stat_result) -> bool:
+    """Whether other users cannot rename or replace what is ours in this directory."""
+    may_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+    return status.st_uid in (0, os.geteuid()) and not may_write
+
+
 def is_private(status: os.stat_result) -> bool:
     """Whether this is ours and nobody else may write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
@@ -109,6 +168,12 @@ class Folder:
             folder = below
         return folder
 
+    @classmethod
+    def at(cls, path: Path) -> Folder:
+        """A directory that is ours, by a path that was proved before; errors as `below` raises them."""
+        with cls.below(path.parent) as above:
+            return above.folder(path.name)
+
     def folder(self, name: str, *, make: bool = False) -> Folder:
         """The directory `name` in this one, opened; errors as `below` raises them."""
         path = self.path / _plain(name)
@@ -137,6 +202,28 @@ class Folder:
             )
         return Folder(path, descriptor)
 
+    def candidates(self, name: str) -> Iterator[Folder]:
+        """The directories of ours that may have been made for a name: `name`, and those that stand in for it.
+
+        Each is closed when the next is asked for.
+        """
+        for one in (name, *(other for other in self.names() if _stands_in(other, name))):
+            with contextlib.suppress(OSError, UntrustedFileError), self.folder(one) as folder:
+                yield folder
+
+    def stand_in(self, name: str, say: Callable[[str], None]) -> Folder:
+        """The directory `name`, made if need be; where others have taken that name, one of ours beside it.
+
+        It has a random name that `candidates` finds; `say` is told why.
+        """
+        try:
+            return self.folder(name, make=True)
+        except UntrustedFileError as error:
+            there = next((folder.path.name for folder in self.candidates(name)), None)
+            made = self.folder(there or f"{name}.{secrets.token_hex(8)}", make=True)
+            say(f"{error}; {made.path} is used instead")
+            return made
+
     def _owner(self, name: str) -> int:
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False).st_uid
 
@@ -147,6 +234,52 @@ class Folder:
     def status(self) -> os.stat_result:
         """What the directory is."""
         return os.fstat(self._descriptor)
+
+    def status_of(self, name: str) -> os.stat_result:
+        """What is under this name; a link is a link. FileNotFoundError."""
+        return os.stat(_plain(name), dir_fd=self._descriptor, follow_symlinks=False)
+
+    def is_own_file(self, name: str) -> bool:
+        """Whether a regular file of ours has this name."""
+        try:
+            status = self.status_of(name)
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+
+    def size_of(self, name: str) -> int:
+        """How large a file of ours is; errors as `open` raises them."""
+        descriptor = self.open(name, os.O_RDONLY)
+        try:
+            return os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+
+    def has(self, name: str) -> bool:
+        """Whether anything has this name."""
+        try:
+            self.status_of(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name, in place of what has it."""
+        os.replace(_plain(name), _plain(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def sync(self) -> None:
+        """Make the names in it durable."""
+        os.fsync(self._descriptor)
+
+    def remove_empty(self, name: str) -> bool:
+        """Remove a directory if nothing is in it; False where it stays."""
+        try:
+            os.rmdir(_plain(name), dir_fd=self._descriptor)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
 
     def names(self) -> list[str]:
         """The names in it, sorted."""
@@ -182,19 +315,18 @@ class Folder:
     def write_whole(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Write a file aside under a random name, sync it and rename it over `name`."""
         aside = aside_name(_plain(name))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CLOSED
-        descriptor = os.open(aside, flags, mode, dir_fd=self._descriptor)
+        descriptor = self.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            self.rename(aside, name)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(aside, dir_fd=self._descriptor)
+                self.unlink(aside)
             raise
-        os.fsync(self._descriptor)
+        self.sync()
 
     def unlink(self, name: str) -> bool:
         """Remove a name that is not a directory; False where there is none. A link goes, not its target."""
@@ -233,16 +365,20 @@ class Folder:
                     else:
                         with contextlib.suppress(OSError):
                             below.unlink(one)
-            os.rmdir(name, dir_fd=self._descriptor)
+            return self.remove_empty(name)
         except FileNotFoundError:
             return True
         except (OSError, UntrustedFileError):
             return False
-        return True
 
     def close(self) -> None:
         """Let go of the descriptor."""
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Folder:
         return self
@@ -251,6 +387,10 @@ class Folder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _stands_in(name: str, wanted: str) -> bool:
+    return name.startswith(wanted) and _STAND_IN.fullmatch(name, len(wanted)) is not None
 
 
 def _plain(name: str) -> str:

@@ -15,6 +15,8 @@ from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 Level = Literal["memory", "local", "parity", "durable", "object"]
 LEVELS: tuple[Level, ...] = ("memory", "local", "parity", "durable", "object")
 """From the quickest to the safest."""
+NODE_LEVELS: tuple[Level, ...] = ("memory", "local", "parity")
+"""Those whose files a node keeps in places that other users may write as well."""
 
 
 @dataclass(frozen=True)

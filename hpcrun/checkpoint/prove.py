@@ -20,19 +20,20 @@ from hpcrun.checkpoint.format import (
     parse_tail,
     unpack_header,
 )
-from hpcrun.checkpoint.levels import HeldPart, Holding
+from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, Holding
 from hpcrun.checkpoint.parity.files import read_at
 
 Damage = tuple[str, str, int]
 """A file, the generation and the number of the part in it that is not what it should be."""
 
 
-def prove_part(held: HeldPart, generation: bytes, *, ends_only: bool = False) -> None:
+def prove_part(held: HeldPart, generation: bytes, *, ends_only: bool = False, shared: bool = False) -> None:
     """Read all of a part; DamagedError unless every chunk is what its rank has written.
 
-    `ends_only`: just what is quick to look at, its first and last headers and its list of chunks.
+    `ends_only`: just what is quick to look at, its first and last headers and its list of chunks. `shared`:
+    it lies in the run directory; what nodes keep for themselves must be a file of ours.
     """
-    proof = _Proof(held, generation)
+    proof = _Proof(held, generation, shared=shared)
     try:
         proof.check_ends()
         for piece, place, digest in proof.tail():
@@ -48,7 +49,7 @@ def damages_in(holdings: Iterable[Holding], generations: Collection[str]) -> dic
     for one in holdings:
         for held in one.parts if one.stamp.generation in generations else ():
             try:
-                prove_part(held, bytes.fromhex(one.stamp.generation))
+                prove_part(held, bytes.fromhex(one.stamp.generation), shared=one.level not in NODE_LEVELS)
             except DamagedError as error:
                 found[held.path, one.stamp.generation, held.number] = str(error)
     return found
@@ -66,8 +67,8 @@ def without(holdings: Iterable[Holding], damages: Mapping[Damage, str]) -> list[
 
 
 class _Proof:
-    def __init__(self, held: HeldPart, generation: bytes) -> None:
-        self._held, self._generation = held, generation
+    def __init__(self, held: HeldPart, generation: bytes, *, shared: bool) -> None:
+        self._held, self._generation, self._shared = held, generation, shared
         self._buffer = memoryview(bytearray(min(CHUNK_BYTES, held.part.size_bytes)))
 
     def check_ends(self) -> None:
@@ -107,4 +108,4 @@ class _Proof:
     def _read(self, at: int, into: memoryview) -> None:
         if at + len(into) > self._held.part.size_bytes:
             raise DamagedError(f"it ends at {self._held.part.size_bytes}, and not after {at + len(into)}")
-        read_at(self._held.path, self._held.at + at, into)
+        read_at(self._held.path, self._held.at + at, into, shared=self._shared)

@@ -24,6 +24,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.reader import Buffers, ChunkReader
+from hpcrun.files import UntrustedFileError, open_own
 from hpcrun.specs.saves import Saved
 
 
@@ -60,13 +61,19 @@ class OpenFiles:
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
 
-    def read(self, path: Path, at: int, buffers: Buffers) -> int:
-        """Fill the buffers from a place in a file; how many bytes there were. DamagedError: no such file."""
+    def read(self, path: Path, at: int, buffers: Buffers, *, is_own: bool = False) -> int:
+        """Fill the buffers from a place in a file; how many bytes there were. DamagedError: no such file.
+
+        `is_own`: another user may have put it there; DamagedError where it is not ours.
+        """
         if path not in self._descriptors:
             try:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                self._descriptors[path] = open_own(path) if is_own else os.open(path, flags)
             except FileNotFoundError:
                 raise DamagedError(f"{path}: is missing") from None
+            except UntrustedFileError as error:
+                raise DamagedError(str(error)) from None
         descriptor, wanted = self._descriptors[path], sum(map(len, buffers))
         count = os.preadv(descriptor, buffers, at)
         while 0 < count < wanted:  # one call gives 2 GiB at most, and some file systems less

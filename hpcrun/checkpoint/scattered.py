@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun.checkpoint.format import PART, DamagedError, Manifest, Part, Place, collect, structure_digest
+from hpcrun.checkpoint.levels import NODE_LEVELS
 from hpcrun.checkpoint.plan import SHARED, RestorePlan
 from hpcrun.checkpoint.read import OpenFiles
 from hpcrun.checkpoint.reader import Buffers, ChunkReader
@@ -65,7 +66,8 @@ class _Scatter:
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
         source = self._sources[number]
         if source.node in (self._here, SHARED):
-            return self._files.read(Path(source.path), source.at + at, buffers)
+            is_own = source.level in NODE_LEVELS
+            return self._files.read(Path(source.path), source.at + at, buffers, is_own=is_own)
         if self._remote is None:
             raise DamagedError(f"{self.where(number, part, at)}: there is no way to that node")
         # A header and what follows it are one question, and mostly small.

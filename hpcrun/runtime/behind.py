@@ -288,8 +288,8 @@ class SavesBehind:
             return
         deadline = time.monotonic() + self._home.patience_s
         while self._link is None:
-            socket = self._home.socket()
             try:
+                socket = self._home.socket()
                 self._link, self._known = DrainLink(socket, self._control.rank), False
             except DrainGoneError:
                 if time.monotonic() > deadline:

@@ -14,11 +14,12 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, arena_folder, remove_folder
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, find_folder, remove_folder
 from hpcrun.errors import SiteError
 from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.runtime.control import Control
+from hpcrun.runtime.drainlink import DrainGoneError
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -34,8 +35,9 @@ class AgentHome:
         self._socket = Path(environ[DRAIN_VARIABLE])
 
     def socket(self) -> Path:
-        """The path that the agent has set."""
-        return self._socket
+        """Where it listens; the agent has set its usual path. DrainGoneError where it has no memory yet."""
+        root, run, node = self._socket.parents[3], self._socket.parts[-3], self._socket.parts[-2]
+        return _socket_in(root, run, node)
 
     def close(self) -> None:
         """Nothing: it outlives us."""
@@ -54,16 +56,19 @@ class OwnHome:
         self._leads = control.local_rank == 0
         # Directories of the same name must not share an arena.
         self._node = f"{control.node}-{xxh3_64_hexdigest(str(run).encode())[:8]}"
-        self._folder = arena_folder(SHM, RunDir(run).id, self._node)
+        self._run_id = RunDir(run).id
         self._child: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
 
     def socket(self) -> Path:
-        """The path of the socket; on the first rank of the node a worker listens there on return."""
+        """The path of the socket; on the first rank of the node a worker listens there on return.
+
+        DrainGoneError where it has no memory yet.
+        """
         if self._leads and (self._child is None or self._child.poll() is not None):
             self._reap()
             self._start()
-        return self._folder / SOCKET
+        return _socket_in(SHM, self._run_id, self._node)
 
     def close(self) -> None:
         """End the worker and give the memory back; whoever wants all of it stored has waited for that."""
@@ -71,7 +76,8 @@ class OwnHome:
             return
         self._tell({"do": "end"})
         self._reap()
-        remove_folder(self._folder)
+        if (folder := find_folder(SHM, self._run_id, self._node)) is not None:
+            remove_folder(folder)
 
     def _start(self) -> None:
         try:
@@ -102,19 +108,28 @@ class OwnHome:
         assert self._child is not None
         assert self._child.stdout is not None
         out, is_ready = self._child.stdout, threading.Event()
+        refused: list[str] = []
 
         def listen() -> None:
             with out:
                 for line in out:
                     with suppress(ValueError):
-                        if json.loads(line).get("kind") == "ready":
+                        told = json.loads(line)
+                        if told.get("kind") == "ready":
                             is_ready.set()
+                        elif told.get("kind") == "log":
+                            sys.stderr.write(f"hpcrun: {self._node}: {told.get('text')}\n")
+                        elif told.get("kind") == "error":
+                            refused.append(str(told.get("why")))
 
         self._listener = threading.Thread(target=listen, name="hpcrun-drain", daemon=True)
         self._listener.start()
         for _ in range(int(_READY_S / 0.1)):
             if is_ready.wait(0.1):
                 return
+            if refused:
+                self._reap()
+                raise SiteError(f"the drain worker has no memory for saves: {refused[0]}")
             if self._child.poll() is not None:
                 raise SiteError(
                     f"the drain worker ended with exit code {self._child.returncode} at its start"
@@ -135,6 +150,13 @@ class OwnHome:
         if self._listener is not None:
             self._listener.join()
         self._child = self._listener = None
+
+
+def _socket_in(root: Path, run_id: str, node: str) -> Path:
+    folder = find_folder(root, run_id, node)
+    if folder is None:
+        raise DrainGoneError(f"{root}: no drain worker of node {node} has memory there")
+    return folder / SOCKET
 
 
 def find_home(

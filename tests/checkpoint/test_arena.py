@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import Arena, Slot, make_folder, map_slot, remove_folder, sweep
+from hpcrun.checkpoint.drain.arena import (
+    Arena,
+    Slot,
+    arena_folder,
+    find_folder,
+    make_folder,
+    map_slot,
+    remove_folder,
+    sweep,
+)
 from hpcrun.checkpoint.drain.room import Room
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
@@ -238,31 +247,61 @@ def test_whatever_happens_the_published_state_is_somewhere(tmp_path: Path, seed:
     assert model.steps > 5
 
 
-def test_a_folder_that_is_not_ours_alone_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", ["open to others", "a link", "a file", "another user's"])
+def test_where_the_usual_name_is_taken_another_one_is_used_and_found(tmp_path: Path, planted: str) -> None:
     top = tmp_path / f"hpcrun-{os.getuid()}"
-    top.mkdir(mode=0o755)
-    with pytest.raises(SiteError, match=r"is open to others \(mode 755\); chmod 700"):
+    kept = tmp_path / "elsewhere" / "r" / "n"
+    kept.mkdir(parents=True)
+    (kept / "slot-0-0.bin").write_bytes(b"precious")
+    match planted:
+        case "open to others":
+            top.mkdir()
+            top.chmod(0o777)
+        case "a link":
+            top.symlink_to(kept.parents[1])
+        case "a file":
+            top.touch()
+        case _ if os.getuid():
+            pytest.skip("giving a folder away needs root; run as root")
+        case _:
+            (top / "r" / "n").mkdir(parents=True, mode=0o700)
+            os.chown(top, 12345, -1)
+    said: list[str] = []
+    folder = make_folder(tmp_path, tmp_path / "r", "r", "n", said.append)
+    assert folder.parents[1].parent == tmp_path
+    assert folder.parents[1].name.startswith(f"{top.name}.")
+    assert len(said) == 1
+    assert str(top) in said[0]
+    assert str(folder.parents[1]) in said[0]
+    assert make_folder(tmp_path, tmp_path / "r", "r", "n") == folder
+    assert make_folder(tmp_path, tmp_path / "r", "r", "m").parent == folder.parent
+    assert arena_folder(tmp_path, "r", "n") == find_folder(tmp_path, "r", "n") == folder
+    Arena(folder).reserve({0: 4096}, 1, nowhere)
+    assert sweep(tmp_path, lambda _: True) == {}
+    assert list(sweep(tmp_path, lambda _: False)) == [folder.parent]
+    assert not folder.parents[1].exists()
+    assert find_folder(tmp_path, "r", "n") is None
+    assert (kept / "slot-0-0.bin").read_bytes() == b"precious"
+    assert os.path.lexists(top)
+
+
+def test_shared_memory_that_others_can_rename_in_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    tmp_path.chmod(0o777)
+    with pytest.raises(SiteError, match=r"others can rename what is in it; have the admin run: chmod \+t"):
         folder_in(tmp_path)
-    top.rmdir()
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    top.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SiteError, match="is no directory"):
-        folder_in(tmp_path)
+    assert find_folder(tmp_path, "r", "n") is None
     assert sweep(tmp_path, lambda _: False) == {}
+    tmp_path.chmod(0o1777)
+    assert folder_in(tmp_path) == folder
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="giving a folder away needs root; run as root")
-def test_a_foreign_folder_and_a_foreign_file_are_refused(tmp_path: Path) -> None:
-    top = tmp_path / "hpcrun-0"
-    top.mkdir(mode=0o700)
-    os.chown(top, 12345, -1)
-    with pytest.raises(SiteError, match="belongs to user 12345, not to you"):
-        folder_in(tmp_path)
-    os.chown(top, 0, -1)
+@pytest.mark.skipif(os.getuid() != 0, reason="giving a file away needs root; run as root")
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     (folder / "slot-0-0.bin").write_bytes(b"x" * 4096)
     os.chown(folder / "slot-0-0.bin", 12345, -1)
-    with pytest.raises(SiteError, match="is no file of yours alone"):
+    with pytest.raises(SiteError, match="is not a file of yours alone"):
         Arena(folder)
 
 
@@ -271,13 +310,37 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"do not touch")
     (folder / "slot-0-0.bin").symlink_to(precious)
-    with pytest.raises(SiteError, match=r"slot-0-0\.bin: cannot be opened"):
+    with pytest.raises(SiteError, match=r"slot-0-0\.bin: is not a regular file"):
         Arena(folder)
     (folder / "slot-0-0.bin").unlink()
     os.link(precious, folder / "slot-0-0.bin")
-    with pytest.raises(SiteError, match="is no file of yours alone"):
+    with pytest.raises(SiteError, match="is not a file of yours alone"):
         Arena(folder)
-    assert precious.read_bytes() == b"do not touch"
+    (folder / "slot-0-0.bin").unlink()
+    (tmp_path / "kept").mkdir(mode=0o700)
+    (tmp_path / "kept" / "slot-0-0.bin").write_bytes(b"do not touch")
+    folder.rename(folder.with_name("moved"))
+    folder.symlink_to(tmp_path / "kept")
+    with pytest.raises(SiteError, match="is not a directory"):
+        Arena(folder)
+    remove_folder(folder)
+    assert (tmp_path / "kept" / "slot-0-0.bin").read_bytes() == precious.read_bytes() == b"do not touch"
+
+
+def test_a_folder_that_is_swapped_while_it_is_used_changes_nothing_elsewhere(tmp_path: Path) -> None:
+    """As where a system clears shared memory, and another user then takes the name."""
+    arena = Arena(folder_in(tmp_path))
+    slot = arena.reserve({0: 4096}, 1, nowhere)[0][0]
+    seal_into(slot, 2)
+    other = folder_in(tmp_path, "other")
+    (other / "slot-0-0.json").write_text("kept")
+    (other / "slot-0-0.bin").write_text("kept")
+    arena.folder.parent.rename(tmp_path / "gone")
+    arena.folder.parent.symlink_to(other.parent)
+    assert not arena.is_there
+    arena.release(set())
+    arena.reserve({0: 8192}, 1, everywhere)
+    assert sorted(path.read_text() for path in other.iterdir()) == ["kept", "kept"]
 
 
 def test_arenas_of_dead_runs_are_swept(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ class Spare:
 
     def held(self) -> list[tuple[int, list[int]]]:
         found = self.guests.holdings("s")
-        assert found == guest_holdings(self.folder, "s")
+        assert found == guest_holdings(self.arena.files, "s")
         assert all(is_guest(part.path) for one in found for part in one.parts)
         return [(one.stamp.step, [part.number for part in one.parts]) for one in found]
 

@@ -9,6 +9,10 @@
 
 RUN is the run's id with each / replaced by +. The folder RUN also holds run.json, the run's directory, by
 which anybody finds out whether that run still lives.
+
+Any user can make /dev/shm/hpcrun-UID before we do. What is trusted or removed here is reached level by level
+from /dev/shm, and each level is proved to be ours (`hpcrun.files`). Where the name is taken, a folder
+hpcrun-UID.RANDOM stands in for it, which everybody who looks for this node's arena finds by its owner.
 """
 
 from __future__ import annotations
@@ -20,8 +24,6 @@ import json
 import mmap
 import os
 import re
-import shutil
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,7 @@ from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import SiteError
-from hpcrun.specs.records import write_json, write_whole
+from hpcrun.files import Folder, UntrustedFileError, is_sheltered
 
 SHM = Path("/dev/shm")
 SOCKET = "drain.sock"
@@ -45,33 +47,78 @@ SlotState = Literal["free", "claimed", "filled", "sealed"]
 
 
 def arena_folder(root: Path, run_id: str, node: str) -> Path:
-    """Where a node's arena of a run lies; NODE is the agent's name of it."""
-    return root / f"hpcrun-{os.getuid()}" / run_id.replace("/", "+") / node
+    """Where a node's arena of a run lies, or usually would; NODE is the agent's name of it."""
+    return find_folder(root, run_id, node) or usual_folder(root, run_id, node)
 
 
-def make_folder(root: Path, run: Path, run_id: str, node: str) -> Path:
-    """The folder of a node's arena, made if need be; SiteError where somebody else's is in its place."""
-    folder = arena_folder(root, run_id, node)
-    for one in (folder.parents[1], folder.parent, folder):
-        with contextlib.suppress(FileExistsError):
-            one.mkdir(mode=0o700)
-        _check_folder(one)
-    if not (folder.parent / _RUN).exists():
-        write_json(folder.parent / _RUN, str(run))
-    return folder
+def usual_folder(root: Path, run_id: str, node: str) -> Path:
+    """Where a node's arena of a run lies unless others have taken the name; to be shown, not to be used."""
+    return root / _top() / run_name(run_id) / node
 
 
-def _check_folder(folder: Path) -> None:
-    """Names in /dev/shm are anybody's to take."""
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise SiteError(f"{folder}: is no directory; remove it")
-    if status.st_uid != os.getuid():
-        raise SiteError(f"{folder}: belongs to user {status.st_uid}, not to you; have it removed")
-    if status.st_mode & 0o077:
-        raise SiteError(
-            f"{folder}: is open to others (mode {stat.S_IMODE(status.st_mode):o}); chmod 700, or remove it"
-        )
+def find_folder(root: Path, run_id: str, node: str) -> Path | None:
+    """The folder of a node's arena, every level of which is ours; None where there is none."""
+    found = (folder for folder in folders_of(root, run_id) if folder.name == node)
+    return next(found, None)
+
+
+def folders_of(root: Path, run_id: str) -> Iterator[Path]:
+    """The arenas of a run that are here, a folder a node, every level of which is ours."""
+    name = run_name(run_id)
+    for top in _tops(root):
+        with contextlib.suppress(OSError, UntrustedFileError), top.folder(name) as run:
+            for node in run.names():
+                with contextlib.suppress(OSError, UntrustedFileError), run.folder(node) as folder:
+                    yield folder.path
+
+
+def run_name(run_id: str) -> str:
+    """A run's id as the name of one level."""
+    return run_id.replace("/", "+")
+
+
+def make_folder(
+    root: Path, run: Path, run_id: str, node: str, say: Callable[[str], None] = lambda text: None
+) -> Path:
+    """The folder of a node's arena, made if need be; `say` is told why it has not its usual name.
+
+    SiteError where there can be none.
+    """
+    try:
+        with Folder.below(root) as base:
+            if not is_sheltered(base.status()):
+                raise SiteError(
+                    f"{root}: others can rename what is in it; have the admin run: chmod +t {root}"
+                )
+            there = find_folder(root, run_id, node)
+            top = base.stand_in(_top(), say) if there is None else base.folder(there.parents[1].name)
+            with top, top.folder(run_name(run_id), make=True) as own, own.folder(node, make=True) as folder:
+                for one in (top, own, folder):
+                    os.fchmod(one.fileno(), 0o700)
+                if not own.has(_RUN):
+                    own.write_whole(_RUN, f"{json.dumps(str(run))}\n".encode())
+                return folder.path
+    except UntrustedFileError as error:
+        raise SiteError(str(error)) from None
+
+
+def open_folder(folder: Path) -> Folder:
+    """An arena's folder as it was found or made; SiteError where it is not ours any more."""
+    try:
+        return Folder.below(folder.parents[2], *folder.parts[-3:])
+    except UntrustedFileError as error:
+        raise SiteError(str(error)) from None
+
+
+def _top() -> str:
+    return f"hpcrun-{os.getuid()}"
+
+
+def _tops(root: Path) -> Iterator[Folder]:
+    """This user's folders in shared memory: the usual one, and those that stand in for it."""
+    with contextlib.suppress(OSError), Folder.below(root) as base:
+        if is_sheltered(base.status()):
+            yield from base.candidates(_top())
 
 
 @dataclass
@@ -79,7 +126,9 @@ class Slot:
     """The memory of one state of one rank."""
 
     rank: int
-    path: Path
+    files: Folder
+    """Where it lies."""
+    name: str
     size_bytes: int
     memory: mmap.mmap
     state: SlotState = "free"
@@ -89,6 +138,11 @@ class Slot:
     """What is sealed in it."""
     in_flight: bool = False
     """It is being sealed or stored, and must stay as it is."""
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, for those who map it."""
+        return self.files.path / self.name
 
     @property
     def record_path(self) -> Path:
@@ -101,12 +155,12 @@ class Slot:
 
     def empty(self) -> None:
         """Whatever it held is gone; the record first, for whoever looks at the files."""
-        self.record_path.unlink(missing_ok=True)
+        self.files.unlink(self.record_path.name)
         self.state, self.generation, self.record = "free", "", None
 
     def hold(self, record: PartRecord) -> None:
         """It is sealed: from now on it survives ranks and worker."""
-        write_whole(self.record_path, render_part_record(record))
+        self.files.write_whole(self.record_path.name, render_part_record(record).encode())
         self.state, self.record, self.generation = "sealed", record, record.stamp.generation
 
 
@@ -124,17 +178,20 @@ class Arena:
     """Lets go of what else is here of states that may be dropped."""
 
     def __post_init__(self) -> None:
-        self._inode = self.folder.stat().st_ino
-        for path in sorted(self.folder.iterdir()):
-            if match := _SLOT.fullmatch(path.name):
-                self.old.append(_reopen(path, int(match[1])))
+        self.files = open_folder(self.folder)
+        try:
+            for name in self.files.names():
+                if match := _SLOT.fullmatch(name):
+                    self.old.append(_reopen(self.files, name, int(match[1])))
+        except UntrustedFileError as error:
+            raise SiteError(str(error)) from None
 
     @property
     def is_there(self) -> bool:
         """Whether its folder still is: some systems clear /dev/shm when a user's last session ends."""
         try:
-            return self.folder.stat().st_ino == self._inode
-        except FileNotFoundError:
+            return os.path.samestat(self.folder.lstat(), self.files.status())
+        except OSError:
             return False
 
     def every(self) -> Iterator[Slot]:
@@ -156,7 +213,8 @@ class Arena:
         and may make room. `parity_bytes`: what is to stay free for parity, that which is there included.
         """
         fitting = self._sort_out(sizes, count)
-        there = sum(path.stat().st_size for path in self.folder.glob("parity-*.bin"))
+        kept = [one for one in self.files.names() if one.startswith("parity-") and one.endswith(".bin")]
+        there = sum(self.files.status_of(one).st_size for one in kept)
         beside = max(0, parity_bytes - there)
         for may_empty in (False, True):
             if may_empty:
@@ -204,7 +262,7 @@ class Arena:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFAULT):
                 raise
             for slot in made:
-                slot.path.unlink()
+                self.files.unlink(slot.name)
             return False
         for slot in made:
             fitting[slot.rank].append(slot)
@@ -213,25 +271,24 @@ class Arena:
     def _make(self, rank: int, size_bytes: int) -> Slot:
         """A new slot with all its pages: no copy into it can fail for want of one."""
         number = 0
-        while (path := self.folder / f"slot-{rank}-{number}.bin").exists():
+        while self.files.has(name := f"slot-{rank}-{number}.bin"):
             number += 1
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = self.files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
             memory = mmap.mmap(descriptor, size_bytes)
         except OSError:
-            path.unlink()
+            self.files.unlink(name)
             raise
         finally:
             os.close(descriptor)
-        return Slot(rank, path, size_bytes, memory)
+        return Slot(rank, self.files, name, size_bytes, memory)
 
     def _drop(self, needless: Callable[[Slot], bool]) -> None:
         """Give back the memory of old slots."""
         for slot in [slot for slot in self.old if not slot.in_flight and needless(slot)]:
             slot.empty()
-            slot.path.unlink(missing_ok=True)
+            self.files.unlink(slot.name)
             self.old.remove(slot)
 
     def claim(
@@ -317,53 +374,49 @@ def map_slot(path: Path) -> mmap.mmap:
     return memory
 
 
-def _reopen(path: Path, rank: int) -> Slot:
-    """A slot that is there already; SiteError where it is not ours."""
+def _reopen(files: Folder, name: str, rank: int) -> Slot:
+    """A slot that is there already; UntrustedFileError where it is not ours."""
+    descriptor = files.open(name, os.O_RDWR)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise SiteError(f"{path}: cannot be opened: {error.strerror}; remove it") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_nlink != 1:
-            raise SiteError(f"{path}: is no file of yours alone; remove it")
-        if not status.st_size:
-            # Its maker was killed before it had any memory.
-            return Slot(rank, path, 0, mmap.mmap(-1, 1))
-        slot = Slot(rank, path, status.st_size, mmap.mmap(descriptor, 0))
+        size = os.fstat(descriptor).st_size
+        # Without a byte, its maker was killed before it had any memory.
+        memory = mmap.mmap(descriptor, 0) if size else mmap.mmap(-1, 1)
     finally:
         os.close(descriptor)
+    slot = Slot(rank, files, name, size, memory)
     try:
-        record = parse_part_record(json.loads(slot.record_path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError):
+        record = parse_part_record(json.loads(files.read(slot.record_path.name)))
+    except (FileNotFoundError, ValueError, UntrustedFileError):
         return slot
-    if record.number == rank and record.part.size_bytes <= slot.size_bytes:
+    if size and record.number == rank and record.part.size_bytes <= size:
         slot.state, slot.record, slot.generation = "sealed", record, record.stamp.generation
     return slot
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a node's arena; also the run's and the user's folder, where nothing else is in them."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        if {path.name for path in folder.parent.iterdir()} == {_RUN}:
-            (folder.parent / _RUN).unlink()
-        folder.parent.rmdir()
-        folder.parents[1].rmdir()
+    """Remove a node's arena; also the run's and the user's folder, where nothing else is in them.
+
+    What is not ours stays, and so does what a link leads to.
+    """
+    top, run, node = folder.parts[-3:]
+    with contextlib.suppress(OSError, UntrustedFileError), Folder.below(folder.parents[2]) as base:
+        with base.folder(top) as ours:
+            with ours.folder(run) as of_run:
+                of_run.remove_tree(node)
+                if of_run.names() == [_RUN]:
+                    of_run.unlink(_RUN)
+            ours.remove_empty(run)
+        base.remove_empty(top)
 
 
-def _is_served(node: Path) -> bool:
-    """Whether a worker lives there: it holds a lock on its folder."""
-    try:
-        descriptor = os.open(node, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+def _is_served(run: Folder) -> bool:
+    """Whether a worker lives in one of a run's arenas: it holds a lock on its folder."""
+    for node in run.names():
+        with contextlib.suppress(OSError, UntrustedFileError), run.folder(node) as folder:
+            try:
+                fcntl.flock(folder.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
     return False
 
 
@@ -373,22 +426,21 @@ def sweep(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
     What belongs to others, or does not say which run it is of, is left alone, and so is what a worker serves:
     ranks that have started it for themselves have no supervisor whose life could be seen.
     """
-    top = root / f"hpcrun-{os.getuid()}"
-    try:
-        _check_folder(top)
-        folders = sorted(top.iterdir())
-    except (FileNotFoundError, SiteError):
-        return {}
-    found = {}
-    for folder in folders:
-        try:
-            _check_folder(folder)
-            run = Path(json.loads((folder / _RUN).read_text(encoding="utf-8")))
-        except (OSError, SiteError, ValueError, TypeError):
-            continue
-        if not is_alive(run) and not any(_is_served(node) for node in folder.iterdir()):
-            found[folder] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        top.rmdir()
+    found, tops = dict[Path, int](), []
+    for top in _tops(root):
+        tops.append(top.path.name)
+        for name in top.names():
+            try:
+                with top.folder(name) as folder:
+                    run = Path(json.loads(folder.read(_RUN)))
+                    if is_alive(run) or _is_served(folder):
+                        continue
+                    size = folder.size_bytes()
+            except (OSError, UntrustedFileError, ValueError, TypeError):
+                continue
+            top.remove_tree(name)
+            found[top.path / name] = size
+    with contextlib.suppress(OSError), Folder.below(root) as base:
+        for one in tops:
+            base.remove_empty(one)
     return found

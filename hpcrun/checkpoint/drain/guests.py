@@ -28,7 +28,7 @@ from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
 from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
 from hpcrun.checkpoint.prove import prove_part
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.specs.records import write_whole
+from hpcrun.files import Folder, UntrustedFileError
 
 _PREFIX = "guest-"
 _NAME = re.compile(r"guest-([0-9a-f]{32})-([0-9]+)\.json")
@@ -55,9 +55,9 @@ def is_guest(path: str) -> bool:
     return Path(path).name.startswith(_PREFIX)
 
 
-def guest_holdings(folder: Path, node: str) -> list[Holding]:
+def guest_holdings(files: Folder, node: str) -> list[Holding]:
     """The copies of other nodes' parts that lie whole in an arena."""
-    return _holdings(_find(folder), node)
+    return _holdings(_find(files), node)
 
 
 @dataclass
@@ -80,15 +80,16 @@ class Guests:
 
     def __init__(self, arena: Arena, say: Callable[[dict[str, Any]], None]) -> None:
         """`say` gets the answers to orders, in the other thread. They give way where slots need the room."""
-        self._folder, self._say, self._room = arena.folder, say, arena.room
+        self._files, self._say, self._room = arena.files, say, arena.room
         arena.give_way = self._give_way
         self._pacer, self._lock = Pacer(), threading.Lock()
         self._thread = ThreadPoolExecutor(1, "guests")
         self._order: _Order | None = None
-        self._held = _find(arena.folder)
-        for path in arena.folder.glob(f"{_PREFIX}*"):
-            if path.name.endswith(ASIDE) or path.with_suffix(".bin") not in self._held:
-                path.unlink(missing_ok=True)
+        self._held = _find(arena.files)
+        for path in map(Path, arena.files.names()):
+            is_held = arena.folder / path.with_suffix(".bin") in self._held
+            if path.name.startswith(_PREFIX) and (path.suffix == ASIDE or not is_held):
+                arena.files.unlink(path.name)
 
     def obey(self, told: Mapping[str, Any], asks: Asks, spread: float) -> None:
         """Begin what an order `copy` asks for, instead of an earlier one; ValueError: no such order."""
@@ -140,8 +141,8 @@ class Guests:
     def _drop(self, path: Path) -> None:
         """With the lock held."""
         del self._held[path]
-        path.with_suffix(".json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        self._files.unlink(path.with_suffix(".json").name)
+        self._files.unlink(path.name)
 
     def _copy(self, order: _Order) -> None:
         """In the other thread: node after node, until one does not fit or all are here."""
@@ -194,7 +195,7 @@ class Guests:
         return True
 
     def _path(self, record: PartRecord) -> Path:
-        return self._folder / f"{_PREFIX}{record.stamp.generation}-{record.number}.bin"
+        return self._files.path / f"{_PREFIX}{record.stamp.generation}-{record.number}.bin"
 
     def _make_room(self, records: Iterable[PartRecord], stamp: Stamp) -> bool:
         """Whether so much more fits; older copies give way where it does not fit beside them."""
@@ -203,7 +204,7 @@ class Guests:
             sizes = {path: padded(one.part.size_bytes, PART_ALIGN) for path, one in self._held.items()}
             old = [path for path, one in self._held.items() if one.stamp != stamp]
             held = sum(sizes.values())
-            most = (self._room(self._folder).size_bytes + held) // _SHARE
+            most = (self._room(self._files.path).size_bytes + held) // _SHARE
             if held - sum(sizes[path] for path in old) + size > most:
                 return False
             while held + size > most:
@@ -215,7 +216,7 @@ class Guests:
         path, size = self._path(record), record.part.size_bytes
         buffer = memoryview(bytearray(min(_PIECE_BYTES, size)))
         request = {"do": "part", "generation": order.stamp.generation, "number": record.number}
-        with AsideFile(path, size) as file:
+        with AsideFile(self._files, path.name, size) as file:
             for at in range(0, size, _PIECE_BYTES):
                 self._await_calm(order, node)
                 into = buffer[: size - at]
@@ -234,7 +235,8 @@ class Guests:
                 file.put_in_place()
                 self._held[path] = record
                 try:
-                    write_whole(path.with_suffix(".json"), render_part_record(record))
+                    told = render_part_record(record).encode()
+                    self._files.write_whole(path.with_suffix(".json").name, told)
                 except OSError:
                     self._drop(path)
                     raise
@@ -252,17 +254,19 @@ class Guests:
                 raise SiteError(f"{node}: stores saves of its own for more than {_PATIENCE_S:g} s")
 
 
-def _find(folder: Path) -> dict[Path, PartRecord]:
+def _find(files: Folder) -> dict[Path, PartRecord]:
     """The copies with their records, by file."""
     found = {}
-    for path in sorted(folder.glob(f"{_PREFIX}*.json")):
-        part, name = path.with_suffix(".bin"), _NAME.fullmatch(path.name)
-        try:
-            record = parse_part_record(json.loads(path.read_text(encoding="utf-8")))
-            size = part.stat().st_size
-        except (OSError, ValueError):
+    for name in map(_NAME.fullmatch, files.names()):
+        if name is None:
             continue
-        is_named = name is not None and (record.stamp.generation, record.number) == (name[1], int(name[2]))
+        part = files.path / f"{_PREFIX}{name[1]}-{name[2]}.bin"
+        try:
+            record = parse_part_record(json.loads(files.read(name[0])))
+            size = files.status_of(part.name).st_size
+        except (OSError, ValueError, UntrustedFileError):
+            continue
+        is_named = (record.stamp.generation, record.number) == (name[1], int(name[2]))
         if is_named and size == record.part.size_bytes:
             found[part] = record
     return found

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hpcrun.files import Folder
+
 _MOST_BYTES = 256 << 20
 """A plan of a million pieces still fits; whoever sends more, or takes nothing of so much, is gone."""
 
@@ -84,13 +86,12 @@ def connect(folder: Path, name: str) -> socket.socket:
     return connection
 
 
-def listen(folder: Path, name: str) -> socket.socket:
+def listen(files: Folder, name: str) -> socket.socket:
     """Never waiting, open to this user alone; what stood under this name is removed."""
-    (folder / name).unlink(missing_ok=True)
+    files.unlink(name)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-    with _short_name(folder) as short:
-        listening.bind(f"{short}/{name}")
-    (folder / name).chmod(0o600)
+    listening.bind(short := f"/proc/self/fd/{files.fileno()}/{name}")
+    Path(short).chmod(0o600)
     listening.listen(128)
     return listening
 

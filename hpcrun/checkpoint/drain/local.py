@@ -2,6 +2,11 @@
 
 DIRECTORY/RUN/NODE/step-00000016.GENERATION.bin     the node's parts, one after the other
 DIRECTORY/RUN/NODE/step-00000016.GENERATION.json    where each lies in it; without it the file is nothing
+
+DIRECTORY is taken as the job names it; other users may be able to write there. What counts as a save of ours
+is proved by its owner: RUN and NODE are directories, and the files in them regular files with one name, that
+belong to this user and that nobody else may write, opened level by level without following links; and the
+record names the run. Where RUN is another user's, RUN.RANDOM stands in for it.
 """
 
 from __future__ import annotations
@@ -9,17 +14,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpcrun.checkpoint.drain.arena import run_name
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.write import write_image
 from hpcrun.errors import SiteError
-from hpcrun.specs.records import sync_directory, write_whole
+from hpcrun.files import Folder, UntrustedFileError, make_directories
 
 _ASIDE = ".aside"
 
@@ -30,11 +36,16 @@ class LocalStation:
     level: Level = "local"
 
     def __init__(
-        self, directory: str, run_id: str, node: str, written: Callable[[int], None] = lambda count: None
+        self,
+        directory: str,
+        run_id: str,
+        node: str,
+        written: Callable[[int], None] = lambda count: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`directory` may name variables of the environment, and begin with ~; SiteError for unknown ones.
 
-        `written` gets the bytes of each write.
+        `written` gets the bytes of each write; `say` is told why saves are not where they usually are.
         """
         expanded = os.path.expanduser(os.path.expandvars(directory))  # noqa: PTH111 - with variables before
         if "$" in expanded:
@@ -42,53 +53,78 @@ class LocalStation:
                 f"checkpoint.local: {directory}: names a variable that is not set on node {node};"
                 " set it in the job's environment, or name the directory"
             )
-        self.folder = Path(expanded) / run_id.replace("/", "+") / node
-        self._node, self._written = node, written
+        self._base, self._run_id, self._node = Path(expanded), run_id, node
+        self._written, self._say, self._is_told = written, say, False
+
+    @property
+    def folder(self) -> Path:
+        """Where saves of this node lie, or usually would."""
+        found = (files.path for files in self._folders())
+        return next(found, self._base / run_name(self._run_id) / self._node)
+
+    def nodes(self) -> list[str]:
+        """The nodes of which there may be saves here."""
+        return sorted({name for run in self._runs() for name in run.names()})
 
     def store(self, load: Load) -> dict[str, Any]:
         """Copy the parts into one file; their hashes are in them."""
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for leftover in self.folder.glob(f"*{_ASIDE}"):
-            leftover.unlink()
-        target = self.folder / f"step-{load.stamp.step:08d}.{load.stamp.generation}.bin"
-        aside = target.with_suffix(_ASIDE)
+        try:
+            with self._made() as files:
+                return self._store(load, files)
+        except UntrustedFileError as error:
+            raise SiteError(f"checkpoint.local: {error}") from None
+
+    def _store(self, load: Load, files: Folder) -> dict[str, Any]:
+        for leftover in files.names():
+            if leftover.endswith(_ASIDE):
+                files.unlink(leftover)
+        stem = f"step-{load.stamp.step:08d}.{load.stamp.generation}"
+        target, aside = f"{stem}.bin", f"{stem}{_ASIDE}"
         held, position = [], 0
         try:
-            descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = files.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             try:
                 for one in load.parts:
                     write_image(descriptor, one.image, position, self._written)
-                    held.append(HeldPart(one.number, target.name, position, one.part))
+                    held.append(HeldPart(one.number, target, position, one.part))
                     position += padded(one.part.size_bytes, PART_ALIGN)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-            aside.replace(target)
-            told = {"stamp": asdict(load.stamp), "parts": [asdict(part) for part in held]}
-            write_whole(target.with_suffix(".json"), render_checked(told))
-            sync_directory(self.folder)
+            files.rename(aside, target)
+            parts = [asdict(part) for part in held]
+            told = {"run": self._run_id, "stamp": asdict(load.stamp), "parts": parts}
+            files.write_whole(f"{stem}.json", render_checked(told).encode())
         except OSError:
-            for path in (aside, target):
-                path.unlink(missing_ok=True)
+            for name in (aside, target):
+                files.unlink(name)
             raise
-        return {"path": str(target)}
+        return {"path": str(files.path / target)}
 
     def holdings(self) -> list[Holding]:
         """What lies here whole, as far as names and sizes tell, the newest last."""
-        found = [self._holding(path) for path in self.folder.glob("step-*.json")]
+        found = [
+            self._holding(files, name)
+            for files in self._folders()
+            for name in files.names()
+            if name.startswith("step-") and name.endswith(".json")
+        ]
         return sorted((one for one in found if one is not None), key=lambda one: one.stamp.step)
 
-    def _holding(self, record: Path) -> Holding | None:
+    def _holding(self, files: Folder, record: str) -> Holding | None:
+        name = f"{record.removesuffix('.json')}.bin"
         try:
-            told = parse_checked(json.loads(record.read_text(encoding="utf-8")))
-            size = record.with_suffix(".bin").stat().st_size
+            told = parse_checked(json.loads(files.read(record)))
+            size = files.size_of(name)
             parts = [HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]]
             stamp = Stamp(**told["stamp"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, UntrustedFileError, ValueError, KeyError, TypeError):
             return None
-        if not parts or size != max(one.at + one.part.size_bytes for one in parts):
+        if told.get("run") != self._run_id or not parts:
             return None
-        path = str(record.with_suffix(".bin"))
+        if size != max(one.at + one.part.size_bytes for one in parts):
+            return None
+        path = str(files.path / name)
         return Holding(
             stamp, "local", self._node, tuple(HeldPart(one.number, path, one.at, one.part) for one in parts)
         )
@@ -96,13 +132,45 @@ class LocalStation:
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations and what no record speaks of; with none, also of the folder."""
         wanted = set(generations)
-        for path in self.folder.glob("step-*.bin"):
-            record = path.with_suffix(".json")
-            if path.suffixes[0][1:] not in wanted or not record.exists():
-                with contextlib.suppress(OSError):
-                    record.unlink(missing_ok=True)
-                    path.unlink()
-        if not wanted:
-            with contextlib.suppress(OSError):  # something else is there
-                self.folder.rmdir()
-                self.folder.parent.rmdir()
+        for files in self._folders():
+            for name in files.names():
+                path = Path(name)
+                if not name.startswith("step-") or path.suffix != ".bin":
+                    continue
+                record = path.with_suffix(".json").name
+                if path.suffixes[0][1:] not in wanted or not files.has(record):
+                    with contextlib.suppress(OSError):
+                        files.unlink(record)
+                        files.unlink(name)
+        if not wanted:  # where something else is there, it stays
+            runs = []
+            for run in self._runs():
+                run.remove_empty(self._node)
+                runs.append(run.path.name)
+            with contextlib.suppress(OSError), Folder.below(self._base) as base:
+                for one in runs:
+                    base.remove_empty(one)
+
+    def _runs(self) -> Iterator[Folder]:
+        """The directories of this run: the usual one, and those that stand in for it."""
+        with contextlib.suppress(OSError), Folder.below(self._base) as base:
+            yield from base.candidates(run_name(self._run_id))
+
+    def _folders(self) -> Iterator[Folder]:
+        """The directories of this node in them."""
+        for run in self._runs():
+            with contextlib.suppress(OSError, UntrustedFileError), run.folder(self._node) as files:
+                yield files
+
+    def _made(self) -> Folder:
+        for run in self._runs():
+            if run.has(self._node):
+                return run.folder(self._node)
+        make_directories(self._base)
+        with Folder.below(self._base) as base, base.stand_in(run_name(self._run_id), self._tell) as run:
+            return run.folder(self._node, make=True)
+
+    def _tell(self, text: str) -> None:
+        if not self._is_told:
+            self._say(f"checkpoint.local: {text}")
+        self._is_told = True

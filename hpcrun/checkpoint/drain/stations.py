@@ -45,6 +45,8 @@ class Surroundings:
     """Of this worker: what has to be kept to between writes."""
     address: str = ""
     """Of this node, where its worker listens for the others; empty: it does not."""
+    say: Callable[[str], None] = lambda text: None
+    """Tells the host a line that is worth a person's attention."""
     neighbour: Neighbour | None = None
     """This worker's own side of the talk between nodes."""
 
@@ -120,7 +122,7 @@ def _local(around: Surroundings) -> Station | None:
     directory = around.spec.local
     if directory is None:
         return None
-    return LocalStation(str(directory), around.run.id, around.node, around.pacer.rest)
+    return LocalStation(str(directory), around.run.id, around.node, around.pacer.rest, around.say)
 
 
 _DIRECT = ("ext4", "xfs")

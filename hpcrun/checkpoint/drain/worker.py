@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.drain import stations
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder, open_folder
 from hpcrun.checkpoint.drain.desk import Desk
 from hpcrun.checkpoint.drain.guests import Guests
 from hpcrun.checkpoint.drain.lines import Lines, listen
@@ -42,6 +42,7 @@ from hpcrun.checkpoint.levels import Holding, Level, Station
 from hpcrun.checkpoint.parity.blocks import parity_holdings
 from hpcrun.checkpoint.prove import Damage, damages_in, without
 from hpcrun.errors import SiteError
+from hpcrun.files import Folder
 from hpcrun.specs.rundir import RunDir
 
 _NICE = 10
@@ -71,6 +72,8 @@ class Worker:
         self._drain: Drain | None = None
         self._neighbour: Neighbour | None = None
         self._guests: Guests | None = None
+        self._served: Folder | None = None
+        """The arena, with the lock by which others see that it is served."""
         self._orders = ThreadPoolExecutor(1, "orders")
         self._answers = SimpleQueue[dict[str, Any]]()
         self._damages: Mapping[Damage, str] = {}
@@ -197,13 +200,14 @@ class Worker:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
         run = RunDir(Path(order["run"]))
         if self._drain is None:
-            folder = make_folder(self._root, run.path, run.id, str(order["node"]))
-            self._take_over(folder)
+            folder = make_folder(self._root, run.path, run.id, str(order["node"]), self._say)
+            self._take_over(open_folder(folder))
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
             self._guests = Guests(self._drain.arena, self._answer)
-            self._listening = listen(folder, SOCKET)
+            self._listening = listen(self._drain.arena.files, SOCKET)
             self._selector.register(self._listening, selectors.EVENT_READ)
-        around = replace(parse_surroundings(order, self._drain.arena.folder), pacer=self._drain.pacer)
+        around = parse_surroundings(order, self._drain.arena.folder)
+        around = replace(around, pacer=self._drain.pacer, say=self._say)
         around.pacer.spread = around.spec.spread
         before = self._around
         if before is not None and (before.run, before.node) != (around.run, around.node):
@@ -238,18 +242,21 @@ class Worker:
             }
         )
 
-    def _take_over(self, folder: Path) -> None:
+    def _say(self, text: str) -> None:
+        """Tell the host a line for people; from any thread."""
+        self._answer({"kind": "log", "text": text})
+
+    def _take_over(self, files: Folder) -> None:
         """One worker an arena; the one before may still be busy with the end of its work."""
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         deadline = time.monotonic() + _PREDECESSOR_S
         while True:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(files.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._served = files
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise SiteError(f"{folder}: another worker serves it; end it first") from None
+                    raise SiteError(f"{files.path}: another worker serves it; end it first") from None
             time.sleep(0.05)
 
     def _withdraw(self, around: Surroundings) -> None:
@@ -275,7 +282,7 @@ class Worker:
             found += self._guests.holdings(node)
         if not any(one.level == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
-            found += parity_holdings(drain.arena.folder)
+            found += parity_holdings(drain.arena.files)
         return without(found, self._damages) if self._damages else found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
@@ -320,8 +327,8 @@ class Worker:
     def _close(self) -> None:
         if self._listening is not None:
             self._listening.close()
-            if self._around is not None:
-                (self._around.arena / SOCKET).unlink(missing_ok=True)
+            if self._served is not None:
+                self._served.unlink(SOCKET)
         if self._guests is not None:
             self._guests.close()
         if self._drain is not None:

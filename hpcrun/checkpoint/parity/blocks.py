@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from hpcrun.checkpoint.format import PART_ALIGN, padded
@@ -13,7 +12,7 @@ from hpcrun.checkpoint.levels import HeldParity, Holding, Member, parse_holding
 from hpcrun.checkpoint.parity.erasure import Geometry
 from hpcrun.checkpoint.parity.files import ASIDE
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
-from hpcrun.specs.records import write_whole
+from hpcrun.files import Folder, UntrustedFileError
 
 
 class Span(NamedTuple):
@@ -51,34 +50,40 @@ def geometry_of(parity: HeldParity) -> Geometry:
     return Geometry(tuple(member.size_bytes for member in parity.members), parity.parity)
 
 
-def parity_path(folder: Path, generation: str) -> Path:
-    """Where parity of a generation lies; its record beside it."""
-    return folder / f"parity-{generation}.bin"
+def parity_name(generation: str) -> str:
+    """The file with the parity of a generation; its record beside it."""
+    return f"parity-{generation}.bin"
 
 
-def rebuilt_path(folder: Path, generation: str, index: int) -> Path:
-    """Where the block of a lost member lies that was made again."""
-    return folder / f"rebuilt-{generation}-{index}.bin"
+def rebuilt_name(generation: str, index: int) -> str:
+    """The file with the block of a lost member that was made again."""
+    return f"rebuilt-{generation}-{index}.bin"
 
 
-def write_holding(path: Path, holding: Holding) -> None:
+def record_name(name: str) -> str:
+    """The record beside a file."""
+    return f"{name.removesuffix('.bin')}.json"
+
+
+def write_holding(files: Folder, name: str, holding: Holding) -> None:
     """The record beside a file: what in it is held."""
-    write_whole(path.with_suffix(".json"), render_checked(holding.as_json()))
+    files.write_whole(record_name(name), render_checked(holding.as_json()).encode())
 
 
-def parity_holdings(folder: Path) -> list[Holding]:
+def parity_holdings(files: Folder) -> list[Holding]:
     """What lies whole in an arena of parity, and of parts that were made again, the newest last."""
     found = []
-    for record in sorted((*folder.glob("parity-*.json"), *folder.glob("rebuilt-*.json"))):
-        path = record.with_suffix(".bin")
+    for record in (one for one in _names(files) if one.endswith(".json")):
+        name = f"{record.removesuffix('.json')}.bin"
         try:
-            holding = parse_holding(parse_checked(json.loads(record.read_text(encoding="utf-8"))))
-            size = path.stat().st_size
-        except (OSError, ValueError):
+            holding = parse_holding(parse_checked(json.loads(files.read(record))))
+            size = files.status_of(name).st_size
+        except (OSError, ValueError, UntrustedFileError):
             continue
         # The arena of a node may have another path than when the record was written.
-        parts = tuple(replace(one, path=str(path)) for one in holding.parts)
-        parity = replace(holding.parity, path=str(path)) if holding.parity is not None else None
+        path = str(files.path / name)
+        parts = tuple(replace(one, path=path) for one in holding.parts)
+        parity = replace(holding.parity, path=path) if holding.parity is not None else None
         if parity is not None and size != parity.parity * geometry_of(parity).chunk_bytes:
             continue
         if any(one.at + one.part.size_bytes > size for one in parts):
@@ -87,19 +92,19 @@ def parity_holdings(folder: Path) -> list[Holding]:
     return sorted(found, key=lambda one: (one.stamp.attempt, one.stamp.step))
 
 
-def remove_files(folder: Path, keep: set[str]) -> None:
+def _names(files: Folder) -> list[str]:
+    return [one for one in files.names() if one.startswith(("parity-", "rebuilt-"))]
+
+
+def remove_files(files: Folder, keep: set[str]) -> None:
     """Remove parity and rebuilt parts but of these generations, each record before its file."""
-    for pattern in ("parity-*", "rebuilt-*"):
-        found = [path for path in folder.glob(pattern) if path.name.split("-")[1].split(".")[0] not in keep]
-        for path in sorted(found, key=lambda path: path.suffix != ".json"):
-            path.unlink(missing_ok=True)
+    found = [name for name in _names(files) if name.split("-")[1].split(".")[0] not in keep]
+    for name in sorted(found, key=lambda name: not name.endswith(".json")):
+        files.unlink(name)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_leftovers(files: Folder) -> None:
     """Remove what a worker that was killed has left unfinished."""
-    for pattern in ("parity-*", "rebuilt-*"):
-        for path in folder.glob(pattern):
-            if path.name.endswith(ASIDE) or (
-                path.suffix == ".bin" and not path.with_suffix(".json").exists()
-            ):
-                path.unlink(missing_ok=True)
+    for name in _names(files):
+        if name.endswith(ASIDE) or (name.endswith(".bin") and not files.has(record_name(name))):
+            files.unlink(name)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
+
+from hpcrun.files import Folder, UntrustedFileError, open_own, open_regular
 
 ASIDE = ".aside"
 
 
-def read_at(path: str | Path, at: int, into: memoryview) -> None:
-    """Fill a buffer from a place in a file; OSError where the file ends before."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def read_at(path: str | Path, at: int, into: memoryview, *, shared: bool = False) -> None:
+    """Fill a buffer from a place in a file; OSError where the file ends before, or is not ours.
+
+    `shared`: it lies in the run directory, which was proved before.
+    """
+    try:
+        descriptor = (open_regular if shared else open_own)(Path(path))
+    except UntrustedFileError as error:
+        raise OSError(str(error)) from None
     try:
         done = 0
         while done < len(into):
@@ -26,12 +33,12 @@ def read_at(path: str | Path, at: int, into: memoryview) -> None:
 class AsideFile:
     """A new file, its space taken at once; it is removed unless it was put in its place."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, files: Folder, name: str, size: int) -> None:
         """OSError: there is no space for it."""
-        self.path, self.aside = path, path.with_name(path.name + ASIDE)
-        self.aside.unlink(missing_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(self.aside, flags, 0o600)
+        self._files, self._name, self._aside = files, name, name + ASIDE
+        self.path, self.aside = files.path / name, files.path / self._aside
+        files.unlink(self._aside)
+        self._descriptor = files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             if size:
                 os.posix_fallocate(self._descriptor, 0, size)
@@ -53,12 +60,11 @@ class AsideFile:
 
     def put_in_place(self) -> None:
         """All is written: from now on it is there."""
-        self.aside.replace(self.path)
+        self._files.rename(self._aside, self._name)
 
     def close(self) -> None:
         """Close it; aside, it is gone."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        with contextlib.suppress(FileNotFoundError):
-            self.aside.unlink()
+        self._files.unlink(self._aside)

@@ -15,13 +15,14 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import HeldPart, Holding, Member
-from hpcrun.checkpoint.parity.blocks import places, rebuilt_path, spans, write_holding
+from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, Holding, Member
+from hpcrun.checkpoint.parity.blocks import places, rebuilt_name, spans, write_holding
 from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
 from hpcrun.checkpoint.parity.files import AsideFile, read_at
 from hpcrun.checkpoint.parity.peers import PeerError, Peers
 from hpcrun.checkpoint.plan import SHARED, Rebuild
 from hpcrun.checkpoint.prove import prove_part
+from hpcrun.files import Folder
 
 
 class _Source(NamedTuple):
@@ -58,7 +59,7 @@ class _Again:
     def __init__(self, order: Rebuild, index: int, peers: Peers, here: str, folder: Path) -> None:
         self._order, self._index, self._member = order, index, order.members[index]
         self._peers, self._here = peers, here
-        self._path = rebuilt_path(folder, order.stamp.generation, index)
+        self._files, self._name = Folder.at(folder), rebuilt_name(order.stamp.generation, index)
         self._geometry = Geometry(tuple(one.size_bytes for one in order.members), order.parity)
         self._survivors = {one.index: one for one in order.survivors}
         self._parts = {one.number: one for survivor in order.survivors for one in survivor.parts}
@@ -117,7 +118,7 @@ class _Again:
         }
         with (
             ThreadPoolExecutor(geometry.data, thread_name_prefix="rebuild") as pool,
-            AsideFile(self._path, member.size_bytes) as file,
+            AsideFile(self._files, self._name, member.size_bytes) as file,
         ):
 
             def fetch(wanted: Sequence[Wanted]) -> Callable[[], None]:
@@ -130,8 +131,8 @@ class _Again:
             for one in _parts_in(member, str(file.aside)):
                 prove_part(one, bytes.fromhex(self._order.stamp.generation))
             file.put_in_place()
-        made = _parts_in(member, str(self._path))
-        write_holding(self._path, Holding(self._order.stamp, "parity", self._here, made))
+        made = _parts_in(member, str(file.path))
+        write_holding(self._files, self._name, Holding(self._order.stamp, "parity", self._here, made))
         return made
 
     def _fetch(self, wanted: Wanted) -> None:
@@ -149,14 +150,24 @@ class _Again:
                 part = self._parts[span.number]
                 request = {"do": "part", "number": span.number, "at": span.at}
                 into = wanted.into[span.begin : span.begin + span.size]
-                self._read(part.node, part.path, part.at + span.at, request, into)
+                shared = part.level not in NODE_LEVELS
+                self._read(part.node, part.path, part.at + span.at, request, into, shared=shared)
         except (PeerError, OSError) as error:
             raise _GoneError(source, str(error)) from None
 
-    def _read(self, node: str, path: str, begin: int, request: dict[str, object], into: memoryview) -> None:
+    def _read(
+        self,
+        node: str,
+        path: str,
+        begin: int,
+        request: dict[str, object],
+        into: memoryview,
+        *,
+        shared: bool = False,
+    ) -> None:
         """From a file that is seen here, or from another node."""
         if node in (self._here, SHARED):
-            read_at(path, begin, into)
+            read_at(path, begin, into, shared=shared)
         else:
             self._peers.read(node, request | {"generation": self._order.stamp.generation}, into)
 

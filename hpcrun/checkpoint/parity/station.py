@@ -28,7 +28,8 @@ from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
 from hpcrun.checkpoint.parity.blocks import (
     parity_holdings,
-    parity_path,
+    parity_name,
+    record_name,
     remove_files,
     remove_leftovers,
     spans,
@@ -38,6 +39,7 @@ from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Wanted, cod
 from hpcrun.checkpoint.parity.files import AsideFile, read_at
 from hpcrun.checkpoint.parity.peers import PeerError, Peers, PeerServer, Reply, check_range
 from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.files import Folder, UntrustedFileError
 
 Standing = Literal["unknown", "open", "encoded", "done", "failed"]
 _ORDER: tuple[Standing, ...] = ("unknown", "open", "encoded", "done")
@@ -99,13 +101,17 @@ class ParityStation:
         `hurry` is set when nobody is to be waited for any more. SiteError: a library is missing.
         """
         code_for(len(members) - parity, parity)
-        self._folder, self._node, self._members, self._parity = folder, node, tuple(members), parity
+        self._node, self._members, self._parity = node, tuple(members), parity
+        try:
+            self._files = Folder.at(folder)
+        except UntrustedFileError as error:
+            raise SiteError(str(error)) from None
         self._index = self._members.index(node)
         self._peers, self._patience_s = peers, patience_s
         self._rounds: dict[str, _Round] = {}
         self._changed = threading.Condition()
         self._hurry = hurry or threading.Event()
-        remove_leftovers(folder)
+        remove_leftovers(self._files)
         server.on("standing", self._tell_standing)
         server.on("block", self._give_block)
         server.on("outgoing", self._give_outgoing)
@@ -129,17 +135,17 @@ class ParityStation:
         finally:
             one.images = {}
             if one.outgoing is not None:
-                one.outgoing.unlink(missing_ok=True)
+                self._files.unlink(one.outgoing.name)
 
     def holdings(self) -> list[Holding]:
         """Parity that lies whole here, and parts of lost nodes that were made again here."""
-        return parity_holdings(self._folder)
+        return parity_holdings(self._files)
 
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations, and of the one that is being made."""
         with self._changed:
             now = {one.stamp.generation for one in self._rounds.values() if one.images}
-        remove_files(self._folder, set(generations) | now)
+        remove_files(self._files, set(generations) | now)
 
     def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
         """This node will not store these parts of a generation: the others need not wait for it."""
@@ -154,8 +160,8 @@ class ParityStation:
         told = self._await_all(one, "open", together, self._patience_s)
         members = tuple(told[node] for node in self._members)
         geometry = Geometry(tuple(member.size_bytes for member in members), self._parity)
-        path = parity_path(self._folder, one.stamp.generation)
-        with AsideFile(path, self._parity * geometry.chunk_bytes) as kept:
+        name = parity_name(one.stamp.generation)
+        with AsideFile(self._files, name, self._parity * geometry.chunk_bytes) as kept:
             hashes = [xxh3_64() for _ in range(self._parity)]
 
             def keep(number: int, at: int, data: memoryview) -> None:
@@ -169,19 +175,19 @@ class ParityStation:
                 self._collect(one, geometry, together, keep)
             kept.put_in_place()
         held = HeldParity(
-            str(path), members, self._parity, self._index, tuple(one.hexdigest() for one in hashes)
+            str(kept.path), members, self._parity, self._index, tuple(one.hexdigest() for one in hashes)
         )
         try:
-            write_holding(path, Holding(one.stamp, "parity", self._node, parity=held))
+            write_holding(self._files, name, Holding(one.stamp, "parity", self._node, parity=held))
             self._advance(one, "done")
             self._await_all(one, "done", together, self._patience_s + 2 * (time.monotonic() - begin))
         except _FailedError:
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            self._files.unlink(record_name(name))
+            self._files.unlink(name)
             raise
         except OSError:
             if one.standing != "done":
-                path.unlink(missing_ok=True)
+                self._files.unlink(name)
             raise
         return {
             "set": list(self._members),
@@ -204,8 +210,8 @@ class ParityStation:
         if self._parity == 1:
             encode(geometry, self._index, fetch, keep)
             return
-        path = self._folder / f"parity-{one.stamp.generation}.outgoing.aside"
-        with AsideFile(path, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
+        name = f"parity-{one.stamp.generation}.outgoing.aside"
+        with AsideFile(self._files, name, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
 
             def put(number: int, at: int, data: memoryview) -> None:
                 if number == 0:
@@ -215,7 +221,7 @@ class ParityStation:
 
             encode(geometry, self._index, fetch, put)
             outgoing.put_in_place()
-            one.outgoing = path
+            one.outgoing = outgoing.path
 
     def _fetch_block(self, one: _Round, wanted: Wanted) -> None:
         request = {"do": "block", "generation": one.stamp.generation, "at": wanted.at}

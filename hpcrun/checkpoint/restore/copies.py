@@ -36,6 +36,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.levels import Holding
+from hpcrun.files import UntrustedFileError, open_own
 from hpcrun.specs.saves import Saved, read_save
 
 
@@ -117,7 +118,7 @@ class HeldCopy:
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""
         held = self._held.get(number)
-        return held is not None and read_at(Path(held.path), held.at + at, into)
+        return held is not None and read_at(Path(held.path), held.at + at, into, is_own=True)
 
     def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
         """The parts that the node has recorded."""
@@ -195,11 +196,11 @@ def digests_of(
     return found
 
 
-def read_at(path: Path, at: int, into: memoryview) -> bool:
-    """Fill a buffer from a file; False where it cannot be filled."""
+def read_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> bool:
+    """Fill a buffer from a file, which must be ours where `is_own`; False where it cannot be filled."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        descriptor = open_own(path) if is_own else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, UntrustedFileError):
         return False
     try:
         count = 0

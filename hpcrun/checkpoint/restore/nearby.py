@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import SHM, Arena, arena_folder
+from hpcrun.checkpoint.drain.arena import SHM, Arena, folders_of
 from hpcrun.checkpoint.drain.guests import guest_holdings
 from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.format import DamagedError, Part, file_name
@@ -73,17 +72,18 @@ def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holdi
     `local` is the job's checkpoint.local.
     """
     found = list[Holding]()
-    for folder in _folders(arena_folder(shm, run_id, "")):
-        found += Arena(folder).holdings(folder.name)
-        found += guest_holdings(folder, folder.name)
-        found += [replace(one, node=folder.name) for one in parity_holdings(folder)]
+    for folder in folders_of(shm, run_id):
+        arena = Arena(folder)
+        found += arena.holdings(folder.name)
+        found += guest_holdings(arena.files, folder.name)
+        found += [replace(one, node=folder.name) for one in parity_holdings(arena.files)]
     if local is not None:
         try:
-            above = LocalStation(local, run_id, "").folder
+            nodes = LocalStation(local, run_id, "").nodes()
         except SiteError:  # a variable that only the nodes have
             return found
-        for folder in _folders(above):
-            found += LocalStation(local, run_id, folder.name).holdings()
+        for node in nodes:
+            found += LocalStation(local, run_id, node).holdings()
     return found
 
 
@@ -112,11 +112,3 @@ def rebuilt_here(holdings: Sequence[Holding], save: Path, generation: str, folde
         finally:
             peers.close()
     return made
-
-
-def _folders(above: Path) -> list[Path]:
-    """A folder for each node; only those that are ours."""
-    try:
-        return [one for one in sorted(above.iterdir()) if one.is_dir() and one.stat().st_uid == os.getuid()]
-    except OSError:
-        return []

@@ -37,7 +37,7 @@ def find_scraps(checkpoints: Path, stamp: Stamp, wanted: Collection[int], *, pro
                 continue
             held = HeldPart(number, str(folder / file_name(part.file)), part.start, part)
             with suppress(DamagedError):
-                prove_part(held, generation, ends_only=not prove)
+                prove_part(held, generation, ends_only=not prove, shared=True)
                 found[number] = held
     parts = tuple(found[number] for number in sorted(found))
     return Holding(stamp, "durable", SHARED, parts) if parts else None

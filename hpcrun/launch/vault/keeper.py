@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, arena_folder
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, usual_folder
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Stamp
 from hpcrun.checkpoint.parity.sets import Domains, ErasureSets, choose_sets
@@ -273,6 +273,9 @@ class Keeper:
             case "log":
                 self._note(f"{node}: {message.get('text')}")
                 return
+            case "error":
+                self._note(f"{node}: its drain worker: {message.get('why')}")
+                return
             case _:
                 events = self._story.hear(node, message)
         for event in events:
@@ -318,7 +321,7 @@ class Keeper:
 
 def socket_mark(run: RunDir) -> str:
     """The socket of a node's drain worker, NODE_MARK for the node."""
-    return str(arena_folder(SHM, run.id, NODE_MARK) / SOCKET)
+    return str(usual_folder(SHM, run.id, NODE_MARK) / SOCKET)
 
 
 def _is_of(holding: Holding, stamp: Stamp, members: object) -> bool:

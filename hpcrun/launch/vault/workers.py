@@ -35,6 +35,8 @@ class Workers:
         """What was not asked for, in order; whoever reads it takes it out."""
         self._orders: dict[str, Mapping[str, Any]] = {}
         self._ready: set[str] = set()
+        self._refused: dict[str, str] = {}
+        """Why the worker of a node cannot do as it was told."""
         self._told_peers: Peers = {}
         self._answers: list[tuple[str, dict[str, Any]]] = []
         self._numbers = itertools.count(1)
@@ -45,15 +47,18 @@ class Workers:
         A worker is ready when it has its order; all are told again when all are known that are to be.
         """
         self._orders = dict(orders)
-        self._ready = set()
+        self._ready, self._refused = set(), {}
         self._configure()
         deadline = time.monotonic() + timeout_s
-        while any(one not in self._ready and one in self._nodes.alive for one in orders):
+        while any(one in self._nodes.alive and self._is_awaited(one) for one in orders):
             if time.monotonic() > deadline:
                 break
             self._hear(_LOOK_S)
         self.refresh()
         return [node for node in orders if node not in self._ready]
+
+    def _is_awaited(self, node: str) -> bool:
+        return node not in self._ready and node not in self._refused
 
     def refresh(self) -> None:
         """Tell all workers where the others are, if that has changed since they were told."""
@@ -158,6 +163,10 @@ class Workers:
             self._ready.add(node)
             if message.get("port"):
                 self.peers[node] = (str(message.get("address")), int(message["port"]))
+        if kind == "error" and node not in self._ready:
+            if self._refused.get(node) == message.get("why"):
+                return  # as it was told before
+            self._refused[node] = str(message.get("why"))
         if kind == "died":
             self._ready.discard(node)
             self.peers.pop(node, None)
