@@ -110,6 +110,18 @@ def open_output(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC, mode: int = 0
     return descriptor
 
 
+def open_common(path: Path, flags: int, mode: int) -> int:
+    """A descriptor of a regular file that several users may write, as the site or the user has named it.
+
+    OSError as open raises it; UntrustedFileError for anything that is not a regular file.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UntrustedFileError(f"{path}: is not a regular file; remove it")
+    return descriptor
+
+
 def check_output(path: Path) -> None:
     """UntrustedFileError where what stands under a name for output is another user's, be it a link."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
@@ -160,7 +172,10 @@ class Folder:
         `make` makes levels that are missing, mode 0700. FileNotFoundError; UntrustedFileError for a level
         that is a link, another user's, or writable by others.
         """
-        descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except PermissionError:  # where files can be put, but not listed
+            descriptor = os.open(base, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         folder = cls(base, descriptor)
         for name in names:
             with folder:
@@ -268,8 +283,12 @@ class Folder:
         os.replace(_plain(name), _plain(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def sync(self) -> None:
-        """Make the names in it durable."""
-        os.fsync(self._descriptor)
+        """Make the names in it durable, as far as it can be read."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
 
     def remove_empty(self, name: str) -> bool:
         """Remove a directory if nothing is in it; False where it stays."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrun.errors import HpcrunError, UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -215,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"pingpong: write {' or '.join(modes)}, then a file, then what to measure")
     found = modes[argv[0]](argv[2:])
     if comm.rank == 0:
-        Path(argv[1]).write_text(json.dumps(found), encoding="utf-8")
+        write_output(Path(argv[1]), json.dumps(found))
         if argv[0] == "links":
             sys.stdout.write(render_links(found["links"]) + "\n")
     return 0

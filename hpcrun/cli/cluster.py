@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
@@ -73,7 +74,7 @@ def draft(
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror}; --out FILE writes elsewhere"

@@ -257,6 +257,7 @@ def _read_json(path: Path) -> Any:
 def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -> list[Finding]:
     from dataclasses import replace
 
+    from hpcrun.files import check_output
     from hpcrun.specs.records import write_json
     from hpcrun.tuning.counters import diagnose, growth, read_counters, take
     from hpcrun.tuning.host import ask_captured, ask_here
@@ -266,6 +267,7 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
     if host.time:
         now = replace(now, time=time.time())
     if target is not None:
+        check_output(target)
         try:
             write_json(target, now.as_json())
         except OSError as error:

@@ -10,6 +10,7 @@ import typer
 
 from hpcrun.cli import lemons
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from hpcrun.launch.submit.forecast import Forecast, Network
@@ -211,7 +212,7 @@ def _draw(path: Path, found: Forecast, degrees: Degrees, axis: str | None) -> No
     placement = found.placed.placement
     text = svg(found.network.fabric, placement, degrees, axis or _widest(found))
     try:
-        path.write_text(text, encoding="utf-8")
+        write_output(path, text)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror}; --svg FILE writes elsewhere"

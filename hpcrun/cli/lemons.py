@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -82,7 +83,7 @@ def drain(
     request = drain_request(_chosen(_scores(now), nodes), getpass.getuser(), now)
     if out is not None:
         try:
-            out.write_text(request["text"], encoding="utf-8")
+            write_output(out, request["text"])
         except OSError as error:
             raise UsageError(f"--out {out}: cannot be written: {error.strerror}; name another file") from None
         typer.echo(f"hpcrun: written to {out}", err=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hpcrun.errors import UsageError
+from hpcrun.files import check_output
 from hpcrun.specs.rundir import RunDir, find_runs
 from hpcrun.specs.shipped import shipped
 
@@ -63,7 +64,11 @@ def metrics(
         return
     from hpcrun.specs.records import write_whole
 
-    write_whole(out, text, 0o644)
+    check_output(out)
+    try:
+        write_whole(out, text, 0o644)
+    except OSError as error:
+        raise UsageError(f"{out}: cannot be written: {error.strerror}; --out FILE writes elsewhere") from None
 
 
 def _parts(run: RunDir) -> list[RunDir]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
@@ -133,7 +134,7 @@ def export(
         text = "\n".join([about, f'{{% extends "{template.key}" %}}', *blocks, ""])
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_output(target, text)
     except OSError as error:
         raise UsageError(
             f"{target}: cannot be written: {error.strerror}; --to DIR writes elsewhere"

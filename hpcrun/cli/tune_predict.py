@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -299,7 +300,7 @@ def _draw(path: Path, found: Prediction) -> None:
     from hpcrun.tuning.plot import plot_svg
 
     try:
-        path.write_text(plot_svg(found), encoding="utf-8")
+        write_output(path, plot_svg(found))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror}; --plot FILE writes elsewhere"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from hpcrun.files import Folder
 
 _SHM = "/dev/shm"
 # Only what MPI, UCX, NCCL, torch and Python make there: people keep data sets in /dev/shm too.
@@ -45,12 +45,14 @@ def unmapped(paths: Iterable[str]) -> set[str]:
 def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
     """Files of ours that MPI or torch made so long ago and no process maps any more, with their sizes."""
     found = {}
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            if _SEGMENT.match(entry.name) and _is_ours(Path(entry.path), 0.0):
-                status = entry.stat(follow_symlinks=False)
+    with contextlib.suppress(FileNotFoundError), Folder.below(folder) as files:
+        for name in filter(_SEGMENT.match, files.names()):
+            if not files.is_own_file(name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = files.status_of(name)
                 if time.time() - max(status.st_mtime, status.st_ctime) > older_s:
-                    found[entry.path] = status.st_size
+                    found[str(files.path / name)] = status.st_size
     return {Path(path): found[path] for path in unmapped(found)}
 
 
@@ -59,24 +61,40 @@ def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:
 
     Gives the paths that were removed.
     """
-    ours = unmapped(path for path in paths if _is_segment(path) and _is_ours(Path(path), since))
-    for path in ours:
-        Path(path).unlink(missing_ok=True)
-    return sorted(ours)
+    ours = _own_segments(paths, since)
+    return _unlink(unmapped(ours), since=since) if ours else []
+
+
+def unname_segments() -> None:
+    """Remove the names of what this process maps: it goes on with the memory, others find none."""
+    _unlink(segments_of(), since=0.0)
+
+
+def _unlink(paths: Iterable[str], *, since: float) -> list[str]:
+    removed = []
+    with contextlib.suppress(FileNotFoundError), Folder.below(Path(_SHM)) as files:
+        for path in sorted(paths):
+            with contextlib.suppress(OSError):
+                if _is_own_segment(files, path, since) and files.unlink(path.rpartition("/")[2]):
+                    removed.append(path)
+    return removed
+
+
+def _own_segments(paths: Iterable[str], since: float) -> set[str]:
+    with contextlib.suppress(FileNotFoundError), Folder.below(Path(_SHM)) as files:
+        return {path for path in paths if _is_own_segment(files, path, since)}
+    return set()
+
+
+def _is_own_segment(files: Folder, path: str, since: float) -> bool:
+    name = path.rpartition("/")[2]
+    if not _is_segment(path) or not files.is_own_file(name):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        return files.status_of(name).st_ctime >= since - _CLOCK_SLACK_S
+    return False
 
 
 def _is_segment(path: str) -> bool:
     parent, _, name = path.rpartition("/")
     return parent == _SHM and _SEGMENT.match(name) is not None
-
-
-def _is_ours(path: Path, since: float) -> bool:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return False
-    return (
-        stat.S_ISREG(status.st_mode)
-        and status.st_uid == os.getuid()
-        and status.st_ctime >= since - _CLOCK_SLACK_S
-    )

@@ -5,7 +5,6 @@ Messages are small JSON values. Nothing here moves tensors, and nothing here bur
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -16,7 +15,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.shm import segments_of
+from hpcrun.launch.shm import unname_segments
 from hpcrun.runtime.meeting import address_of_rank, open_store
 
 if TYPE_CHECKING:
@@ -198,9 +196,7 @@ class MPIControl(Control):
         sys.stdout.flush()
         sys.stderr.flush()
         # Abort leaves MPI's shared memory lying about; whoever still maps it does so without its name.
-        for segment in segments_of():
-            with contextlib.suppress(OSError):
-                Path(segment).unlink()
+        unname_segments()
         self._comm.Abort(code)
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import open_common
 from hpcrun.hostlist import expand, fold, in_order
 from hpcrun.specs.profiles import config_directories
 from hpcrun.units import parse_time
@@ -186,7 +187,7 @@ def _render_instant(seconds: float) -> str:
 
 def append_line(path: Path, line: bytes) -> None:
     """Append whole lines in one write, and sync; a line that is torn before them is ended."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = open_common(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         # A line that somebody did not end would swallow this one.

@@ -16,6 +16,7 @@ from sys import byteorder
 from typing import BinaryIO, Protocol
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import aside_name, check_output
 from hpcrun.specs.corpus import (
     BYTE_VOCAB,
     ITEM_SIZE,
@@ -295,9 +296,10 @@ def _site_errors(out: Path) -> Iterator[None]:
 @contextmanager
 def _aside(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name only when it is complete and on disk."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    check_output(path)
+    aside = path.with_name(aside_name(path.name))
     try:
-        with aside.open("wb") as file:
+        with aside.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from hpcrun.errors import UsageError
+from hpcrun.files import check_output, read_regular
 from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.records import write_whole
 from hpcrun.tuning.nccl_tests import Call, Timings
@@ -221,7 +222,8 @@ def with_row(text: str, row: RowSpec, name: str) -> str:
 def append_row(path: Path, row: RowSpec) -> tuple[RowSpec, ...]:
     """Put a row behind those of a file, which is made where there is none; gives all of them."""
     try:
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        check_output(path)
+        before = read_regular(path, follow=True).decode() if path.exists() else ""
         after = with_row(before, row, str(path))
         write_whole(path, after, 0o644)
     except UnicodeDecodeError:

@@ -23,6 +23,8 @@ def main(folder: Path) -> None:
             log.write(line)
         held = folder / f"{node}.json"
         match order["do"]:
+            case "configure" if (folder / f"{node}.refuses").exists():
+                say(kind="error", why="no room for it")
             case "configure" if not (folder / f"{node}.late").exists():
                 say(kind="ready", address=order["address"], port=os.getpid())
             case "inventory" if not (folder / f"{node}.silent").exists():

@@ -173,6 +173,17 @@ def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.Monke
     assert "nothing that was saved is whole: starting from the beginning" in site.notes
 
 
+def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers.Workers.open, "__defaults__", (600.0,))
+    (site.path / "c.refuses").touch()
+    site.prepare()
+    site.keeper.look()
+    assert site.notes.count("c: its drain worker: no room for it") == 1
+    assert any("no drain worker has come up on c" in note for note in site.notes)
+
+
 def test_where_every_save_is_damaged_nothing_starts(site: Site) -> None:
     saved = save(site.run.checkpoints, 5)
     (saved.path / "data-00000.bin").write_bytes(b"")

@@ -29,13 +29,16 @@ def written_aside(directory: Path | str) -> Iterator[Path]:
     UsageError where something is there already, SiteError where it cannot be written.
     """
     target = Path(directory).resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    is_made = False
     try:
         if target.exists() and not target.is_dir():
             raise UsageError(f"{target}: is a file; give a new directory")
         if target.is_dir() and any(target.iterdir()):
             raise UsageError(f"{target}: is not empty; give a new directory or empty this one first")
-        aside.mkdir(parents=True)
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.mkdir()
+        is_made = True
         yield aside
         sync_directory(aside)
         aside.rename(target)
@@ -43,7 +46,8 @@ def written_aside(directory: Path | str) -> Iterator[Path]:
     except OSError as error:
         raise SiteError(f"{target}: cannot be written: {error}") from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if is_made:
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def copy_out(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import UntrustedFileError, open_common
 from hpcrun.hostlist import expand
 from hpcrun.specs.badnodes import BadNode, BadNodes, append_line
 from hpcrun.specs.profiles import config_directories
@@ -238,14 +239,16 @@ def append_sightings(path: Path, entries: Iterable[Sighting]) -> None:
     A file system that stalls is waited for a few seconds only.
     """
     lines = "".join(f"{json.dumps(_as_line(one), ensure_ascii=False)}\n" for one in entries).encode()
-    failed: list[OSError] = []
+    failed: list[str] = []
 
     def write() -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _append_locked(path, lines)
         except OSError as error:
-            failed.append(error)
+            failed.append(f"{path}: cannot be written: {error.strerror}")
+        except UntrustedFileError as error:
+            failed.append(str(error))
 
     if lines:
         writer = threading.Thread(target=write, name="node faults", daemon=True)
@@ -254,12 +257,12 @@ def append_sightings(path: Path, entries: Iterable[Sighting]) -> None:
         if writer.is_alive():
             raise SiteError(f"{path}: is not written within {_WAIT_S:g} s")
     if failed:
-        raise SiteError(f"{path}: cannot be written: {failed[0].strerror}")
+        raise SiteError(failed[0])
 
 
 def _append_locked(path: Path, lines: bytes) -> None:
     """Under a lock, as appending from several hosts is not whole on NFS; without one where there is none."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = open_common(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + _WAIT_S / 2
         while time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
-from hpcrun.files import clock_of
+from hpcrun.files import Folder, aside_name, clock_of
 from hpcrun.launch.agents.lease import LEADERLESS_S, is_led
 from hpcrun.launch.health.checked import (
     Checked,
@@ -103,24 +103,31 @@ def write(place: Place) -> list[Checked]:
 
 
 def _write(folder: Path, *, common: bool = False) -> Checked:
-    path = folder / f".preflight-{os.uname().nodename}-{os.getpid()}"
+    # Under a name that nobody can have taken, and made anew: what stands there says nothing about the node.
+    name = aside_name("preflight")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        with Folder.below(folder) as files, _new_file(files, name) as descriptor:
             written = os.write(descriptor, _BLOCK)
             os.fsync(descriptor)
             # Not from memory, as far as the file system lets go of it.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             is_same = os.pread(descriptor, len(_BLOCK) + 1, 0) == _BLOCK
-        finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
     except OSError as error:
         return Checked("write", "fail", f"{folder}: a small file cannot be written: {error.strerror}", common)
     if written == len(_BLOCK) and not is_same:
         return Checked("write", "fail", f"{folder}: a file reads back differently from what was written")
     full = f"{folder}: only {written} of {len(_BLOCK)} bytes could be written"
     return Checked("write") if written == len(_BLOCK) else Checked("write", "fail", full, common)
+
+
+@contextlib.contextmanager
+def _new_file(files: Folder, name: str) -> Iterator[int]:
+    descriptor = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+        files.unlink(name)
 
 
 def interface(place: Place) -> list[Checked]:

@@ -176,11 +176,6 @@ def log(text: str) -> None:
     sys.stdout.flush()
 
 
-def shown_as(run: RunDir, folder: str, suffix: str) -> Path:
-    """The file of a run in a directory that others read."""
-    return Path(folder) / f"hpcrun-{run.id.replace('/', '-')}{suffix}"
-
-
 def remembered(run: RunDir, name: str) -> dict[str, Any]:
     """What a companion has written down to go on from; empty without it, or where it is damaged."""
     try:

@@ -14,10 +14,10 @@ from threading import Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.files import clock_of
-from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say, shown_as
+from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
 from hpcrun.launch.outlets.heard import heard_s
+from hpcrun.launch.outlets.shown import ShownFile, remove_stale
 from hpcrun.launch.outlets.tally import Follower, Tally
 from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.runs import look_at
@@ -34,7 +34,6 @@ _PORTS = 16
 """So many, from the wanted one on, are tried."""
 _CLIENT_S = 5.0
 _POLL_S = 0.5
-_STALE_S = 86400.0
 _FINAL = ("done", "saved", "failed", "interrupted")
 
 
@@ -49,15 +48,19 @@ class Exporter:
         self._nodes = _Nodes(run)
         self._errors, self._written, self._text = 0, float("-inf"), ""
         self._is_well = True
-        self._textfile = shown_as(run, orders["textfile"], TEXTFILE) if orders["textfile"] else None
-        self._targets = shown_as(run, orders["targets"], ".json") if orders["targets"] else None
+        self._textfile = self._shown(orders["textfile"], TEXTFILE)
+        self._targets = self._shown(orders["targets"], ".json")
+        self._targets_text = ""
         self._server: HTTPServer | None = None
-        for place in (self._textfile, self._targets):
-            if place is not None:
-                _sweep(place.parent, place.suffix)
         self.turn()  # so that nobody is answered with nothing
         if orders["port"]:
             self._serve(orders["address"], orders["port"], orders["suffix"])
+
+    def _shown(self, folder: str | None, suffix: str) -> ShownFile | None:
+        if not folder:
+            return None
+        remove_stale(Path(folder), suffix, self._run)
+        return ShownFile(self._run, folder, suffix, lambda text: say(f"exporter: {text}"))
 
     def turn(self) -> None:
         """Count what is new, and show it."""
@@ -83,10 +86,12 @@ class Exporter:
         try:
             write_json(self._run.telemetry / f"{STATE}.json", self._follower.as_json())
             if self._textfile is not None:
-                write_whole(self._textfile, self._text, 0o644)
+                self._textfile.write(self._text)
+            if self._targets is not None and self._targets_text:
+                self._targets.write(self._targets_text)  # again, so that it does not look like a dead run's
         except OSError as error:
             self._errors += 1
-            text = f"{error.filename or self._textfile}: {error.strerror}"
+            text = f"{error.filename or 'its files'}: {error.strerror}"
             log(text)
             if self._is_well:
                 # Once, until it has gone well again.
@@ -102,14 +107,15 @@ class Exporter:
         self._show(self._follower.tally, is_last=True)
         self._write()
         if self._textfile is not None and state not in _FINAL:
-            self._textfile.unlink(missing_ok=True)
+            self._textfile.remove()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-        for path in (self._targets, self._run.telemetry / "targets.json"):
-            if path is not None:
-                path.unlink(missing_ok=True)
+        self._targets_text = ""
+        if self._targets is not None:
+            self._targets.remove()
+        (self._run.telemetry / "targets.json").unlink(missing_ok=True)
 
     def _serve(self, address: str, port: int, suffix: str) -> None:
         """Answer, and say where in the form that Prometheus's file_sd reads."""
@@ -126,9 +132,10 @@ class Exporter:
         labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
         targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
         log(f"http://{host}:{bound}/metrics")
-        for path in (self._targets, self._run.telemetry / "targets.json"):
-            if path is not None:
-                write_whole(path, targets, 0o644)
+        write_whole(self._run.telemetry / "targets.json", targets, 0o644)
+        if self._targets is not None:
+            self._targets_text = targets
+            self._write()
 
 
 class _Nodes:
@@ -176,16 +183,6 @@ def figures_of(run: RunDir) -> Figures:
     ages = heard_s(run) if is_alive else {}
     now = time.time() if is_alive else None
     return Figures(run.id, tally, name, job, host, nodes, ages, now=now)
-
-
-def _sweep(folder: Path, suffix: str) -> None:
-    """Remove what runs of ours have left there a day ago and more."""
-    with contextlib.suppress(OSError):
-        now = clock_of(folder)
-        for path in folder.glob(f"hpcrun-*{suffix}"):
-            with contextlib.suppress(OSError):
-                if now - path.stat().st_mtime > _STALE_S:
-                    path.unlink()
 
 
 def _bind(address: str, port: int, text: Callable[[], str]) -> HTTPServer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import netrc
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -114,7 +115,10 @@ class TensorBoard:
         self._event: Any = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
         self._summary: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
-        self._writer: Any = writer.EventFileWriter(orders["directory"])
+        self._writer: Any = writer.EventFileWriter(
+            orders["directory"],
+            filename_suffix=f".{secrets.token_hex(8)}",  # nobody can have planted it
+        )
         self._state = run.telemetry / "tensorboard.json"
         self._points = Points(run, about["ranks"], remembered(run, "tensorboard"))
 

@@ -18,7 +18,8 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
-from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE, shown_as
+from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
+from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.site import Site, with_our_package
 from hpcrun.launch.world import without_world
 from hpcrun.specs.job import JobSpec
@@ -54,7 +55,7 @@ class _Beside:
         if textfile is not None:
             # The figures of the run are shown elsewhere.
             with suppress(OSError):
-                shown_as(self._run, textfile, TEXTFILE).unlink()
+                ShownFile(self._run, textfile, TEXTFILE, self._note).remove()
 
     def end(self) -> None:
         """Have the rest told."""

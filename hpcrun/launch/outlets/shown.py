@@ -1,0 +1,99 @@
+"""Files of runs in directories that others read and may write: Prometheus's targets, the node_exporter's.
+
+Only files of ours are written over or removed. Where another user has taken a run's name, a random one beside
+it is used. What runs that are over have left there a day ago goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hpcrun.errors import UsageError
+from hpcrun.files import Folder, clock_of
+from hpcrun.launch.ownership import is_running_here
+from hpcrun.specs.rundir import RunDir, runs_roots
+
+_STALE_S = 86400.0
+_RANDOM = r"(?:\.[0-9a-f]{16})?"
+
+
+class ShownFile:
+    """The file of one run in such a directory."""
+
+    def __init__(self, run: RunDir, folder: str, suffix: str, say: Callable[[str], None]) -> None:
+        """`say` is told where the file has not its usual name."""
+        self.folder, self._suffix, self._say = Path(folder), suffix, say
+        self._stem = f"hpcrun-{run.id.replace('/', '-')}"
+        self._is_told = False
+
+    def write(self, text: str) -> None:
+        """Show this; OSError where it cannot be written."""
+        try:
+            with Folder.below(self.folder) as files:
+                files.write_whole(self._name(files), text.encode(), 0o644)
+        except OSError as error:
+            usual = self.folder / f"{self._stem}{self._suffix}"
+            raise OSError(error.errno, error.strerror, str(usual)) from None
+
+    def remove(self) -> None:
+        """Show nothing any more; OSError where that fails."""
+        with contextlib.suppress(FileNotFoundError), Folder.below(self.folder) as files:
+            for name in self._own(files):
+                files.unlink(name)
+
+    def _own(self, files: Folder) -> Iterator[str]:
+        pattern = re.compile(re.escape(self._stem) + _RANDOM + re.escape(self._suffix))
+        return (name for name in files.names() if pattern.fullmatch(name) and files.is_own_file(name))
+
+    def _name(self, files: Folder) -> str:
+        usual = f"{self._stem}{self._suffix}"
+        if not files.has(usual) or files.is_own_file(usual):
+            return usual
+        name = next(self._own(files), f"{self._stem}.{secrets.token_hex(8)}{self._suffix}")
+        if not self._is_told:
+            self._is_told = True
+            self._say(
+                f"{self.folder / usual}: is not a file of yours; {self.folder / name} is used instead;"
+                " have it removed"
+            )
+        return name
+
+
+def remove_stale(folder: Path, suffix: str, own: RunDir) -> None:
+    """Remove what runs of ours that are over have left in a directory a day ago and more."""
+    pattern = re.compile(r"hpcrun-(.+?)" + _RANDOM + re.escape(suffix))
+    with contextlib.suppress(OSError), Folder.below(folder) as files:
+        now = clock_of(folder)
+        for name in files.names():
+            found = pattern.fullmatch(name)
+            with contextlib.suppress(OSError):
+                if found is None or not files.is_own_file(name):
+                    continue
+                age = now - files.status_of(name).st_mtime
+                if age > _STALE_S and not any(map(_may_live, _runs_shown_as(found[1], own))):
+                    files.unlink(name)
+
+
+def _runs_shown_as(name: str, own: RunDir) -> Iterator[RunDir]:
+    """The runs whose file may have this name, wherever runs of this user are made."""
+    sweep, _, number = name.rpartition("-")
+    for root in dict.fromkeys([(own.sweep_of_element or own).path.parent, *runs_roots()]):
+        yield RunDir(root / name)
+        if number.isdecimal():
+            yield RunDir(root / sweep).element(int(number))
+
+
+def _may_live(run: RunDir) -> bool:
+    """Whether a run has not ended, and has given a sign of life within a day; in doubt it is so."""
+    try:
+        if not run.path.is_dir() or run.exit.exists():
+            return False
+        signs = (run.lease, run.events, run.metrics, run.telemetry / "exporter.json")
+        moments = [path.stat().st_mtime for path in signs if path.exists()]
+        return clock_of(run.path) - max(moments, default=0.0) < _STALE_S or is_running_here(run)
+    except (OSError, UsageError):
+        return True
