@@ -95,6 +95,7 @@ def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_level(
         remove_folder(arena_folder(SHM, "r", "n1"))
         assert sweep(SHM, lambda _: False) == {}
         assert holdings_here("r", None) == []
+        assert is_same(before)
         folder = make_folder(SHM, Path("/runs/r"), "r", "n1", said.append)
         assert re.fullmatch(rf"hpcrun-{VICTIM}\.[0-9a-f]{{16}}", folder.parents[1].name)
         assert len(said) == 1
@@ -311,6 +312,12 @@ def test_a_planted_name_says_nothing_about_a_node() -> None:
         names = set(Path("/tmp").iterdir())
         (found,) = probes.write(probes.Place(run=run, scratch=("/tmp/drop",)))
         assert (found.verdict, found.text) == ("ok", "")
+        for scratch in ("/tmp/closed", "/tmp/leads"):
+            place = probes.Place(run=run, scratch=(scratch,))
+            (found,) = probes.write(place)
+            assert found.verdict == "warn"
+            assert f"{scratch} belongs to another user" in found.text
+            assert all(one.verdict != "fail" for one in probes.space(place))
         assert set(Path("/tmp").iterdir()) == names
         assert not list(run.path.iterdir())
         assert is_same(before)
@@ -319,6 +326,8 @@ def test_a_planted_name_says_nothing_about_a_node() -> None:
         attack()
         Path("/tmp/drop").mkdir()
         Path("/tmp/drop").chmod(0o1733)
+        Path("/tmp/closed").mkdir(mode=0o755)
+        Path("/tmp/leads").symlink_to("/proc")
 
     played(planted, use)
 
