@@ -18,9 +18,11 @@ from hpcrun.checkpoint.drain.arena import Arena, arena_folder, find_folder, make
 from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.objects.store import open_store
 from hpcrun.checkpoint.prove import prove_part
 from hpcrun.checkpoint.restore.copies import HeldCopy
 from hpcrun.checkpoint.restore.nearby import holdings_here
+from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.launch.health import probes
 from hpcrun.launch.outlets.exporter import Exporter
@@ -297,6 +299,40 @@ def test_the_base_is_made_for_its_owner_alone_whatever_the_umask() -> None:
             assert not path.stat().st_mode & 0o077, path
 
     played(lambda: None, use)
+
+
+def test_a_store_in_a_shared_directory_follows_no_planted_names() -> None:
+    def attack() -> None:
+        Path("/tmp/shared").mkdir(mode=0o777)
+        Path("/tmp/shared/r").symlink_to(PRECIOUS)
+
+    def use() -> None:
+        before = precious("step/file", "step/other")
+        os.umask(0)
+        with open_store("file:///tmp/mine/store") as mine:
+            mine.write("r/step/file", b"own")
+            assert mine.read("r/step/file") == b"own"
+            assert list(mine.list("r/")) == ["r/step/file"]
+            assert not Path("/tmp/mine/store/r").stat().st_mode & 0o077
+            Path("/tmp/mine/store/r/step/link").symlink_to(PRECIOUS / "step/file")
+            Path("/tmp/mine/store/r/open").mkdir()
+            for key in ("r/step/link", "r/open/file"):
+                with pytest.raises(SiteError, match=r"is a link|others can write it"):
+                    mine.write(key, b"new")
+        with open_store("file:///tmp/shared") as own:
+            uses: list[Callable[[], object]] = [
+                lambda: own.write("r/step/file", b"new"),
+                lambda: own.delete("r/step/file"),
+                lambda: own.drop("r/step/"),
+                lambda: own.read("r/step/file"),
+                lambda: own.list("r/step/"),
+            ]
+            for one in uses:
+                with pytest.raises(SiteError, match="is a link, or belongs to another user"):
+                    one()
+        assert is_same(before)
+
+    played(attack, use)
 
 
 def test_a_planted_name_says_nothing_about_a_node() -> None:

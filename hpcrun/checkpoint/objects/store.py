@@ -10,16 +10,20 @@ import asyncio
 import contextlib
 import errno
 import importlib
+import os
 import random
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import make_directories
 
 PIECE_BYTES = 16 << 20
 """What is sent or fetched at once; S3 wants at least 5 MiB of all pieces but the last."""
@@ -35,6 +39,8 @@ _TRANSIENT = {
     errno.EPIPE,
     errno.ETIMEDOUT,
 }
+_DIRECTORIES = ("file", "local")
+"""Schemes of stores that are directories."""
 _EXTRAS = {"s3": "hpcrun-slurm[s3]", "s3a": "hpcrun-slurm[s3]"}
 
 
@@ -179,6 +185,8 @@ class Store:
         return {} if self._endpoint is None else {"endpoint_url": self._endpoint}
 
     def _path(self, key: str) -> str:
+        if self._scheme in _DIRECTORIES:
+            _check_levels(Path(self._root), key)
         return f"{self._root}/{key}"
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
@@ -192,7 +200,10 @@ class Store:
 
     def _put(self, key: str, read: Callable[[int, int], bytes], size_bytes: int, _crc32: int) -> None:
         path = self._path(key)
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if self._scheme in _DIRECTORIES:
+            make_directories(Path(path).parent)
+        else:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self._fs.open(path, "wb") as file:
             for at in range(0, size_bytes, PIECE_BYTES):
                 file.write(read(at, min(PIECE_BYTES, size_bytes - at)))
@@ -221,6 +232,22 @@ class Store:
         told = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
         times = f" (tried {tried} times)" if tried > 1 else ""
         return f"{self.url}/{key}: {told}{times}"
+
+
+def _check_levels(root: Path, key: str) -> None:
+    """SiteError where below a store in a directory stands a link, or what neither we nor its owner have made.
+
+    Other users may be able to take names in it.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        owners, place = (os.geteuid(), root.stat().st_uid), root
+        for name in filter(None, key.split("/")):
+            place = place / name
+            status = place.lstat()
+            if stat.S_ISLNK(status.st_mode) or status.st_uid not in owners:
+                raise SiteError(f"{place}: is a link, or belongs to another user; have it removed")
+            if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022:
+                raise SiteError(f"{place}: others can write it; run: chmod go-w {place}")
 
 
 def _time_of(told: dict[str, Any]) -> float | None:
