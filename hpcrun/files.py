@@ -138,11 +138,16 @@ def write_output(path: Path, text: str) -> None:
         file.write(text)
 
 
-def make_directories(path: Path) -> None:
-    """Make the levels of a directory that are missing, open to us alone, whatever the umask."""
-    for level in (*reversed(path.parents), path):
-        with contextlib.suppress(FileExistsError):
-            level.mkdir(mode=0o700)
+def make_directories(path: Path, mode: int = 0o700) -> None:
+    """Make a directory and those above it that are missing, with this mode at most whatever the umask."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_directories(path.parent, mode)
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=mode)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 def is_sheltered(status: os.stat_result) -> bool:
@@ -317,6 +322,8 @@ class Folder:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise UntrustedFileError(f"{path}: is not a regular file; remove it") from None
             raise
+        if flags & os.O_EXCL:  # made this moment, whomever a file server takes us for
+            return descriptor
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink != 1:
             os.close(descriptor)

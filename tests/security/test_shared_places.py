@@ -439,6 +439,22 @@ def test_files_that_are_shown_to_others_leave_those_of_others_alone(kind: str) -
     played(attack, use)
 
 
+def test_a_directory_that_cannot_be_listed_is_written_all_the_same() -> None:
+    def attack() -> None:
+        Path("/tmp/shown").mkdir()
+        Path("/tmp/shown").chmod(0o1733)
+
+    def use() -> None:
+        run = RunDir(Path(f"/tmp/home-{VICTIM}/runs/r"))
+        run.telemetry.mkdir(parents=True)
+        exporter = Exporter(run, ABOUT, {**ORDERS, "port": None, "suffix": ""})
+        assert Path("/tmp/shown/hpcrun-r.prom").stat().st_uid == VICTIM
+        exporter.close()
+        assert not Path("/tmp/shown/hpcrun-r.prom").exists()
+
+    played(attack, use)
+
+
 def test_targets_of_a_run_that_lives_stay_however_old_they_are() -> None:
     def use() -> None:
         root = Path(f"/tmp/home-{VICTIM}/runs")

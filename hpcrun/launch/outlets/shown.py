@@ -47,7 +47,10 @@ class ShownFile:
 
     def _own(self, files: Folder) -> Iterator[str]:
         pattern = re.compile(re.escape(self._stem) + _RANDOM + re.escape(self._suffix))
-        return (name for name in files.names() if pattern.fullmatch(name) and files.is_own_file(name))
+        names = [f"{self._stem}{self._suffix}"]
+        with contextlib.suppress(OSError):  # some may be written into, but not listed
+            names = files.names()
+        return (name for name in names if pattern.fullmatch(name) and files.is_own_file(name))
 
     def _name(self, files: Folder) -> str:
         usual = f"{self._stem}{self._suffix}"

@@ -21,6 +21,7 @@ from typing import Any
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
+from hpcrun.files import aside_name
 from hpcrun.launch.record.describe import account
 from hpcrun.launch.record.follow import told
 from hpcrun.launch.record.runs import look_at_all
@@ -80,7 +81,7 @@ def postmortem(run: RunDir, out: Path | None = None) -> Bundle:
     path = out or Path(f"{run.id.replace('/', '-')}-postmortem.tar.gz")
     if path.exists():
         raise UsageError(f"{path}: exists already; remove it, or name another file with --out")
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(aside_name(path.name))
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
