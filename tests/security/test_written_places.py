@@ -60,6 +60,7 @@ KNOWN = {
         "launch/agents/heir": "Heir._give_up Heir._start",
         "launch/agents/lease": "Leader.publish Leadership.renew bid claim",
         "launch/agents/succession": "Succession._tell",
+        "launch/agents/takeover": "run_taken_over",
         "launch/closing": "Register.attempt record_exit",
         "launch/command": "rank_command",
         "launch/launchers": "Mpirun.start _popen",
@@ -92,6 +93,7 @@ KNOWN = {
             "TemplateExecutor._send dump_private place write_private"
         ),
         "specs/placement": "write_placement",
+        "specs/predecessors": "write_predecessors",
         "specs/provenance": "write_provenance",
         "specs/records": "LineWriter.__init__ write_json write_whole",
         "specs/rundir": "Attempt.create create_run",
@@ -113,7 +115,7 @@ KNOWN = {
         "checkpoint/parity/station": "ParityStation._encode ParityStation._go_through ParityStation.store",
         "files": (
             "Folder.folder Folder.remove_empty Folder.remove_tree Folder.rename Folder.unlink "
-            "Folder.write_whole make_directories open_output write_output"
+            "Folder.write_whole clock_of make_directories open_output write_output"
         ),
         "launch/health/probes": "_new_file",
         "launch/outlets/shown": "ShownFile.remove ShownFile.write remove_stale",
