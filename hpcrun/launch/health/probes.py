@@ -104,10 +104,14 @@ def write(place: Place) -> list[Checked]:
 
 def _excused(path: Path, found: Checked) -> Checked:
     """A failure in a place that another user has made tells nothing against the node."""
-    others = [one for one in (path, *path.parents) if one.lstat().st_uid not in (0, os.geteuid())]
-    if found.verdict != "fail" or not others:
+    if found.verdict != "fail":
         return found
-    return replace(found, verdict="warn", text=f"{found.text}; {others[-1]} belongs to another user")
+    for level in (*reversed(path.parents), path):
+        with contextlib.suppress(OSError):
+            if level.lstat().st_uid not in (0, os.geteuid()):
+                text = f"{found.text}; {level} belongs to another user"
+                return replace(found, verdict="warn", text=text)
+    return found
 
 
 def _write(folder: Path, *, common: bool = False) -> Checked:
