@@ -223,6 +223,7 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
             "versions": f"hpcrun {origin['hpcrun']}, python {origin['python']}",
             "cluster": origin["cluster"],
             "template": origin["template"],
+            "environment": _pairs(origin["inputs"]),
             "submitted": "; ".join(_submitted(one) for one in origin["submissions"]),
         }
     files = {

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand, fold
+from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.slurm.nodes import parse_scontrol_nodes
 from hpcrun.specs.rundir import RunDir
@@ -46,7 +46,7 @@ class Allocation:
     def seconds_left(self) -> float | None:
         """Until the time limit; None where Slurm does not say."""
         try:
-            answer = process.run(["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_ASK_S)
+            answer = run_client(["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_ASK_S)
         except SiteError:
             return None
         for record in parse_squeue(answer.stdout):
@@ -57,7 +57,7 @@ class Allocation:
     def fate(self) -> Fate:
         """What Slurm means to do with the job now: a TERM alone does not say."""
         try:
-            answer = process.run(["scontrol", "show", "job", self.id], timeout_s=_ASK_S)
+            answer = run_client(["scontrol", "show", "job", self.id], timeout_s=_ASK_S)
         except SiteError:
             return "unknown"
         record = next(iter(parse_scontrol_jobs(answer.stdout)), None)
@@ -77,7 +77,7 @@ class Allocation:
         """
         words = ["scontrol", "-o", "show", "node", fold(self.nodes, suffixes=False)]
         try:
-            records = parse_scontrol_nodes(process.run(words, timeout_s=_ASK_S).stdout)
+            records = parse_scontrol_nodes(run_client(words, timeout_s=_ASK_S).stdout)
         except (SiteError, UsageError):
             return None
         if not records:
@@ -90,7 +90,7 @@ class Allocation:
 
     def requeue(self) -> None:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
-        done = process.run(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_S)
+        done = run_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_S)
         words = " ".join((done.stderr or done.stdout).split())
         if done.exit_code == 0 or _REQUEUED_ALREADY.search(words):
             return
@@ -106,7 +106,7 @@ class Allocation:
             # After a requeue its TERM may end the command before it has done anything.
             try:
                 words = ["scontrol", "update", f"JobId={self.id}", assignment]
-                done = process.run(words, timeout_s=_ASK_S)
+                done = run_client(words, timeout_s=_ASK_S)
             except SiteError as error:
                 told = str(error)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import which
@@ -14,8 +14,8 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateRuntimeError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hpcrun import process
 from hpcrun.errors import Problem, UsageError
+from hpcrun.slurm.client import run_client
 from hpcrun.slurm.syntax import profile_errors, syntax_error
 from hpcrun.slurm.template import SUFFIX, Code, Library, Template, for_sbatch, quoted_words, read_source
 from hpcrun.slurm.versions import GATES, accepts, parse_version
@@ -400,15 +400,10 @@ def _ask_sbatch(library: Library, template: Template, text: str) -> Iterator[Pro
     with tempfile.TemporaryDirectory(prefix="hpcrun-check-") as folder:
         path = Path(folder) / "script.sh"
         path.write_text(text, encoding="utf-8")
-        done = process.run(["sbatch", "--test-only", str(path)], timeout_s=60, env=_without_job(os.environ))
+        done = run_client(["sbatch", "--test-only", str(path)], timeout_s=60)
         if done.exit_code != 0:
             words = " ".join(done.stderr.split())
             yield Problem("", f"sbatch --test-only: {words}", library.block_place(template, "directives"))
-
-
-def _without_job(environ: Mapping[str, str]) -> dict[str, str]:
-    keep = {"SLURM_CONF"}
-    return {k: v for k, v in environ.items() if k in keep or not k.startswith(("SLURM_", "SBATCH_", "SRUN_"))}
 
 
 def shipped_counterpart(library: Library, template: Template) -> Template:

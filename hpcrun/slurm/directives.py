@@ -81,8 +81,12 @@ def gpus_of(job: JobSpec, cluster: ClusterSpec | None) -> int:
     """GPUs asked of each node: the job's number, else what the partition's nodes have, else none."""
     if job.resources.gpus_per_node is not None:
         return job.resources.gpus_per_node
-    partition = job.resources.partition or (cluster.default_partition if cluster else None)
-    return _partition(cluster, partition).gpus_per_node or 0
+    return partition_of(job, cluster).gpus_per_node or 0
+
+
+def partition_of(job: JobSpec, cluster: ClusterSpec | None) -> PartitionSpec:
+    """What the profile says of the partition that a job goes to."""
+    return _partition(cluster, job.resources.partition or (cluster.default_partition if cluster else None))
 
 
 def srun_options_of(job: JobSpec, cluster: ClusterSpec | None) -> list[str]:
@@ -110,8 +114,7 @@ def _gpu_request(job: JobSpec, cluster: ClusterSpec | None) -> dict[str, Value]:
     count, style = gpus_of(job, cluster), _gpus(cluster)
     if count == 0 or style.request == "none":
         return {}
-    partition = job.resources.partition or (cluster.default_partition if cluster else None)
-    kind = _partition(cluster, partition).gpu_type if style.typed else None
+    kind = partition_of(job, cluster).gpu_type if style.typed else None
     if style.request == "gres":
         return {"gres": f"gpu:{kind}:{count}" if kind else f"gpu:{count}"}
     if style.request == "gpus-per-task":

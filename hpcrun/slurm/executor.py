@@ -27,6 +27,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.process import ProcessId
 from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.client import run_client
 from hpcrun.slurm.contract import ArrayContext, ScriptContext
 from hpcrun.slurm.ids import JobId, parse_job_id
 from hpcrun.slurm.queue import Question, ask_jobs
@@ -168,8 +169,7 @@ class TemplateJob(_PrivateJob[R], submitit.SlurmJob[R]):
     def cancel(self, check: bool = True) -> None:
         """Cancel it; SiteError with scancel's own words where that fails. One that is over stays so."""
         where = ["-M", self.cluster] if self.cluster else []
-        environ = submission_environment(os.environ)[0]
-        done = process.run(["scancel", *where, self.job_id], timeout_s=_SCANCEL_S, env=environ)
+        done = run_client(["scancel", *where, self.job_id], timeout_s=_SCANCEL_S)
         trouble = parse_trouble(done.stderr)
         over = trouble is not None and trouble.kind in ("ended", "no-job")
         if check and not over and (trouble or done.exit_code):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.process import run
 from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.client import cluster_to_ask, run_client
 from hpcrun.slurm.limits import Configuration, Partition, parse_config, parse_partitions
 from hpcrun.slurm.nodes import SINFO_FORMAT, NodeRecord, parse_scontrol_nodes, parse_sinfo
 from hpcrun.slurm.states import UNKNOWN
@@ -69,10 +68,11 @@ class LiveCluster:
 
 
 def ask_cluster(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> LiveCluster:
-    """Ask the cluster here, or the one that -M names; SiteError without Slurm, or when it does not answer.
+    """Ask the cluster that -M names, else the one that the environment names, else the one here.
 
-    `timeout_s` holds for each command.
+    SiteError without Slurm, or when it does not answer. `timeout_s` holds for each command.
     """
+    slurm_cluster = cluster_to_ask(slurm_cluster)
     if slurm_cluster is not None and not _CLUSTER.fullmatch(slurm_cluster):
         raise UsageError(f"{slurm_cluster!r}: is no name of a cluster; `sacctmgr show cluster` lists them")
     answers: dict[str, str] = {}
@@ -103,10 +103,8 @@ def _ask(argv: Sequence[str], timeout_s: float) -> str:
     """Everything that a command prints: its exit code says little."""
     if shutil.which(argv[0]) is None:
         raise SiteError(f"{argv[0]}: no such command, so there is no Slurm here; {_REMEDY}")
-    # Slurm cuts the lines of the topology to the length in this variable.
-    env = {name: value for name, value in os.environ.items() if name != "SLURM_TOPO_LEN"}
     try:
-        done = run(argv, timeout_s=timeout_s, env=env)
+        done = run_client(argv, timeout_s=timeout_s)
     except SiteError as error:
         # Without its configuration Slurm goes on looking for it, for a minute and longer.
         raise SiteError(f"{error}; is the controller up, and is its slurm.conf found here?") from None

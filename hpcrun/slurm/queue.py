@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +10,7 @@ from typing import Literal, NamedTuple
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import (
     SACCT_DELIMITER,
     SACCT_FORMAT,
@@ -22,10 +22,6 @@ from hpcrun.slurm.jobs import (
 
 _MOST_IDS = 5000
 """More may not fit on a command line; then all jobs are asked for."""
-_OF_THE_CALLER = ("SQUEUE_", "SACCT_", "SCANCEL_", "SLURM_TIME_FORMAT", "SLURM_CLUSTERS")
-"""Variables that change what is printed, or where it is asked."""
-
-
 _PHASES = ("running", "pending", "unknown", "ended")
 
 
@@ -130,10 +126,9 @@ def _ask(
     argv: Sequence[str], parse: Callable[[str], list[JobRecord]], timeout_s: float
 ) -> tuple[_Known, str]:
     """What a command knows, and what went wrong."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
     try:
         # By itself Slurm cuts the list of an array's waiting elements short.
-        done = process.run(argv, timeout_s=timeout_s, env=env | {"SLURM_BITSTR_LEN": "0"})
+        done = run_client(argv, timeout_s=timeout_s, more={"SLURM_BITSTR_LEN": "0"})
     except SiteError as error:
         # The whole line is long, and holds the delimiter, which is no character for a terminal.
         return _Known(), str(error).replace(" ".join(argv), argv[0])
@@ -162,8 +157,7 @@ def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s:
         "now": [],
     }[how]
     where = ["-M", job.cluster] if job.cluster else []
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
-    done = process.run(["scancel", *words, *where, str(job)], timeout_s=timeout_s, env=env)
+    done = run_client(["scancel", *words, *where, str(job)], timeout_s=timeout_s)
     trouble = parse_trouble(done.stderr)
     is_over = trouble is not None and trouble.kind in ("no-job", "ended")
     if done.exit_code and not is_over and not f"{done.stderr}{done.stdout}".strip():

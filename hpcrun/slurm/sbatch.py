@@ -14,6 +14,7 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
+from hpcrun.slurm.client import KEPT, run_client
 from hpcrun.slurm.contract import ArrayContext, ScriptContext, check_script, render_script
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, cancel_job
@@ -34,9 +35,6 @@ _OF_A_JOB = re.compile(
     r"|PMI|MASTER_(ADDR|PORT)|((LOCAL|GROUP|NODE|ROLE)_)?RANK|((LOCAL|GROUP|ROLE)_)?WORLD_SIZE"
     r"|HPCRUN_(?!(ROOT|SITE)$).*"
 )
-_KEPT = {"SLURM_CONF", "SLURM_JWT"}
-"""Where the cluster is, and who one is there."""
-_OF_THE_CALLER = ("SQUEUE_", "SINFO_")
 _WHETHER = "look with `squeue --me` whether the job is there"
 _TRANSIENT = re.compile(r"Unable to contact slurm controller|Connection refused")
 
@@ -58,7 +56,7 @@ def submission_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], 
     kept = {
         name: value
         for name, value in environ.items()
-        if name in safe and (name in _KEPT or not _OF_A_JOB.fullmatch(name))
+        if name in safe and (name in KEPT or not _OF_A_JOB.fullmatch(name))
     }
     return kept, tuple(sorted(name for name in environ if name not in kept))
 
@@ -138,7 +136,7 @@ def submit_script(
         raise
     except BaseException:
         # An interrupt; the controller may have the job all the same, and nobody would know of it.
-        _take_back_unheard(path, where, environ, slurm_cluster or "", note)
+        _take_back_unheard(path, where, slurm_cluster or "", note)
         raise
 
 
@@ -153,7 +151,7 @@ def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluste
                 break
             note(f"sbatch: {said.text}; looking again in {pause:g} s")
             time.sleep(pause)
-            jobs = _jobs_of(path, where, environ)
+            jobs = _jobs_of(path, where)
             if jobs:
                 note(f"the job is there all the same: {jobs[0]}")
                 return JobId(jobs[0], cluster=cluster)
@@ -169,7 +167,7 @@ def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluste
             break
     assert said is not None
     if said.kind == "unknown" or _is_transient(said):
-        jobs = _jobs_of(path, where, environ)
+        jobs = _jobs_of(path, where)
         if jobs:
             note(f"sbatch: {said.text}; the job is there all the same: {jobs[0]}")
             return JobId(jobs[0], cluster=cluster)
@@ -181,13 +179,11 @@ def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluste
     raise SiteError(f"sbatch did not take the job: {said.text}{left}")
 
 
-def _take_back_unheard(
-    path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: Note
-) -> None:
+def _take_back_unheard(path: Path, where: Sequence[str], cluster: str, note: Note) -> None:
     note("interrupted; looking whether Slurm has taken the job")
     for pause in (0.0, _LATE_S):
         time.sleep(pause)
-        jobs = _jobs_of(path, where, environ)
+        jobs = _jobs_of(path, where)
         for job in jobs or ():
             take_back(JobId(job, cluster=cluster), note)
         if jobs:
@@ -223,10 +219,10 @@ def _is_transient(trouble: Trouble) -> bool:
     return trouble.kind == "busy" or bool(_TRANSIENT.search(trouble.text))
 
 
-def _jobs_of(script: Path, where: Sequence[str], environ: Mapping[str, str]) -> list[int] | None:
+def _jobs_of(script: Path, where: Sequence[str]) -> list[int] | None:
     """The jobs that were made of a script, whose name no other script has; None without an answer."""
     words = ["squeue", "-h", "-a", "-t", "all", "-u", str(os.getuid()), "-o", "%F|%o", *where]
-    done = _ask(words, environ)
+    done = _ask(words)
     if done is None:
         return None
     rows = (line.split("|", 1) for line in done.splitlines() if "|" in line)
@@ -238,7 +234,7 @@ def _jobs_of(script: Path, where: Sequence[str], environ: Mapping[str, str]) -> 
 def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note: Note = nobody) -> str:
     """A list of hosts without those that the cluster does not have: sbatch would refuse the whole job."""
     where = ["-M", slurm_cluster] if slurm_cluster else []
-    answer = _ask(["sinfo", "-h", "-a", "-N", "-o", "%N", *where], submission_environment(os.environ)[0])
+    answer = _ask(["sinfo", "-h", "-a", "-N", "-o", "%N", *where])
     known = set((answer or "").split())
     wanted = expand(hosts, "exclude")
     missing = [host for host in wanted if host not in known]
@@ -248,11 +244,10 @@ def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note:
     return fold([host for host in wanted if host in known], suffixes=False) if known & set(wanted) else ""
 
 
-def _ask(words: Sequence[str], environ: Mapping[str, str]) -> str | None:
+def _ask(words: Sequence[str]) -> str | None:
     """What a command that only reads prints; None where it fails."""
-    own = {name: value for name, value in environ.items() if not name.startswith(_OF_THE_CALLER)}
     try:
-        done = process.run(words, timeout_s=_LOOK_S, env=own)
+        done = run_client(words, timeout_s=_LOOK_S)
     except SiteError:
         return None
     trouble = parse_trouble(done.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,20 @@ class ResolvedJob:
     def mistake(self, key: str, text: str) -> SpecError:
         """A mistake that only a look at the machine shows, told with the place of its key."""
         return SpecError([Problem(key, text, self.document.where(key))])
+
+    def asking(self, resources: Mapping[str, Any]) -> ResolvedJob:
+        """The same with these keys of `resources` set, in every element of a sweep too."""
+        if not resources:
+            return self
+        asked = self.spec.resources.model_copy(update=dict(resources))
+        written = {**(self.document.values.get("resources") or {}), **resources}
+        values = {**self.document.values, "resources": written}
+        return replace(
+            self,
+            spec=self.spec.model_copy(update={"resources": asked}),
+            document=replace(self.document, values=values),
+            elements=tuple(one.asking(resources) for one in self.elements),
+        )
 
     def render(self) -> str:
         """The job as YAML, defaults included; load_job reads it back to the same, with the same elements."""

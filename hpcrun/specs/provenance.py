@@ -62,6 +62,8 @@ class Provenance:
     template: str | None = None
     """The path of the sbatch template."""
     submissions: list[Submission] = field(default_factory=list)
+    inputs: dict[str, str] = field(default_factory=dict)
+    """The caller's variables, such as SBATCH_ACCOUNT, that have said what the job left open."""
 
     def submitted(self, *more: Submission) -> Provenance:
         """The same with further submissions."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from hpcrun.slurm.inputs import all_names
 from hpcrun.slurm.jobs import SACCT_DELIMITER, SACCT_FORMAT, JobRecord, parse_sacct
 from tests.lab.cluster import Lab, Shape
+from tests.lab.desk import Desk
 from tests.lab.packages import ACCOUNTING, NoLabError, overlay
 
 SACCT = ["sacct", "--parsable2", f"--delimiter={SACCT_DELIMITER}", "-o", SACCT_FORMAT]
@@ -113,3 +117,70 @@ def test_every_element_of_an_array_has_its_own_record(of: dict[str, list[JobReco
         (2, "COMPLETED", 0),
         (3, "FAILED", 1),
     }
+
+
+@pytest.fixture
+def desk(lab: Lab, tmp_path: Path) -> Desk:
+    """A place on this lab's login node, with an account of the user's own."""
+    found = Desk(lab, tmp_path)
+    found.profile()
+    for words in (["add", "account", "mine"], ["add", "user", "root", "account=mine"]):
+        lab.run(["sacctmgr", "--immediate", *words])
+    return found
+
+
+POISON = [
+    "SQUEUE_FORMAT=%i",
+    "SQUEUE_FORMAT2=jobid",
+    "SQUEUE_STATES=SUSPENDED",
+    "SQUEUE_USERS=nobody",
+    "SINFO_FORMAT=%P",
+    "SINFO_PARTITION=none",
+    "SACCT_FORMAT=JobName",
+    "SCANCEL_INTERACTIVE=1",
+    "SCANCEL_STATE=SUSPENDED",
+    "SLURM_TIME_FORMAT=relative",
+    "SLURM_TOPO_LEN=5",
+    "SLURM_BITSTR_LEN=1",
+]
+"""What people set for their own use of Slurm's commands."""
+
+
+def test_a_job_lands_where_the_user_s_environment_says(lab: Lab, desk: Desk) -> None:
+    wanted = ["SBATCH_ACCOUNT=mine", "SBATCH_TIMELIMIT=7", "SBATCH_WCKEY=w", "SLURM_CLUSTERS=lab"]
+    # As if from inside of another job, whose place this one must not get.
+    around = ["SLURM_JOB_ID=9999", "SLURM_JOB_ACCOUNT=other", "SLURM_NTASKS=64", "SLURM_JOB_NODELIST=n01"]
+    before = ("env", *wanted, *around, *POISON)
+    done = desk.hpcrun("submit", "name=landed", "resources.nodes=1", "--", "sleep", "300", before=before)
+    assert "resources.account=mine: from SBATCH_ACCOUNT" in done.stderr
+    assert "-M lab: from SLURM_CLUSTERS" in done.stderr
+    run = done.stdout.strip()
+    number = re.search(r"job (\d+)", done.stderr)
+    assert number is not None
+    told = lab.run(["scontrol", "show", "job", number[1]]).require().stdout
+    assert "Account=mine" in told
+    assert "TimeLimit=00:07:00" in told
+    assert "NumTasks=1 " in told
+    shown = desk.hpcrun("describe", run, before=before).stdout
+    assert "SBATCH_ACCOUNT=mine" in shown
+    state = desk.hpcrun("status", run, before=before, code=None).stdout
+    assert re.search(r"pending|starting|running", state), state
+    desk.hpcrun("cancel", run, before=before)
+    lab.wait_until(lambda: number[1] not in lab.run(["squeue", "-h", "-o", "%i"]).stdout, 30)
+
+
+def test_or_is_refused_with_both_values(lab: Lab, desk: Desk) -> None:
+    words = ("resources.account=root", "--", "true")
+    before = ("env", "SBATCH_ACCOUNT=mine")
+    done = desk.hpcrun("submit", *words, before=before, code=2)
+    assert "is root, but SBATCH_ACCOUNT in your environment is mine" in done.stderr
+    dry = desk.hpcrun("submit", "--dry-run", *words, before=before, code=1)
+    assert "is root, but SBATCH_ACCOUNT in your environment is mine" in dry.stderr
+    assert not desk.runs.exists()
+
+
+def test_every_variable_of_this_release_s_sbatch_is_known(lab: Lab) -> None:
+    binary = lab.run(["sh", "-c", 'cat "$(command -v sbatch)" | tr -c "A-Z0-9_" "\\n"']).require().stdout
+    found = {word for word in binary.split() if re.fullmatch(r"SBATCH_[A-Z0-9_]{3,}", word)}
+    assert len(found) > 40
+    assert found - {*all_names()} == set()

@@ -13,6 +13,7 @@ from hpcrun.launch.agents.lease import RENEW_S, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.allocation import Allocation, batch_identity
 from hpcrun.launch.endurance import say
+from hpcrun.slurm.client import run_client
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -82,7 +83,7 @@ class Heir:
         record = read_json(self._run.exit)
         self.has_ended_job = True
         if isinstance(record, dict):  # it has told by itself why it could not go on
-            process.run(["scancel", self._allocation.id], timeout_s=60)
+            run_client(["scancel", self._allocation.id], timeout_s=60)
             return
         told = f"the supervisor did not answer any more; the agent of {os.uname().nodename} has"
         try:
@@ -92,7 +93,7 @@ class Heir:
             ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
             ended |= {"step": None, "slurm_state": "CANCELLED", **batch_identity(os.environ)}
             write_json(self._run.exit, ended | {"ended": time.time()})
-            process.run(["scancel", self._allocation.id], timeout_s=60)
+            run_client(["scancel", self._allocation.id], timeout_s=60)
             say(message)
             return
         say(f"{told} queued the job again")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.lease import read_leader
 from hpcrun.launch.agents.succession import Succession
@@ -22,6 +21,7 @@ from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog, outermost, record_end
+from hpcrun.slurm.client import run_client
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -53,7 +53,7 @@ def run_taken_over(run_path: str, epoch: str) -> int:
         with contextlib.suppress(OSError):
             write_json(run.exit, record | {"slurm_state": "CANCELLED"})
         log.note(f"ending job {allocation.id}, whose batch script is gone")
-        process.run(["scancel", allocation.id], timeout_s=_SCANCEL_S)
+        run_client(["scancel", allocation.id], timeout_s=_SCANCEL_S)
     return code
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand, fold
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.health.lemons import most_avoided
+from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import parse_scontrol_jobs
 
 _ASK_S = 10
@@ -21,12 +21,12 @@ def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
     than what runs saw may take away, nor so much that it would wait for ever.
     """
     try:
-        shown = process.run(["scontrol", "show", "job", allocation.id], timeout_s=_ASK_S).stdout
+        shown = run_client(["scontrol", "show", "job", allocation.id], timeout_s=_ASK_S).stdout
         record = next(iter(parse_scontrol_jobs(shown)), None)
         if record is None or not record.partition:
             return ""
         words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
-        known = dict.fromkeys(process.run(words, timeout_s=_ASK_S).stdout.split())
+        known = dict.fromkeys(run_client(words, timeout_s=_ASK_S).stdout.split())
         before = expand(record.fields.get("ExcNodeList", ""), "ExcNodeList")
     except (SiteError, UsageError):
         return ""

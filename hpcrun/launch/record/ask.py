@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import defaultdict
@@ -18,12 +17,12 @@ from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.record.view import View
 from hpcrun.launch.watch.savelines import is_kept
 from hpcrun.slurm.answers import parse_trouble
+from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 
 _SCANCEL_S = 30.0
-_OF_THE_CALLER = ("SCANCEL_", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True)
@@ -154,9 +153,8 @@ def _ask_process(run: RunDir) -> str:
 def _ask_jobs(jobs: Sequence[str], cluster: str) -> None:
     """Through the batch shell, which hands it on; SiteError with scancel's words."""
     where = ["-M", cluster] if cluster else []
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
     words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *where, *jobs]
-    done = process.run(words, timeout_s=_SCANCEL_S, env=env)
+    done = run_client(words, timeout_s=_SCANCEL_S)
     trouble = parse_trouble(done.stderr)
     if trouble is None or trouble.kind not in ("no-job", "ended"):
         done.require()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 
-from hpcrun import process
 from hpcrun.launch.record.view import View
+from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
 
 _SRUN_S = 30.0
-_OF_THE_CALLER = ("SRUN_", "SLURM_")
 # The pid may be another process's by now: the fields of its stat from the state on start with the 3rd.
 _SCRIPT = (
     'set -- "$1" "$2" "$3" $(sed "s/.*) //" "/proc/$2/stat");'
@@ -29,12 +27,9 @@ def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> 
     if not view.is_taken_over or found is None or job is None:
         return ""
     host, who = found
-    env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_THE_CALLER)}
-    if conf := os.environ.get("SLURM_CONF"):
-        env["SLURM_CONF"] = conf
     argv = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
     argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
     name = number.name.removeprefix("SIG")
     words = ["sh", "-c", _SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
-    process.run([*argv, *words], timeout_s=_SRUN_S, env=env).require()
+    run_client([*argv, *words], timeout_s=_SRUN_S).require()
     return f"pid {who.pid} on {host}"

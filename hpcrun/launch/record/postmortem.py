@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import hpcrun
-from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.files import aside_name
 from hpcrun.launch.record.describe import account
@@ -27,6 +26,7 @@ from hpcrun.launch.record.follow import told
 from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.record.story import story
 from hpcrun.launch.record.view import View
+from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
@@ -264,7 +264,7 @@ def _slurm(run: RunDir, owner: RunDir) -> str:
 
 def _said(words: list[str]) -> str:
     try:
-        done = process.run(words, timeout_s=_COMMAND_S)
+        done = run_client(words, timeout_s=_COMMAND_S)
     except SiteError as error:
         return f"{error}\n"
     return f"{done.stdout}{done.stderr}"

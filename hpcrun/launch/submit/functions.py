@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from submitit.core.job_environment import JobEnvironment
 
     from hpcrun.slurm.executor import BackgroundExecutor, TemplateExecutor
+    from hpcrun.slurm.inputs import Inputs
     from hpcrun.slurm.live import LiveCluster
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.specs.job import JobSpec
@@ -86,6 +87,7 @@ def _submitted(
     from hpcrun.launch.submit.script import root_of
     from hpcrun.launch.submit.snapshot import record_origin
     from hpcrun.launch.submit.submission import tell_what_waits_for_ever
+    from hpcrun.slurm.inputs import Inputs, read_inputs
     from hpcrun.slurm.sbatch import log_pattern
     from hpcrun.specs.load import render_job
     from hpcrun.specs.provenance import write_provenance
@@ -94,7 +96,9 @@ def _submitted(
     job, cluster, is_local, document = _resolved(spec)
     root, log = root_of(cluster), logging.getLogger("hpcrun")
     log_pattern(root)
-    live = None if is_local else _live(job, cluster, root, document)
+    inputs = Inputs() if is_local else read_inputs(job, cluster, os.environ)
+    job = job.model_copy(update={"resources": job.resources.model_copy(update=dict(inputs.resources))})
+    live = None if is_local else _live(job, cluster, root, document, inputs)
     run = create_run(job.name, root)
     executor: TemplateExecutor | BackgroundExecutor
     jobs: list[Job[R]] = []
@@ -104,13 +108,14 @@ def _submitted(
         if is_local:
             executor, template = _here(job, run), None
         else:
-            executor = _on_cluster(job, run, cluster, live, hasattr(fn, "checkpoint"))
+            executor = _on_cluster(job, run, cluster, live, hasattr(fn, "checkpoint"), inputs)
             template = executor.template.path
         name = _LOCAL if is_local else cluster.name if cluster else None
         origin = record_origin(run, job, cluster=name, template=template)
         jobs = send(executor)
         made = _local_submissions(jobs) if is_local else [_submission(jobs)]
-        write_provenance(run, replace(origin, kind="function", steps=None).submitted(*made))
+        origin = replace(origin, kind="function", steps=None, inputs=dict(inputs.sources))
+        write_provenance(run, origin.submitted(*made))
         handed_over = True
     except OSError as error:
         place, reason = error.filename or run.path, error.strerror or error
@@ -138,14 +143,18 @@ def _take_back(jobs: list[Job[R]], is_local: bool) -> None:
         take_back(JobId(made.job, cluster=made.cluster), logging.getLogger("hpcrun").warning)
 
 
-def _live(job: JobSpec, cluster: ClusterSpec | None, root: Path, document: Document) -> LiveCluster | None:
+def _live(
+    job: JobSpec, cluster: ClusterSpec | None, root: Path, document: Document, inputs: Inputs
+) -> LiveCluster | None:
     """What the cluster says now; SpecError for a job that does not fit it, the rest is logged."""
     from hpcrun.launch.submit.request import ask_live, check_cluster
 
     log = logging.getLogger("hpcrun")
-    live = ask_live(cluster, log.warning)
+    for text in inputs.notes:
+        log.warning(text)
+    live = ask_live((cluster.slurm_cluster if cluster else None) or inputs.slurm_cluster, log.warning)
     refused = []
-    for finding in check_cluster(job, cluster, live, root):
+    for finding in [*inputs.findings, *check_cluster(job, cluster, live, root)]:
         where = document.where(finding.key) if finding.key else ""
         problem = Problem(finding.key, finding.text, where)
         if finding.refuse:
@@ -204,7 +213,12 @@ def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
 
 
 def _on_cluster(
-    job: JobSpec, run: RunDir, cluster: ClusterSpec | None, live: LiveCluster | None, saves: bool
+    job: JobSpec,
+    run: RunDir,
+    cluster: ClusterSpec | None,
+    live: LiveCluster | None,
+    saves: bool,
+    inputs: Inputs,
 ) -> TemplateExecutor:
     from hpcrun.launch.submit.request import without_uncounted_memory
     from hpcrun.launch.submit.script import python_of, script_context
@@ -230,7 +244,7 @@ def _on_cluster(
         library.find("function"),
         # submitit queues it again by itself, and only what can save itself.
         context.model_copy(update={"launch": launch, "env": env, "requeue": saves}),
-        slurm_cluster=cluster.slurm_cluster if cluster else None,
+        slurm_cluster=(cluster.slurm_cluster if cluster else None) or inputs.slurm_cluster,
         slurm_module=cluster.slurm_module if cluster else None,
         tasks=job.resources.nodes * job.ranks_per_node,
         note=log.warning,

@@ -19,6 +19,7 @@ from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.launch.submit.script import python_of, root_of, script_context, template_name
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.contract import ScriptContext
+from hpcrun.slurm.inputs import Inputs, read_inputs
 from hpcrun.slurm.live import LiveCluster, ask_cluster
 from hpcrun.slurm.precheck import (
     Finding,
@@ -83,6 +84,10 @@ class Job:
             raise self.resolved.mistake("cluster", "there is no profile; see `hpcrun cluster draft`")
         nowhere = self.cluster is None and request.slurm_version is None and shutil.which("sbatch") is None
         self.is_local = spec.cluster == "local" or nowhere
+        self.inputs = Inputs() if self.is_local else read_inputs(spec, self.cluster, os.environ)
+        for text in self.inputs.notes:
+            note(text)
+        self.resolved = self.resolved.asking(self.inputs.resources)
         self.library = Library()
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
@@ -92,6 +97,11 @@ class Job:
     def cluster_name(self) -> str:
         """As --json and records name it."""
         return "local" if self.is_local else self.cluster.name if self.cluster else ""
+
+    @property
+    def slurm_cluster(self) -> str | None:
+        """For -M: the profile's, else the one that the caller's environment names."""
+        return (self.cluster.slurm_cluster if self.cluster else None) or self.inputs.slurm_cluster
 
     @cached_property
     def template(self) -> Template:
@@ -111,7 +121,8 @@ class Job:
     @cached_property
     def live(self) -> LiveCluster | None:
         """What Slurm says now; None where it is not here, or is not the one that the script is for."""
-        return None if self.is_local or self.request.slurm_version else ask_live(self.cluster, self.note)
+        is_elsewhere = self.is_local or self.request.slurm_version is not None
+        return None if is_elsewhere else ask_live(self.slurm_cluster, self.note)
 
     @cached_property
     def version(self) -> Version | None:
@@ -228,7 +239,7 @@ class Job:
         found = [*_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
             return [*found, *_beyond_this_machine(spec)]
-        found += _missing_image(spec)
+        found += [*self.inputs.findings, *_missing_image(spec)]
         found += check_cluster(self.steered, self.cluster, self.live, self.place)
         python = python_of(spec, self.cluster)
         if not os.access(python, os.X_OK):
@@ -271,12 +282,12 @@ class Job:
         return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
 
 
-def ask_live(cluster: ClusterSpec | None, note: Note) -> LiveCluster | None:
+def ask_live(slurm_cluster: str | None, note: Note) -> LiveCluster | None:
     """What the cluster's Slurm says now; None where it is not here, or where it does not answer."""
     if shutil.which("scontrol") is None:
         return None
     try:
-        return ask_cluster(cluster.slurm_cluster if cluster else None, _ASK_S)
+        return ask_cluster(slurm_cluster, _ASK_S)
     except HpcrunError as error:
         note(f"not checked against Slurm: {error}")
         return None

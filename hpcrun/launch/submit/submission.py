@@ -186,10 +186,12 @@ def _record(job: Job, run: RunDir) -> Provenance:
     template = None if job.is_local else job.template.path
     found = read_provenance(run)
     if found is None:
-        return record_origin(run, spec, cluster=name, template=template)
+        found = record_origin(run, spec, cluster=name, template=template)
+        return replace(found, inputs=dict(job.inputs.sources))
     steps = None if spec.command else spec.train.steps
     path = None if template is None else str(template)
-    return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path)
+    inputs = dict(job.inputs.sources)
+    return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path, inputs=inputs)
 
 
 def _fill(job: Job, run: RunDir) -> None:
@@ -273,7 +275,7 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
                 job.library,
                 job.template,
                 context.model_copy(update={"directives": context.directives | wait}),
-                slurm_cluster=cluster.slurm_cluster if cluster else None,
+                slurm_cluster=job.slurm_cluster,
                 slurm_module=cluster.slurm_module if cluster else None,
                 note=job.note,
                 detail=detail,

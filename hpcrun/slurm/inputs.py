@@ -1,0 +1,318 @@
+"""sbatch's input environment variables (SBATCH_ACCOUNT and so on): what each becomes in a job of ours.
+
+sbatch would let them win over the script. Here they fill what the job and the profile leave open; what they
+contradict is refused, with both values; the others are named, each with the reason why it is not used. The
+list is that of sbatch's manual page and of its binaries, 22.05 to 25.11.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcrun.errors import UsageError
+from hpcrun.slurm.client import cluster_of
+from hpcrun.slurm.directives import partition_of
+from hpcrun.slurm.precheck import Finding
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+from hpcrun.specs.mistakes import problems_of
+from hpcrun.specs.resources import ResourcesSpec
+from hpcrun.units import parse_memory, parse_time
+
+KEYS: dict[str, str] = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_EXCLUSIVE": "exclusive",
+    "SBATCH_REQ_SWITCH": "switches",
+    "SBATCH_WAIT4SWITCH": "switches_wait",
+    "SBATCH_SEGMENT_SIZE": "segment",
+    "SBATCH_GPUS_PER_NODE": "gpus_per_node",
+    "SBATCH_GPUS": "gpus_per_node",
+    "SBATCH_GPUS_PER_TASK": "gpus_per_node",
+    "SBATCH_GRES": "gpus_per_node",
+}
+"""What has a key under `resources`."""
+RAW: dict[str, str] = {
+    "SBATCH_ACCTG_FREQ": "acctg-freq",
+    "SBATCH_BATCH": "batch",
+    "SBATCH_BURST_BUFFER": "bb",
+    "SBATCH_CLUSTER_CONSTRAINT": "cluster-constraint",
+    "SBATCH_CONSOLIDATE_SEGMENTS": "consolidate-segments",
+    "SBATCH_CORE_SPEC": "core-spec",
+    "SBATCH_CPU_FREQ_REQ": "cpu-freq",
+    "SBATCH_DELAY_BOOT": "delay-boot",
+    "SBATCH_GPU_FREQ": "gpu-freq",
+    "SBATCH_GRES_FLAGS": "gres-flags",
+    "SBATCH_HINT": "hint",
+    "SLURM_HINT": "hint",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+    "SBATCH_NETWORK": "network",
+    "SBATCH_POWER": "power",
+    "SBATCH_PROFILE": "profile",
+    "SBATCH_SPREAD_JOB": "spread-job",
+    "SBATCH_SPREAD_SEGMENTS": "spread-segments",
+    "SBATCH_STEPMGR": "stepmgr",
+    "SBATCH_THREAD_SPEC": "thread-spec",
+    "SBATCH_THREADS_PER_CORE": "threads-per-core",
+    "SBATCH_USE_MIN_NODES": "use-min-nodes",
+    "SBATCH_WCKEY": "wckey",
+}
+"""What goes under `resources.sbatch`."""
+_FLAGS = {"spread-job", "use-min-nodes", "stepmgr", "spread-segments", "consolidate-segments"}
+"""Of these the variable's mere presence counts."""
+_MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+"""Of these Slurm takes one."""
+_OWN = "hpcrun sets this itself"
+_STEPS = "hpcrun starts the ranks itself, and this would change how"
+UNUSED: dict[str, str] = {
+    "SBATCH_ARRAY_INX": "arrays come from `sweep` in the job",
+    "SBATCH_CONTAINER": "containers come from `container` in the job",
+    "SBATCH_CONTAINER_ID": "containers come from `container` in the job",
+    "SBATCH_CPUS_PER_GPU": "use resources.cpus_per_rank",
+    "SBATCH_DEBUG": "it only makes sbatch say more",
+    "SBATCH_DISTRIBUTION": _STEPS,
+    "SBATCH_ERROR": _OWN,
+    "SBATCH_EXPORT": "jobs get the environment that env and env_deny describe",
+    "SBATCH_GET_USER_ENV": "jobs get the environment that env and env_deny describe",
+    "SBATCH_GPU_BIND": "gpus.bind in the profile says this",
+    "SBATCH_GPUS_PER_SOCKET": "use resources.gpus_per_node",
+    "SBATCH_IGNORE_PBS": "the script has no #PBS lines",
+    "SBATCH_INPUT": _OWN,
+    "SBATCH_JOB_NAME": "use name in the job",
+    "SBATCH_MEM_BIND": _STEPS,
+    "SBATCH_NO_KILL": _OWN,
+    "SBATCH_NO_REQUEUE": "use retry in the job",
+    "SBATCH_OPEN_MODE": _OWN,
+    "SBATCH_OUTPUT": _OWN,
+    "SBATCH_OVERCOMMIT": _STEPS,
+    "SBATCH_REQUEUE": "use retry in the job",
+    "SBATCH_SIGNAL": "use retry.grace in the job",
+    "SBATCH_TRES_BIND": _STEPS,
+    "SBATCH_TRES_PER_TASK": "use resources.gpus_per_node and resources.cpus_per_rank",
+    "SBATCH_WAIT": "use --follow, or `hpcrun wait`",
+    "SBATCH_WAIT_ALL_NODES": "hpcrun waits for the nodes itself",
+}
+"""What is left out, and why."""
+_CLUSTER = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
+_BY_SLURM = ("SBATCH_MEM_BIND", "SBATCH_CPU_BIND", "SLURM_HINT")
+"""In a job these are Slurm's own, of that job."""
+_GPUS = re.compile(r"(?:gres/)?(?:gpu(?::|$))?(?:(?P<kind>[A-Za-z][\w.-]*):)?(?P<count>[0-9]+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the caller's environment asks of a job."""
+
+    resources: Mapping[str, Any] = field(default_factory=dict)
+    """Keys under `resources` that job and profile leave open, with the values that they get."""
+    slurm_cluster: str | None = None
+    """For -M."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """The variables that are used: name to value."""
+    notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """What contradicts the job or the profile."""
+
+
+def read_inputs(job: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str]) -> Inputs:
+    """What SBATCH_* and SLURM_CLUSTERS mean for this job; UsageError where two of them name two clusters."""
+    reader = _Reader(job, cluster)
+    in_job = "SLURM_JOB_ID" in environ
+    # What the profile says of the other keys depends on the partition.
+    for name, value in sorted(environ.items(), key=lambda pair: (pair[0] != "SBATCH_PARTITION", pair[0])):
+        is_input = name.startswith("SBATCH_") or name == "SLURM_HINT"
+        if name in _CLUSTER or not is_input or (in_job and name.startswith(_BY_SLURM)):
+            continue
+        reader.take(name, value.strip())
+    asked = cluster_of(environ)
+    if asked is not None:
+        reader.take_cluster(*asked)
+    return reader.result()
+
+
+class _Reader:
+    """Takes one variable after the other."""
+
+    def __init__(self, job: JobSpec, cluster: ClusterSpec | None) -> None:
+        self._job, self._cluster = job, cluster
+        self._sources: dict[str, str] = {}
+        self._by: dict[str, str] = {}
+        """Keys that are set, and the variable that has set them."""
+        self._resources: dict[str, Any] = {}
+        self._sbatch: dict[str, Any] = {}
+        self._slurm_cluster: str | None = None
+        self._notes: list[str] = []
+        self._findings: list[Finding] = []
+
+    def result(self) -> Inputs:
+        resources = dict(self._resources)
+        if self._sbatch:
+            resources["sbatch"] = dict(self._job.resources.sbatch) | self._sbatch
+        notes, findings = tuple(self._notes), tuple(self._findings)
+        return Inputs(resources, self._slurm_cluster, self._sources, notes, findings)
+
+    def take(self, name: str, value: str) -> None:
+        if name in UNUSED:
+            self._notes.append(f"{name} is not used: {UNUSED[name]}")
+        elif name in RAW:
+            option = RAW[name]
+            if option in _FLAGS or value:
+                self._take_raw(name, option, True if option in _FLAGS else value)
+        elif name not in KEYS:
+            self._notes.append(
+                f"{name} is not used: it is not known here; if it stands for an option of sbatch, give that"
+                " under resources.sbatch"
+            )
+        elif name == "SBATCH_GRES" and not re.search(r"(^|[,/])gpu(:|,|$)", value):
+            self._take_raw(name, "gres", value)
+        elif value or name == "SBATCH_EXCLUSIVE":
+            self._take_key(name, KEYS[name], value)
+
+    def take_cluster(self, name: str, value: str) -> None:
+        said = self._cluster.slurm_cluster if self._cluster else None
+        if said is None:
+            self._slurm_cluster = value
+            self._use(name, value, f"-M {value}")
+        elif said != value:
+            text = f"the profile {self._cluster.name if self._cluster else ''} is of the cluster {said}"
+            self._findings.append(
+                Finding("cluster", f"{text}, but {name} is {value}; unset {name}, or name another profile")
+            )
+
+    def _use(self, name: str, value: str, shown: str) -> None:
+        self._sources[name] = value
+        self._notes.append(f"{shown}: from {name}")
+
+    def _take_key(self, name: str, key: str, text: str) -> None:
+        try:
+            value = self._read(name, key, text)
+        except UsageError as error:
+            self._refuse(key, str(error))
+            return
+        said, whose = self._said(key)
+        if said is None and key == "mem" and (rival := self._rival(key)):
+            self._refuse(key, _conflict(name, text, *rival))
+        elif said is None:
+            self._resources[key], self._by[key] = value, name
+            resources = self._job.resources.model_copy(update={key: value})
+            self._job = self._job.model_copy(update={"resources": resources})
+            self._use(name, text, f"resources.{key}={value}")
+        elif not _same(key, said, value):
+            take = f"give resources.{key}={value}" if whose.startswith("the profile") else ""
+            self._refuse(key, _conflict(name, text, said, whose, take))
+
+    def _take_raw(self, name: str, option: str, value: str | bool) -> None:
+        said, key = self._job.resources.sbatch.get(option), f"sbatch.{option}"
+        whose = ""
+        if said is None and option in self._sbatch:
+            said, whose = self._sbatch[option], self._by[key]
+        rival = self._rival(option) if said is None else None
+        if rival is not None:
+            said, whose = rival
+        if said is None and option not in self._job.resources.sbatch:
+            self._sbatch[option], self._by[key] = value, name
+            self._use(name, str(value), f"--{option}" + ("" if value is True else f"={value}"))
+        elif str(said) != str(value):
+            self._refuse(key, _conflict(name, str(value), "left out" if said is None else said, whose))
+
+    def _rival(self, option: str) -> tuple[Any, str] | None:
+        """Of the three requests for memory another one that is made already."""
+        if option not in _MEMORY:
+            return None
+        asked = {"mem": self._job.resources.mem or self._resources.get("mem")}
+        asked |= {one: self._job.resources.sbatch.get(one) or self._sbatch.get(one) for one in _MEMORY[1:]}
+        for one, value in asked.items():
+            if one != option and value is not None:
+                return f"{one} {value}", self._by.get(one, self._by.get(f"sbatch.{one}", ""))
+        return None
+
+    def _said(self, key: str) -> tuple[Any, str]:
+        """What the job, else the profile says of a key, and who says so; "" for the job."""
+        value, usual = getattr(self._job.resources, key), ResourcesSpec.model_fields[key].default
+        if value != usual:
+            return value, self._by.get(key, "")
+        if self._cluster is None:
+            return None, ""
+        partition = partition_of(self._job, self._cluster)
+        of_profile = {
+            "account": self._cluster.account,
+            "partition": self._cluster.default_partition,
+            "qos": partition.qos,
+            "exclusive": partition.exclusive or None,
+            "gpus_per_node": partition.gpus_per_node,
+        }
+        return of_profile.get(key), f"the profile {self._cluster.name}"
+
+    def _read(self, name: str, key: str, text: str) -> Any:
+        """The value as the key takes it; UsageError for one that it does not take."""
+        value: Any = text
+        if key == "gpus_per_node":
+            value = self._gpus(name, text)
+        elif key == "exclusive":
+            if text.lower() not in ("", "exclusive", "true", "yes", "1"):
+                raise UsageError(f"{name} is {text}, which a job cannot be given here; unset {name}")
+            value = True
+        elif key in ("switches", "segment") and text.isdecimal():
+            value = int(text)
+        try:
+            ResourcesSpec.model_validate({key: value})
+        except ValidationError as error:
+            (problem, *_) = problems_of(error, ResourcesSpec)
+            raise UsageError(f"{name} is {text}: {problem.text}; unset {name}, or correct it") from None
+        return value
+
+    def _gpus(self, name: str, text: str) -> int:
+        """GPUs of a node, of a request for GPUs in any of Slurm's forms."""
+        found, asked = _GPUS.fullmatch(text), self._job.resources
+        kind = found["kind"] if found else None
+        partition = partition_of(self._job, self._cluster)
+        if found is None or (kind and kind.lower() != str(partition.gpu_type).lower()):
+            raise UsageError(
+                f"{name} is {text}, which cannot be said of a job here; unset {name}, and use"
+                " resources.gpus_per_node, and gpu_type in the profile"
+            )
+        count = int(found["count"] or 1)
+        if name == "SBATCH_GPUS_PER_TASK":
+            return count * self._job.ranks_per_node
+        if name != "SBATCH_GPUS":
+            return count
+        if count % asked.all_nodes:
+            text = f"{name} is {text}, which {asked.all_nodes} nodes cannot share evenly"
+            raise UsageError(f"{text}; unset {name}, or ask for other nodes")
+        return count // asked.all_nodes
+
+    def _refuse(self, key: str, text: str) -> None:
+        self._findings.append(Finding(f"resources.{key}", text))
+
+
+def _conflict(name: str, value: str, said: Any, whose: str, instead: str = "") -> str:
+    who = f"{whose} says {said}" if whose else f"is {said}"
+    remedy = f"unset {name}, or {instead or 'make the two the same'}"
+    return f"{who}, but {name} in your environment is {value}; {remedy}"
+
+
+def _same(key: str, said: Any, value: Any) -> bool:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "time": lambda text: parse_time(text).seconds,
+        "switches_wait": lambda text: parse_time(text).seconds,
+        "mem": parse_memory,
+        "partition": lambda text: {one.strip() for one in text.split(",")},
+    }
+    read = readers.get(key, lambda one: one)
+    return bool(read(said) == read(value))
+
+
+def all_names() -> Iterator[str]:
+    """Every variable that is known here."""
+    yield from (*KEYS, *RAW, *UNUSED, *_CLUSTER)
