@@ -164,7 +164,7 @@ def _advised(
     """What jobs get by the profile; where that is wrong, they get no advice, and a note says so."""
     from hpcrun.tuning.advice import Situation, advise
 
-    named = profile.env if profile else {}
+    named = {name: value for name, value in profile.env.items() if value is not None} if profile else {}
     try:
         return advise(Situation(profile, 0, nccl=version)).environment() | named
     except UsageError as error:

@@ -9,6 +9,7 @@ from hpcrun.fabric.inventory import Inventory, gpus_of_job
 from hpcrun.hostlist import fold
 from hpcrun.launch.command import PREFIX_VARIABLE, STEP_VARIABLE
 from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement
 
@@ -48,7 +49,7 @@ def circumstances(
         gpus_are_ours=not (gives_out or binds),
         gpus_asked=spec.resources.gpus_per_node,
         in_slurm=in_slurm,
-        environ=None if launcher == "srun" else dict(environ) | spec.env,
+        environ=None if launcher == "srun" else dict(environ) | given(spec.env),
         hcas=tuple(cluster.network.hcas) if cluster else (),
     )
 
@@ -56,7 +57,7 @@ def circumstances(
 def _may_be_bound(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether words before the ranks, such as a container's, or Hydra by the job's wish may bind them."""
     before = any(environ.get(one) for one in (PREFIX_VARIABLE, STEP_VARIABLE))
-    return before or any(name.startswith(_HYDRA_BINDS) for name in spec.env)
+    return before or any(name.startswith(_HYDRA_BINDS) for name in given(spec.env))
 
 
 def decide(

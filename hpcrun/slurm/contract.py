@@ -20,7 +20,18 @@ from hpcrun.slurm.syntax import profile_errors, syntax_error
 from hpcrun.slurm.template import SUFFIX, Code, Library, Template, for_sbatch, quoted_words, read_source
 from hpcrun.slurm.versions import GATES, accepts, parse_version
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.fields import Line, Module, Mount, Name, Option, Place, Text
+from hpcrun.specs.fields import (
+    Line,
+    Module,
+    Mount,
+    Name,
+    Option,
+    Pattern,
+    Place,
+    Text,
+    given,
+    taken_away,
+)
 
 MOST_BYTES = 4 * 2**20
 """sbatch refuses a larger script."""
@@ -75,6 +86,10 @@ class ScriptContext(_Value):
     module_purge: bool = Field(default=False, description="`module purge` first")
     module_init: list[Text] = Field(default=[], description="the admin's lines that define `module`")
     env: dict[Name, Text] = Field(default={}, description="environment of the job; never holds a secret")
+    env_unset: list[Name] = Field(default=[], description="variables that are unset for the job")
+    env_deny: list[Pattern] = Field(
+        default=[], description="patterns of variables that sbatch is not to pass on; for what submits"
+    )
     setup_lines: list[Text] = Field(default=[], description="the admin's lines before the job")
     teardown_lines: list[Text] = Field(default=[], description="the admin's lines after the job")
     cluster: ClusterSpec | None = Field(default=None, description="the profile; null where there is none")
@@ -129,7 +144,9 @@ def from_profile(cluster: ClusterSpec | None) -> dict[str, Any]:
         "modules": cluster.modules.load,
         "module_purge": cluster.modules.purge,
         "module_init": cluster.modules.init,
-        "env": cluster.env,
+        "env": given(cluster.env),
+        "env_unset": taken_away(cluster.env),
+        "env_deny": cluster.env_deny,
         "setup_lines": cluster.setup,
         "teardown_lines": cluster.teardown,
         "slurm_version": cluster.slurm_version,
@@ -148,8 +165,8 @@ def fixture(
     layers = library.chain(template)
     is_array = _extends(layers, "array")
     runtime: Literal["pyxis", "apptainer"] = "pyxis" if "pyxis" in template.name else "apptainer"
-    given = from_profile(cluster)
-    version = slurm_version or given.get("slurm_version")
+    site = from_profile(cluster)
+    version = slurm_version or site.get("slurm_version")
     run_dir = "/scratch/user/runs/fixture-0101-120000-abcdef"
     directives: dict[str, str | int | Literal[True]] = {"nodes": 2, "ntasks-per-node": 4, "time": 60}
     if cluster is not None and cluster.default_partition is not None:
@@ -160,7 +177,7 @@ def fixture(
     submission = ["/opt/python/bin/python", "-u", "-m", "submitit.core._submit", f"{run_dir}/submitit"]
     pattern = f"{run_dir}/submitit/{'%A_%a' if is_array else '%j'}_%t_log"
     return ScriptContext.model_validate(
-        given
+        site
         | {
             "name": "fixture",
             "run_id": run_dir.rpartition("/")[2],
@@ -176,8 +193,8 @@ def fixture(
             "container": ContainerContext(
                 runtime=runtime, image="/images/pytorch.sif", mounts=["/scratch:/scratch"], gpus=True
             ),
-            "modules": [*given.get("modules", []), "gcc/12.2"],
-            "env": {**given.get("env", {}), "OMP_NUM_THREADS": "8", "GREETING": "two words"},
+            "modules": [*site.get("modules", []), "gcc/12.2"],
+            "env": {**site.get("env", {}), "OMP_NUM_THREADS": "8", "GREETING": "two words"},
             "slurm_version": version,
         }
     )

@@ -15,6 +15,8 @@ from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 Value = str | int | Literal[True]
 """What stands behind an option; True: nothing."""
 
+GPU_FAMILY = ("gpus-per-node", "gpus", "gpus-per-task")
+"""Ways of asking for GPUs that are options of their own; --gres is the older one."""
 _GATED: dict[str, Feature] = {
     "spread-segments": "spread-segments",
     "consolidate-segments": "spread-segments",
@@ -47,7 +49,7 @@ def directives_of(
         "nodes": asked.all_nodes,
         "ntasks-per-node": job.ranks_per_node,
         "cpus-per-task": asked.cpus_per_rank,
-        **_gpu_request(job, cluster),
+        **_gpu_request(job, cluster, version),
     }
     if asked.mem is not None:
         if cluster is None or profile.mem_per_node is not None or partition not in cluster.partitions:
@@ -109,7 +111,7 @@ def _partition(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
     return PartitionSpec(**shared)
 
 
-def _gpu_request(job: JobSpec, cluster: ClusterSpec | None) -> dict[str, Value]:
+def _gpu_request(job: JobSpec, cluster: ClusterSpec | None, version: Version | None) -> dict[str, Value]:
     """The GPUs of a node in the form that the site takes."""
     count, style = gpus_of(job, cluster), _gpus(cluster)
     if count == 0 or style.request == "none":
@@ -117,6 +119,9 @@ def _gpu_request(job: JobSpec, cluster: ClusterSpec | None) -> dict[str, Value]:
     kind = partition_of(job, cluster).gpu_type if style.typed else None
     if style.request == "gres":
         return {"gres": f"gpu:{kind}:{count}" if kind else f"gpu:{count}"}
+    require(version, "gpus-options", "gpus.request in the profile" if cluster else "resources.gpus_per_node")
+    if style.request == "gpus":
+        count *= job.resources.all_nodes
     if style.request == "gpus-per-task":
         ranks = job.ranks_per_node
         if count % ranks:

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from hpcrun.hostlist import fold
-from hpcrun.slurm.limits import Partition
+from hpcrun.slurm.directives import GPU_FAMILY
+from hpcrun.slurm.limits import Partition, takes_gpu_family
 from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.slurm.topology import Unit
@@ -204,7 +205,7 @@ def _nodes(count: int) -> str:
 
 def _gpus(live: LiveCluster) -> _Part:
     typed = "typed: true                   # put the partition's gpu_type into the request"
-    by_hand = f"gpus:\n  request: gpus-per-node         # or gres, gpus-per-task, none\n  {typed}"
+    by_hand = f"gpus:\n  request: gpus-per-node         # or gres, gpus, gpus-per-task, none\n  {typed}"
     select = live.config.values.get("SelectType", "")
     if not live.nodes or all(node.gpus is None for node in live.nodes):
         return _Part(["gpus.request: unknown, no node says whether it has GPUs"], {}, by_hand)
@@ -212,13 +213,10 @@ def _gpus(live: LiveCluster) -> _Part:
         return _Part(["No node has GPUs that Slurm counts."], {"gpus": {"request": "none"}})
     if not select:
         return _Part(["gpus.request: unknown, Slurm does not say its SelectType"], {}, by_hand)
-    request = "gpus-per-node" if _takes_gpus_per_node(select) else "gres"
-    return _Part([f"SelectType={select}"], {"gpus": {"request": request}}, f"  {typed}")
-
-
-def _takes_gpus_per_node(select: str) -> bool:
-    # The --gpus family of options belongs to this plugin alone.
-    return select.removeprefix("select/") == "cons_tres"
+    request = "gpus-per-node" if takes_gpu_family(select) else "gres"
+    kinds = sorted({node.gpu_type for node in live.nodes if node.gpu_type})
+    remarks = [f"SelectType={select}" + (f"; types of GPUs: {', '.join(kinds)}" if kinds else "")]
+    return _Part(remarks, {"gpus": {"request": request}}, f"  {typed}")
 
 
 def _mpi(live: LiveCluster) -> _Part:
@@ -298,7 +296,7 @@ def _findings(profile: ClusterSpec, live: LiveCluster) -> Iterator[_Finding]:
         else:
             yield _Finding(f"partitions.{name}: is gone; there are: {', '.join(there) or 'none'}")
     select = live.config.values.get("SelectType", "")
-    takes = profile.gpus.request not in ("gpus-per-node", "gpus-per-task") or _takes_gpus_per_node(select)
+    takes = profile.gpus.request not in GPU_FAMILY or takes_gpu_family(select)
     asks = any(spec.gpus_per_node for spec in profile.partitions.values())
     if asks and not takes:
         line = f"the profile says {profile.gpus.request}, {select} takes only gres"

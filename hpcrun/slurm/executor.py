@@ -44,6 +44,7 @@ from hpcrun.slurm.sbatch import (
 )
 from hpcrun.slurm.states import UNKNOWN, parse_state
 from hpcrun.slurm.template import Library, Template
+from hpcrun.specs.fields import matches
 
 R = TypeVar("R", covariant=True)
 
@@ -281,6 +282,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
                 script,
                 slurm_cluster=self._slurm_cluster,
                 slurm_module=self._slurm_module,
+                deny=self._context.env_deny,
                 note=self._note,
                 detail=self._detail,
             )
@@ -327,10 +329,12 @@ class BackgroundExecutor(submitit.LocalExecutor):
         tasks: int = 1,
         limit_min: int | None = None,
         env: Mapping[str, str] = {},
+        deny: Sequence[str] = (),
         python: str = sys.executable,
     ) -> None:
         super().__init__(folder, python=shlex.quote(python))
         self._tasks, self._limit_min, self._env = tasks, limit_min or _EVER_MIN, dict(env)
+        self._deny = tuple(deny)
 
     def _num_tasks(self) -> int:
         return self._tasks
@@ -357,7 +361,11 @@ class BackgroundExecutor(submitit.LocalExecutor):
 
     def _submit_command(self, command: str) -> LocalTask[Any]:
         # submitit's own would share our terminal, and hide the GPUs from a job that names none.
-        own = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("PYTHON") and not matches(name, self._deny)
+        }
         given = {
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_COMMAND": command,
@@ -377,7 +385,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=submission_environment(os.environ)[0] | own | self._env | given,
+                env=submission_environment(os.environ, self._deny)[0] | own | self._env | given,
                 start_new_session=True,
                 umask=0o077,
             )

@@ -108,3 +108,8 @@ def parse_config(text: str) -> Configuration:
         topology=said(values.get("TopologyPlugin", "").removeprefix("topology/")),
         values=values,
     )
+
+
+def takes_gpu_family(select: str) -> bool:
+    """Whether a Slurm with this SelectType takes --gpus and its kin, which belong to one plugin alone."""
+    return select.removeprefix("select/") == "cons_tres"

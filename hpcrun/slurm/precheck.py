@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpcrun.hostlist import expand, fold
-from hpcrun.slurm.directives import gpus_of
-from hpcrun.slurm.limits import Partition
+from hpcrun.slurm.directives import GPU_FAMILY, gpus_of, partition_of
+from hpcrun.slurm.limits import Partition, takes_gpu_family
 from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
-from hpcrun.specs.cluster import ClusterSpec, PartitionSpec
+from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.units import amount, parse_memory, parse_time, render_memory, render_time
 
@@ -105,6 +105,39 @@ def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | Non
         )
     fits = [verdict for verdict in verdicts if not any(one.refuse for one in verdict)]
     return found + (fits or verdicts or [[]])[0]
+
+
+def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> Iterator[Finding]:
+    """Whether GPUs are asked for in a way that this Slurm takes, and that gives every node its own."""
+    count, style = gpus_of(job, cluster), cluster.gpus if cluster else GpuSpec()
+    if not count or style.request == "none":
+        return
+    where, key = (
+        f"the profile {cluster.name}" if cluster else "there is no profile, so",
+        "resources.gpus_per_node",
+    )
+    select = live.config.values.get("SelectType", "") if live else ""
+    if select and style.request in GPU_FAMILY and not takes_gpu_family(select):
+        text = f"{where} asks with --{style.request}, and this Slurm ({select}) takes --gres alone"
+        yield Finding(key, f"{text}; set gpus.request: gres in a profile")
+    nodes = job.resources.all_nodes
+    if style.request == "gpus" and nodes > 1 and not _is_exclusive(job, cluster):
+        text = f"{where} asks with --gpus, and Slurm may share the {count * nodes} out unevenly among {nodes}"
+        text += " nodes; use gpus-per-node or gres there, or exclusive nodes"
+        yield Finding(key, text, refuse=False)
+    if style.request == "gpus-per-task" and style.bind != "none" and job.ranks_per_node > 1:
+        text = f"{where} asks with --gpus-per-task, so ranks do not see the GPUs of their neighbours"
+        yield Finding(key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none", refuse=False)
+    kind = partition_of(job, cluster).gpu_type if style.typed else None
+    there = {node.gpu_type for node in live.nodes if node.gpu_type} if live else set()
+    if kind and there and kind.lower() not in {one.lower() for one in there}:
+        text = f"{where} asks for GPUs of type {kind}, Slurm knows {', '.join(sorted(there))}"
+        yield Finding(key, f"{text}; correct gpu_type there")
+
+
+def _is_exclusive(job: JobSpec, cluster: ClusterSpec | None) -> bool:
+    asked = job.resources.exclusive
+    return partition_of(job, cluster).exclusive if asked is None else asked
 
 
 def counts_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> bool:

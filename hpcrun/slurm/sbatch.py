@@ -19,6 +19,7 @@ from hpcrun.slurm.contract import ArrayContext, ScriptContext, check_script, ren
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, cancel_job
 from hpcrun.slurm.template import Library, Template
+from hpcrun.specs.fields import matches
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Between the tries, when the controller is busy or does not answer."""
@@ -46,17 +47,19 @@ def nobody(text: str) -> None:
     """The Note of those who do not want to know."""
 
 
-def submission_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def submission_environment(
+    environ: Mapping[str, str], deny: Sequence[str] = ()
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """The environment that a job is submitted in, and the names that were dropped from it.
 
     What a job or its ranks were given (we may be inside one) would give the new job the old one's place,
-    memory and processors; exported shell functions break scripts.
+    memory and processors; exported shell functions break scripts. `deny`: patterns of what is not wanted.
     """
     safe = process.scrubbed(environ)
     kept = {
         name: value
         for name, value in environ.items()
-        if name in safe and (name in KEPT or not _OF_A_JOB.fullmatch(name))
+        if name in safe and (name in KEPT or not (_OF_A_JOB.fullmatch(name) or matches(name, deny)))
     }
     return kept, tuple(sorted(name for name in environ if name not in kept))
 
@@ -113,15 +116,17 @@ def submit_script(
     *,
     slurm_cluster: str | None = None,
     slurm_module: str | None = None,
+    deny: Sequence[str] = (),
     note: Note = nobody,
     detail: Note = nobody,
 ) -> JobId:
     """Hand a script to sbatch; SiteError with sbatch's own words where it is not taken.
 
     A controller that is busy or away is asked again, but only after a look whether it has the job already:
-    an answer may get lost on its way. `detail` is told which variables the job does not get.
+    an answer may get lost on its way. `deny`: patterns of variables that the job is not to inherit; `detail`
+    is told which it does not get.
     """
-    environ, dropped = submission_environment(os.environ)
+    environ, dropped = submission_environment(os.environ, deny)
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
     if shutil.which("sbatch", path=environ.get("PATH")) is None:

@@ -21,6 +21,7 @@ class Version(NamedTuple):
 
 Release = tuple[int, int]
 Feature = Literal[
+    "gpus-options",
     "segment",
     "segment-of-several-blocks",
     "spread-segments",
@@ -52,6 +53,7 @@ class Gate(NamedTuple):
 
 _ALWAYS: Release = (0, 0)
 GATES: dict[Feature, Gate] = {
+    "gpus-options": Gate((19, 5), "sbatch --gpus, --gpus-per-node and --gpus-per-task"),
     "segment": Gate((24, 5), "sbatch --segment"),
     "segment-of-several-blocks": Gate((25, 11), "a --segment larger than the base block"),
     "spread-segments": Gate((25, 11), "sbatch --spread-segments and --consolidate-segments"),

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from hpcrun.errors import Problem, SpecError, UsageError
-from hpcrun.specs.fields import Directory, Memory, Module, Name, Time, Word
+from hpcrun.specs.fields import Directory, Memory, Module, Name, Pattern, Time, Word, keeps_needed
 from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.profiles import all_profiles
@@ -38,8 +38,11 @@ class PartitionSpec(_Section):
 class GpuSpec(_Section):
     """How GPUs are asked for."""
 
-    request: Literal["gpus-per-node", "gres", "gpus-per-task", "none"] = Field(
-        default="gpus-per-node", description="the sbatch option; gpus-per-task hides peers from each other"
+    request: Literal["gpus-per-node", "gres", "gpus", "gpus-per-task", "none"] = Field(
+        default="gpus-per-node",
+        description="the sbatch option: --gpus-per-node=[TYPE:]N, --gres=gpu[:TYPE]:N, --gpus=[TYPE:]N of all"
+        " nodes together, which Slurm may share out unevenly, or --gpus-per-task, which hides peers from each"
+        " other",
     )
     typed: bool = Field(default=False, description="put the partition's gpu_type into the request")
     bind: str | None = Field(default="none", description="srun --gpu-bind; null: say nothing")
@@ -187,7 +190,14 @@ class ClusterSpec(_Section):
     log_roots: list[Directory] = Field(default=[], description="places for run directories; empty: any")
     setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
     teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
-    env: dict[Name, str] = Field(default={}, description="environment of every job; the job's own wins")
+    env: Annotated[dict[Name, str | None], AfterValidator(keeps_needed)] = Field(
+        default={}, description="environment of every job; null: unset; the job's own wins"
+    )
+    env_deny: list[Pattern] = Field(
+        default=[],
+        description="variables that no job inherits from where it is submitted, as shell patterns such as"
+        " TRITON_CACHE_DIR or *_CACHE_PATH",
+    )
 
     telemetry: SiteTelemetrySpec = SiteTelemetrySpec()
     hooks: Hooks = Field(default=[], description="called for every run, beside the job's; the admin's code")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated
 
 from pydantic import AfterValidator, Field, StringConstraints
@@ -29,6 +30,44 @@ Mount = Annotated[str, StringConstraints(pattern=r"^[^,\x00-\x1f\x7f]+$")]
 Option = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 """A long option of sbatch, without the dashes."""
 Positive = Annotated[int, Field(ge=1)]
+NEEDED = ("PATH", "HOME", "USER", "SLURM_CONF")
+"""Variables that no job does without."""
+
+
+def _spares_needed(pattern: str) -> str:
+    taken = [name for name in NEEDED if fnmatchcase(name, pattern)]
+    if taken:
+        raise ValueError(f"{pattern} would take {', '.join(taken)} away, which jobs need; write it narrower")
+    return pattern
+
+
+Pattern = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_*?\[\]!-]+$"), AfterValidator(_spares_needed)
+]
+"""Names of environment variables, as a shell's pattern: TRITON_CACHE_DIR, *_CACHE_PATH."""
+
+
+def keeps_needed(env: dict[str, str | None]) -> dict[str, str | None]:
+    """Validator of an `env`: what no job does without is not unset."""
+    for name in taken_away(env):
+        if name in NEEDED:
+            raise ValueError(f"{name}: jobs need it, it cannot be null; give a value, or leave it out")
+    return env
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of these patterns names a variable."""
+    return any(fnmatchcase(name, one) for one in patterns)
+
+
+def given(env: Mapping[str, str | None]) -> dict[str, str]:
+    """The variables that an `env` sets."""
+    return {name: value for name, value in env.items() if value is not None}
+
+
+def taken_away(env: Mapping[str, str | None]) -> list[str]:
+    """The variables that an `env` unsets."""
+    return [name for name, value in env.items() if value is None]
 
 
 def readable(parse: Callable[[str], object]) -> AfterValidator:

@@ -10,7 +10,7 @@ from hpcrun.mesh import Degrees
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import ElasticSpec
-from hpcrun.specs.fields import Line, Module, Name, Place, Text, Word
+from hpcrun.specs.fields import Line, Module, Name, Pattern, Place, Text, Word, keeps_needed
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.preflight import Preflight
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
@@ -146,8 +146,14 @@ class JobSpec(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes cuda only when every local rank has a GPU of its own"
     )
-    env: dict[_Variable, Text] = Field(
-        default={}, description="environment of the ranks: names of letters, digits, _ with text values"
+    env: Annotated[dict[_Variable, Text | None], AfterValidator(keeps_needed)] = Field(
+        default={},
+        description="environment of the ranks: names of letters, digits, _ with text values; null: unset",
+    )
+    env_deny: list[Pattern] = Field(
+        default=[],
+        description="variables that are not inherited from where the job is submitted, as shell patterns such"
+        " as TRITON_CACHE_DIR or *_CACHE_PATH; beside the profile's",
     )
     modules: list[Module] = Field(
         default=[], description="environment modules to load, such as cuda/12.4, after the profile's"

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpcrun.slurm.precheck import expand_place
 from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.fields import given
 from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.classes import agreement, decode
 from hpcrun.tuning.environment import Setting as Assigned
@@ -311,10 +312,11 @@ def _in_version(settings: Sequence[Setting], nccl: Version | None) -> tuple[list
 
 def _disagreement(cluster: ClusterSpec, settings: Sequence[Setting]) -> list[str]:
     """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
-    environ = {one.name: one.value for one in settings} | cluster.env
-    if "NCCL_IB_TC" in cluster.env and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
+    of_site = given(cluster.env)
+    environ = {one.name: one.value for one in settings} | of_site
+    if "NCCL_IB_TC" in of_site and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
         # MPI goes along with it where only NCCL's is set.
-        environ |= {"UCX_IB_TRAFFIC_CLASS": cluster.env["NCCL_IB_TC"]} | cluster.env
+        environ |= {"UCX_IB_TRAFFIC_CLASS": of_site["NCCL_IB_TC"]} | of_site
     if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
         return []
     found = agreement(environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi")

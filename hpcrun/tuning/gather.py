@@ -160,12 +160,14 @@ def _setup(cluster: ClusterSpec | None) -> Iterator[Layer]:
 
 
 def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[Layer]:
+    from hpcrun.specs.fields import given
+
     if cluster is not None:
         title = f"profile {cluster.name}"
-        settings = (Setting(name, value, "profile", f"{title} env") for name, value in cluster.env.items())
-        yield Layer(title, tuple(settings))
+        env = given(cluster.env).items()
+        yield Layer(title, tuple(Setting(name, value, "profile", f"{title} env") for name, value in env))
     where = resolved.document.where
-    env = resolved.spec.env.items()
+    env = given(resolved.spec.env).items()
     yield Layer("job", tuple(Setting(name, value, "job", where(f"env.{name}")) for name, value in env))
 
 

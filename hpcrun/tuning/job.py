@@ -43,7 +43,9 @@ def advise_job(
     reports, notes = _reports(cluster)
     count = spec.resources.nodes if nodes is None else len(nodes)
     version = nccl or library_of_job(spec, cluster).version
-    demand = Demand(version, count, spec.ranks_per_node, {**(stands or {}), **spec.env})
+    # What the job unsets is its own matter too: nothing is set in its place.
+    own = {name: value or "" for name, value in spec.env.items()}
+    demand = Demand(version, count, spec.ranks_per_node, {**(stands or {}), **own})
     measured, unmeasured = _measured(cluster, demand)
     if nodes is not None:
         short = {node.partition(".")[0] for node in nodes}
@@ -59,7 +61,7 @@ def advise_job(
         )
     )
     settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
-    return settings.but_for(spec.env, "env of the job")
+    return settings.but_for(own, "env of the job")
 
 
 def foresee(
@@ -69,11 +71,13 @@ def foresee(
 
     `environ` is what the job is submitted with.
     """
-    shell = submission_environment(environ)[0]
-    of_site = {} if cluster is None else {**cluster.env, **_exported(cluster)}
+    deny = [*(cluster.env_deny if cluster else ()), *spec.env_deny]
+    shell = submission_environment(environ, deny)[0]
+    site_env = {} if cluster is None else {name: value or "" for name, value in cluster.env.items()}
+    of_site = {} if cluster is None else {**site_env, **_exported(cluster)}
     settings = advise_job(spec, cluster, nccl=nccl, stands={**shell, **of_site})
     if cluster is not None:
-        settings = settings.but_for(cluster.env, f"env of profile {cluster.name}")
+        settings = settings.but_for(site_env, f"env of profile {cluster.name}")
         settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
     return follow(settings.but_for(shell, "this shell"))
 

@@ -36,7 +36,7 @@ def cluster(network: str) -> ClusterSpec:
     return parse_cluster(f"name: c\nnetwork: {network}\n", "c.yaml")
 
 
-def job(**env: str) -> JobSpec:
+def job(**env: str | None) -> JobSpec:
     return JobSpec(command=["true"], env=env)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,17 +17,22 @@ import pytest
 from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.record.runs import look_at_elements
+from hpcrun.launch.site import Site
 from hpcrun.launch.submit import request as requests
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
+from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.process import ProcessId
+from hpcrun.specs.load import load_job, parse_job
+from hpcrun.specs.placement import Placement
 from hpcrun.specs.predecessors import Predecessors, read_predecessors
 from hpcrun.specs.provenance import read_provenance, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import read_sweep
-from tests.slurm.fakes import Fake, calls, stand_ins
+from tests.slurm.fakes import Fake, calls, environment, stand_ins
 
 JOB = "name: small\nmodel: tiny\ndata: {text: python-stdlib}\nresources: {time: 10m}\n"
 SWEEP = JOB + "train: {steps: 4}\nsweep: {grid: {train.seed: [0, 1, 2, 3, 4, 5]}, throttle: 3}\n"
@@ -884,3 +890,67 @@ def test_what_the_file_system_says_of_saves_is_told(
         assert runs(runs_root) == []
     else:
         assert f"saves in {runs_root}: {finding.text}" in noted(ask())[1]
+
+
+def test_variables_are_unset_and_not_inherited_as_job_and_profile_say(
+    slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work" / "bin").mkdir()
+    (tmp_path / "work" / "bin" / "python").symlink_to(sys.executable)
+    text = PROFILE.replace("WHO: site}", "WHO: site, OLD: null, KEPT: null}")
+    profile(tmp_path, f"{text}env_deny: [TRITON_CACHE_DIR, '*_CACHE_PATH']\n")
+    for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "OWN"):
+        monkeypatch.setenv(name, "/home/me/cache")
+    log = slurm("sbatch", "101")
+    job = JOB + "env: {WHO: null, KEPT: mine}\nenv_deny: [TORCHINDUCTOR_*]\n"
+    done = handed_over(ask(job, "env.OMP_NUM_THREADS=null"))
+    lines = done.run.script.read_text().splitlines()
+    assert [line for line in lines if line.startswith("unset ")] == ["unset OMP_NUM_THREADS WHO OLD"]
+    assert "export KEPT=mine" in lines
+    assert not [line for line in lines if "export WHO" in line or "export OMP_NUM_THREADS" in line]
+    given = environment(log)
+    assert not {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR"} & set(given)
+    assert {"XDG_CACHE_HOME", "OWN"} <= set(given)
+    # As the node and --resume read it.
+    again = load_job(done.run.spec).spec
+    assert (again.env["WHO"], again.env_deny) == (None, ["TORCHINDUCTOR_*"])
+    details: list[str] = []
+    dry_run(ask(job), lambda _: None, details.append)
+    assert "CUDA_CACHE_PATH" in details[0]
+    assert "TORCHINDUCTOR_CACHE_DIR" in details[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("env: {PATH: null}", "PATH: jobs need it, it cannot be null"),
+        ("env_deny: ['*']", "would take PATH, HOME, USER, SLURM_CONF away"),
+        ("env_deny: ['H?ME']", "would take HOME away"),
+        ("env_deny: [A B]", "env_deny"),
+        ("env: {SLURM_X: null}", "are set by Slurm"),
+    ],
+)
+def test_what_jobs_need_is_left_to_them(put: Fake, text: str, words: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        dry_run(ask(JOB + text), lambda _: None)
+    assert words in str(refused.value)
+
+
+def test_ranks_do_not_find_what_is_unset_or_not_wanted(
+    runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRITON_CACHE_DIR", "OWN", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "inherited")
+    text = 'command: ["true"]\nenv: {NCCL_DEBUG: null, OWN: mine}\nenv_deny: [TRITON_*, OWN]\n'
+    spec = parse_job(text, "job.yaml").spec
+    attempt = create_run("ranks").coming_attempt()
+    attempt.create()
+    here = Placement((os.uname().nodename,))
+    found = environment_of_ranks(attempt, spec, Site(), here, lambda _: None)
+    assert "NCCL_DEBUG" not in found
+    assert "TRITON_CACHE_DIR" not in found
+    assert found["OWN"] == "mine", "what the job sets is not inherited"
+    # Where a batch job stands it was submitted without; what the site has set since then is meant.
+    batch = Site(Allocation(7, (os.uname().nodename,), "7", is_batch=True))
+    found = environment_of_ranks(attempt, spec, batch, here, lambda _: None)
+    assert (found.get("TRITON_CACHE_DIR"), found.get("NCCL_DEBUG")) == ("inherited", None)

@@ -123,6 +123,8 @@ def test_of_several_partitions_only_what_they_share_counts() -> None:
         ("gpus-per-node", True, {"gpus-per-node": "h100:4"}),
         ("gres", False, {"gres": "gpu:4"}),
         ("gres", True, {"gres": "gpu:h100:4"}),
+        ("gpus", False, {"gpus": 4}),
+        ("gpus", True, {"gpus": "h100:4"}),
         ("gpus-per-task", False, {"gpus-per-task": 2}),
         ("gpus-per-task", True, {"gpus-per-task": "h100:2"}),
         ("none", True, {}),
@@ -132,6 +134,14 @@ def test_gpus_are_asked_for_as_the_site_wants(request_: str, typed: bool, option
     cluster = site(gpus={"request": request_, "typed": typed})
     found = options(job(ranks_per_node=2), cluster)
     assert {name: value for name, value in found.items() if name.startswith("g")} == option
+
+
+def test_gpus_of_all_nodes_together_count_the_spares() -> None:
+    found = options(job(nodes=3, spares=1), site(gpus={"request": "gpus"}))
+    assert found["gpus"] == 16
+    with pytest.raises(UsageError, match=r"Slurm 18\.08\.0 does not have sbatch --gpus"):
+        directives_of(job(), site(gpus={"request": "gpus"}), Version(18, 8))
+    assert directives_of(job(), site(gpus={"request": "gres"}), Version(18, 8)).options["gres"] == "gpu:4"
 
 
 def test_gpus_that_cannot_be_shared_out_are_refused() -> None:

@@ -12,6 +12,7 @@ from hpcrun.slurm.live import LiveCluster, read_cluster
 from hpcrun.slurm.precheck import (
     Finding,
     check_fit,
+    check_gpus,
     check_place,
     check_room,
     counts_memory,
@@ -319,3 +320,36 @@ def test_a_star_marks_a_limit_that_is_passed() -> None:
           /home    1.2G     10G     20G      -     214    2000   3000       -
 """
     assert over_quota(printed) == ["/scratch 1.205T* 1T 2T 6d23h 214* 200 300 -"]
+
+
+@pytest.mark.parametrize(
+    ("style", "select", "asked", "words", "refuse"),
+    [
+        (
+            "gpus-per-node",
+            "cons_res",
+            {},
+            "--gpus-per-node, and this Slurm (select/cons_res) takes --gres",
+            True,
+        ),
+        ("gpus", "linear", {}, "asks with --gpus, and this Slurm (select/linear) takes --gres", True),
+        ("gpus", "cons_tres", {"nodes": 2}, "Slurm may share the 8 out unevenly among 2 nodes", False),
+        ("gpus, bind: single:1", "cons_tres", {"exclusive": True, "nodes": 2}, "", False),
+        ("gpus-per-task, bind: null", "cons_tres", {"ranks_per_node": 4}, "do not see the GPUs", False),
+        ("gpus-per-node, typed: true", "cons_tres", {}, "of type h100, Slurm knows a100", True),
+        ("gpus-per-task", "cons_tres", {"ranks_per_node": 4}, "", False),
+        ("gres", "cons_res", {}, "", False),
+        ("gpus-per-node", "cons_tres", {}, "", False),
+        ("none", "linear", {}, "", False),
+    ],
+)
+def test_how_gpus_are_asked_for_is_looked_at(
+    style: str, select: str, asked: dict[str, Any], words: str, refuse: bool
+) -> None:
+    text = "name: here\npartitions: {main: {default: true, gpus_per_node: 4, gpu_type: h100}}\n"
+    text += f"gpus: {{request: {style}}}\n"
+    nodes = NODES.replace("Gres=gpu:4", "Gres=gpu:a100:4")
+    answers = {"partitions": PARTITIONS, "nodes": nodes, "config": f"SelectType = select/{select}\n"}
+    job = JobSpec.model_validate({"command": ["true"], "resources": asked})
+    found = list(check_gpus(job, parse_cluster(text, "here.yaml"), read_cluster(answers)))
+    assert [(words in one.text, one.refuse) for one in found] == ([(True, refuse)] if words else [])

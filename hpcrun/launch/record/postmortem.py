@@ -227,18 +227,19 @@ def _below(folder: Path) -> Iterator[Path]:
 def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
     """The values that must not get out, as far as they can be known here."""
     from hpcrun.specs.cluster import load_cluster
+    from hpcrun.specs.fields import given
     from hpcrun.specs.load import load_job
     from hpcrun.specs.secrets import read_secrets
 
     environments: list[Mapping[str, str]] = []
     with suppress(HpcrunError, OSError):
         spec = load_job(run.spec).spec
-        environments.append(spec.env)
+        environments.append(given(spec.env))
         for name, path in spec.secrets.items():
             with suppress(SpecError):
                 yield from read_secrets({name: path}).values()
     with suppress(HpcrunError, OSError):
-        environments.append(load_cluster(owner.cluster).env)
+        environments.append(given(load_cluster(owner.cluster).env))
     for environment in environments:
         yield from (value for name, value in environment.items() if _SECRET_NAME.fullmatch(name))
 

@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 Spec = str | Path | Mapping[str, Any] | None
 """A job file, or its keys and values."""
-KEYS = ("name", "resources", "env", "modules", "python", "cluster")
+KEYS = ("name", "resources", "env", "env_deny", "modules", "python", "cluster")
 """What can be said of a function."""
 _LOCAL = "local"
 _PICKLE_S = 60
@@ -201,6 +201,7 @@ def _resolved(spec: Spec) -> tuple[JobSpec, ClusterSpec | None, bool, Document]:
 
 def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
     from hpcrun.slurm.executor import BackgroundExecutor
+    from hpcrun.specs.fields import given, taken_away
     from hpcrun.units import parse_time
 
     limit = parse_time(job.resources.time).minutes if job.resources.time else None
@@ -208,7 +209,12 @@ def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
         logging.getLogger("hpcrun").warning("modules: not loaded, because this runs here without Slurm")
     python = job.python or sys.executable
     return BackgroundExecutor(
-        run.submitit, tasks=job.ranks_per_node, limit_min=limit, env=job.env, python=python
+        run.submitit,
+        tasks=job.ranks_per_node,
+        limit_min=limit,
+        env=given(job.env),
+        deny=[*job.env_deny, *taken_away(job.env)],
+        python=python,
     )
 
 

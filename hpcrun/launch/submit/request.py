@@ -24,6 +24,7 @@ from hpcrun.slurm.live import LiveCluster, ask_cluster
 from hpcrun.slurm.precheck import (
     Finding,
     check_fit,
+    check_gpus,
     check_place,
     check_room,
     counts_memory,
@@ -297,7 +298,7 @@ def check_cluster(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
 ) -> list[Finding]:
     """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
-    found = check_fit(job, cluster, live)
+    found = [*check_fit(job, cluster, live), *check_gpus(job, cluster, live)]
     with suppress(OSError):
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
         found += check_place(place, cluster, mounts)

@@ -18,6 +18,7 @@ from hpcrun.slurm.directives import directives_of, gpus_of, srun_options_of
 from hpcrun.slurm.precheck import expand_place
 from hpcrun.slurm.versions import Version
 from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
+from hpcrun.specs.fields import given, taken_away
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.resources import OWN_OPTIONS, RetrySpec
@@ -65,8 +66,9 @@ def script_context(
     """
     options, notes = directives_of(job, cluster, version, leaves=leaves)
     _refuse_backticks(options)
-    given = from_profile(cluster)
-    values: dict[str, Any] = given | {
+    site = from_profile(cluster)
+    env = {**(cluster.env if cluster else {}), **job.env}
+    values: dict[str, Any] = site | {
         "name": job.name,
         "run_id": run.id,
         "run_dir": str(run.path),
@@ -78,8 +80,10 @@ def script_context(
         "grace_s": _grace_s(job),
         "ranks_per_node": job.ranks_per_node,
         "srun_options": srun_options_of(job, cluster),
-        "modules": [*given.get("modules", []), *job.modules],
-        "env": _with_source_tree(given.get("env", {}) | job.env),
+        "modules": [*site.get("modules", []), *job.modules],
+        "env": _with_source_tree(given(env)),
+        "env_unset": taken_away(env),
+        "env_deny": [*site.get("env_deny", []), *job.env_deny],
         "slurm_version": str(version) if version else None,
     }
     try:

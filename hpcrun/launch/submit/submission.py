@@ -84,10 +84,11 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryR
 
     What a look at the job and the cluster finds is told through `note`, refusals too.
     """
-    dropped = submission_environment(os.environ)[1]
+    job = Job(request, note, note)
+    deny = [*(job.cluster.env_deny if job.cluster else ()), *job.resolved.spec.env_deny]
+    dropped = submission_environment(os.environ, deny)[1]
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
-    job = Job(request, note, note)
     for one in () if job.is_local else foresee(job.resolved.spec, job.cluster, os.environ).everywhere:
         detail(f"the ranks get {one}")
     findings = [(job.placed(one), one.refuse) for one in job.findings()]
