@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Literal
 
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
+from hpcrun.launch.launchable import check_root
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.job import JobSpec
@@ -21,7 +20,6 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
-from hpcrun.units import amount
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""
@@ -125,7 +123,12 @@ def _check_secrets(resolved: ResolvedJob) -> None:
 
 
 def check_inputs(resolved: ResolvedJob, resume: RunDir | None = None) -> None:
-    """Whether data and weights are there and fit the model; SpecError with the key where they do not."""
+    """Whether data and weights are there and fit the model; SpecError with the key where they do not.
+
+    What a container holds cannot be seen from outside.
+    """
+    if resolved.spec.container is not None:
+        return
     _check_data(resolved)
     _check_weights(resolved, resume)
 
@@ -185,21 +188,9 @@ def _why_incomplete(path: Path) -> str | None:
 def _check_place(prepared: Prepared) -> None:
     """Whether a run directory can be made, and its saves fit."""
     root = prepared.resume.path if prepared.resume else runs_root()
-    # os.access, unlike Path.exists, takes a directory that may not be entered for an answer.
-    place = next(path for path in (root, *root.parents) if os.access(path, os.F_OK))
-    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-    if not writable and prepared.resume is None:
-        found = "may not be written" if place.is_dir() else "is no directory"
-        text = "set HPCRUN_ROOT to a directory that you may write"
-        raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
-    need = save_bytes(prepared)
-    usage = shutil.disk_usage(place)
-    # A file system that does not know its size (0) has no say.
-    if usage.total and usage.free < need:
-        raise SiteError(
-            f"{place}: {amount(usage.free)} are free, but the saves of this run need {amount(need)};"
-            " set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"
-        )
+    check_root(
+        root, is_new=prepared.resume is None, need_bytes=save_bytes(prepared), ranks=prepared.spec.ranks
+    )
     held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
     told = look_at_place(prepared.spec, prepared.plan, root, held=held)
     if told is not None and told.refusal is not None:

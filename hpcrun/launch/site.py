@@ -22,6 +22,7 @@ from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession, left_out
 from hpcrun.launch.allocation import Allocation, find_allocation
 from hpcrun.launch.command import STEP_VARIABLE, template_words
+from hpcrun.launch.launchable import launcher_name, why_no_step_options
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import LiveCluster, ask_topology
@@ -113,11 +114,9 @@ class Site:
     def launcher(self, spec: JobSpec) -> Launcher:
         """What starts the ranks: by the profile between nodes, Hydra on one."""
         cluster, step = self.cluster, template_words(os.environ, STEP_VARIABLE)
-        wanted = cluster.mpi.launcher if cluster else "hydra"
-        if step and wanted != "srun":
-            raise SiteError(
-                f"mpi.launcher: {wanted} starts no container of srun's; set mpi.launcher: srun in the profile"
-            )
+        wanted = launcher_name(cluster)
+        if step and (why := why_no_step_options(wanted)):
+            raise SiteError(why)
         if self.allocation is None or wanted == "hydra":
             interface = None
             if not self.is_here:

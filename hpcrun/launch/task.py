@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 import sys
 import time
@@ -12,7 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED, HpcrunError, SiteError
+from hpcrun.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_SAVED,
+    EXIT_USAGE,
+    HpcrunError,
+    SiteError,
+)
 from hpcrun.launch.agents.comeback import ComeBack
 from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.closing import record_exit
@@ -20,6 +27,7 @@ from hpcrun.launch.course import Outcome
 from hpcrun.launch.endurance import say
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox, hold_back
+from hpcrun.launch.launchable import missing_modules
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.predecessors import hold_for_others
 from hpcrun.launch.prepare import prepare
@@ -33,6 +41,8 @@ from hpcrun.specs.sweep import read_sweep
 ELEMENT_VARIABLE = "HPCRUN_ELEMENT"
 """Set by the array template: which element of the sweep this job is."""
 _EVERY_S = 30.0
+_PICKLE_S = 60.0
+"""So long what submits a job may take to put its pickle there: the job may be quicker."""
 
 
 class BatchLog:
@@ -69,6 +79,9 @@ def run_submitted(folder: str, fall: Fall | None = None) -> int:
 
     `fall`: it is not the first to do so here.
     """
+    if fall is None and (stray := why_stray(Path(folder))):
+        say(stray)
+        return EXIT_USAGE
     _falls.extend([] if fall is None else [fall])
     # It loads numpy where there is one, which a login node is spared.
     process_job = importlib.import_module("submitit.core.submission").process_job
@@ -79,6 +92,29 @@ def run_submitted(folder: str, fall: Fall | None = None) -> int:
         if not _codes:
             raise
     return _codes.pop()
+
+
+def why_stray(folder: Path) -> str | None:
+    """Why this job is none of those that hpcrun has submitted from a folder; None where it is one of them.
+
+    Its pickle says so. While somebody submits, it may still be on its way: then the script lies there under
+    the name that it has until then.
+    """
+    run = RunDir(folder.parent)
+    remedy = f"submit the run with `hpcrun submit --resume {run.id}`"
+    if "SLURM_JOB_ID" not in os.environ:
+        return f"{run.script} is started by Slurm, and this is no job; {remedy}"
+    job_environment = importlib.import_module("submitit.core.job_environment")
+    os.environ["SUBMITIT_FOLDER"] = str(folder)
+    here = job_environment.JobEnvironment()
+    pickle, end = here.paths.submitted_pickle, time.monotonic() + _PICKLE_S
+    begun = [path for path in folder.glob(".submission_file_*.sh") if not path.is_symlink()]
+    while not pickle.exists():
+        if not begun or time.monotonic() > end:
+            found = f"job {here.job_id} was not submitted by hpcrun, which would know nothing of it"
+            return f"{found}: it ends here, and {run.id} is left alone; {remedy}"
+        time.sleep(0.2)
+    return None
 
 
 def run_task(run_path: str, fall: Fall | None = None) -> int:
@@ -179,9 +215,5 @@ def _check_python(record: Provenance | None, cluster: ClusterSpec | None, log: B
             f" {record.host}; set python in the job, or python.path in the profile, if that is not meant"
         )
     wanted = cluster.python.checks if cluster else []
-    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
-    if missing:
-        raise SiteError(
-            f"{sys.executable} on {os.uname().nodename} lacks {', '.join(missing)}; set python in the job or"
-            " python.path in the profile to one that has them, or install them there"
-        )
+    if lacks := missing_modules(wanted, sys.executable, os.uname().nodename):
+        raise SiteError(lacks)

@@ -16,6 +16,7 @@ from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
+from hpcrun.specs.timing import check_times_within
 from hpcrun.units import amount, parse_memory, parse_time, render_memory, render_time
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
@@ -84,10 +85,6 @@ def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | Non
     Several partitions may be named; the job fits when one of them takes it. A QOS or a reservation may lift
     a partition's limits, so with one of these they are told and not refused.
     """
-    limit = parse_time(job.resources.time).seconds if job.resources.time else math.inf
-    if job.retry is not None and parse_time(job.retry.grace).seconds >= limit:
-        text = f"{job.retry.grace} is no less than resources.time {job.resources.time}"
-        return [Finding("retry.grace", f"{text}, so the save would begin at once; use less")]
     names, found = _asked_partitions(job, cluster, live)
     if live and live.nodes and job.resources.nodelist:
         known = {node.name for node in live.nodes}
@@ -177,6 +174,9 @@ def _over(job: JobSpec, limits: _Limits, *, refuse: bool) -> Iterator[Finding]:
     elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
         text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
         yield Finding("resources.time", text, refuse=False)
+        what = f"the {render_time(limits.default_time_s)} of {where}"
+        for one in check_times_within(limits.default_time_s, what, job.retry, job.watch, job.checkpoint):
+            yield Finding(one.key, one.text)
     if limits.max_nodes < asked.all_nodes <= limits.total_nodes:
         text = f"{asked.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
         yield Finding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)

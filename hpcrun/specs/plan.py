@@ -18,6 +18,7 @@ from hpcrun.specs.elastic import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import ResourcesSpec
+from hpcrun.specs.timing import check_times
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 24
@@ -415,4 +416,5 @@ _CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
     (_check_saves, ("checkpoint", "train")),
     (check_spares, ("checkpoint", "resources", "elastic")),
     (check_elastic, ("elastic", "parallel", "command")),
+    (check_times, ("resources", "retry", "watch", "checkpoint")),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ Hpcrun = Callable[..., Completed]
 
 @pytest.fixture
 def hpcrun(lab: Lab, tmp_path: Path) -> Hpcrun:
-    env = {
+    site = {
         "HPCRUN_ROOT": str(tmp_path / "runs"),
         "HPCRUN_SITE": str(tmp_path / "site"),
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
     }
 
-    def call(*words: str, timeout_s: float = 120) -> Completed:
-        return lab.run(["python", "-m", "hpcrun", *words], env=env, cwd=tmp_path, timeout_s=timeout_s)
+    def call(*words: str, timeout_s: float = 120, env: Mapping[str, str] = {}) -> Completed:
+        own = site | env
+        return lab.run(["python", "-m", "hpcrun", *words], env=own, cwd=tmp_path, timeout_s=timeout_s)
 
     return call
 
@@ -61,6 +62,32 @@ def test_a_command_over_two_nodes_is_followed_to_its_end(hpcrun: Hpcrun, tmp_pat
         "rank 2 of 4, 0 on n02, of 10.77.1.1",
         "rank 3 of 4, 1 on n02, of 10.77.1.1",
     ]
+
+
+def test_a_script_by_hand_and_what_a_job_does_not_inherit(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:
+    environ = {"TRITON_CACHE_DIR": "/home", "XDG_CACHE_HOME": "/home", "PLAIN": "mine"}
+    (tmp_path / "job.yaml").write_text(
+        "name: by-hand\nresources: {time: 5m}\nenv_deny: [TRITON_*]\nenv: {XDG_CACHE_HOME: null}\n"
+        "command: [env]\n"
+    )
+    done = hpcrun("submit", "job.yaml", "--follow", env=environ).require()
+    run = RunDir(tmp_path / "runs" / done.stdout.splitlines()[0])
+    given = run.attempt(1).log(0).read_text().splitlines()
+    assert "PLAIN=mine" in given
+    assert not [line for line in given if line.startswith(("TRITON_CACHE_DIR=", "XDG_CACHE_HOME="))]
+    before = run.read_exit()
+    job = lab.run(["sbatch", "--parsable", str(run.script)]).require().stdout.strip()
+    log = run.submitit / f"{job}_0_log.err"
+
+    def is_over() -> bool:
+        return "JobState=FAILED Reason=NonZeroExitCode" in lab.run(["scontrol", "show", "job", job]).stdout
+
+    lab.wait_until(is_over, 60, lambda: lab.run(["scontrol", "show", "job", job]).stdout)
+    (line,) = log.read_text().splitlines()
+    assert f"job {job} was not submitted by hpcrun" in line
+    assert "ExitCode=2:0" in lab.run(["scontrol", "show", "job", job]).stdout
+    assert run.read_exit() == before
+    assert len(run.attempts()) == 1
 
 
 def test_forty_elements_and_the_three_that_failed_again(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> None:

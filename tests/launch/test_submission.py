@@ -16,8 +16,11 @@ import pytest
 
 from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
 from hpcrun.checkpoint.lustre.storage import StoragePlan
+from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.allocation import Allocation
+from hpcrun.launch.command import STEP_VARIABLE
+from hpcrun.launch.prepare import prepare
 from hpcrun.launch.record.runs import look_at_elements
 from hpcrun.launch.site import Site
 from hpcrun.launch.submit import request as requests
@@ -25,6 +28,7 @@ from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.process import ProcessId
+from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job, parse_job
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.predecessors import Predecessors, read_predecessors
@@ -437,7 +441,7 @@ def test_a_backtick_cannot_stand_in_a_directive(slurm: Fake) -> None:
 def test_the_template_is_the_one_for_the_job(
     text: str | None, overrides: list[str], template: str, holds: tuple[str, ...], slurm: Fake, tmp_path: Path
 ) -> None:
-    profile(tmp_path)
+    profile(tmp_path, PROFILE + "mpi: {launcher: srun}\n")
     command = ("echo", "hi") if text is None else None
     done = handed_over(ask(text, *overrides, command=command))
     record = read_provenance(done.run)
@@ -954,3 +958,119 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
     batch = Site(Allocation(7, (os.uname().nodename,), "7", is_batch=True))
     found = environment_of_ranks(attempt, spec, batch, here, lambda _: None)
     assert (found.get("TRITON_CACHE_DIR"), found.get("NCCL_DEBUG")) == ("inherited", None)
+
+
+SURVIVE = "checkpoint: {memory: 1, every: 1, parity: {survive: leaf}}\n"
+PYXIS = "container: {image: img.sqsh, runtime: pyxis}\n"
+
+
+def findings(request: Request) -> list[str]:
+    """What a dry run, and a submission with the same words, refuse."""
+    refused = [str(one) for one in dry_run(request, lambda _: None).refused]
+    with pytest.raises(SpecError) as error:
+        submit(request, lambda _: None)
+    assert [str(one) for one in error.value.problems] == refused
+    return refused
+
+
+@pytest.mark.parametrize("launcher", ["hydra", "mpirun"])
+@pytest.mark.parametrize("kind", [JOB, SWEEP, 'command: ["true"]\n'])
+def test_a_launcher_that_cannot_start_the_container_is_refused_as_on_the_node(
+    kind: str, launcher: str, slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile(tmp_path, f"name: here\nmpi: {{launcher: {launcher}}}\n")
+    (told,) = findings(ask(kind + PYXIS))
+    assert f"mpi.launcher: {launcher} starts no container of srun's" in told
+    monkeypatch.setenv(STEP_VARIABLE, "--container-image=img.sqsh")
+    cluster = load_cluster(tmp_path / "site" / "profiles" / "here.yaml")
+    with pytest.raises(SiteError) as late:
+        Site(None, cluster).launcher(parse_job('command: ["true"]', "job.yaml").spec)
+    assert str(late.value) in told
+
+
+def test_or_started_when_it_can(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path, "name: here\nmpi: {launcher: srun}\n")
+    assert dry_run(ask(JOB + PYXIS), lambda _: None).refused == ()
+    profile(tmp_path, "name: here\nmpi: {launcher: hydra}\n")
+    other = "container: {image: img.sif, runtime: apptainer}\n"
+    assert dry_run(ask(JOB + other), lambda _: None).refused == ()
+
+
+def test_a_loss_that_so_few_nodes_cannot_survive_is_refused(slurm: Fake) -> None:
+    (told,) = findings(ask(JOB + SURVIVE))
+    with pytest.raises(UsageError) as late:
+        choose_sets(["n1"], {"leaf": {"n1": "l1"}}, survive="leaf")
+    assert str(late.value) in told
+    two = dry_run(ask(JOB + SURVIVE, "resources.nodes=2", "parallel.dp_shard=2"), lambda _: None)
+    assert two.refused == ()
+
+
+def test_a_root_that_may_not_be_written_is_refused_as_on_the_node(
+    slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "file" / "runs"))
+    (told,) = findings(ask())
+    with pytest.raises(UsageError) as late:
+        prepare(Path("job.yaml"))
+    assert str(late.value) == told
+
+
+def test_what_a_container_holds_is_not_looked_for_outside(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path, "name: here\nmpi: {launcher: srun}\n")
+    inside = "model: tiny\ndata: {text: /in/the/image.txt}\n" + PYXIS
+    done = handed_over(ask(inside))
+    # As the supervisor on the node, outside of the container, looks again.
+    assert prepare(None, resume=done.run).spec.container is not None
+
+
+def test_modules_that_this_interpreter_lacks_are_told(slurm: Fake, tmp_path: Path) -> None:
+    profile(tmp_path, "name: here\npython: {checks: [not_there_at_all]}\n")
+    notes: list[str] = []
+    assert dry_run(ask(), notes.append).refused == ()
+    assert any("lacks not_there_at_all" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text", "words"),
+    [
+        ({"SBATCH_ACCOUNT": "other"}, "account: mine", "is mine, but SBATCH_ACCOUNT in your environment"),
+        ({"SBATCH_TIMELIMIT": "60"}, "time: 2h", "is 2h, but SBATCH_TIMELIMIT in your environment is 60"),
+        ({"SBATCH_SEGMENT_SIZE": "3"}, "nodes: 2", "3"),
+        ({"SLURM_CLUSTERS": "near"}, "nodes: 1", "of the cluster far, but SLURM_CLUSTERS is near"),
+    ],
+)  # fmt: skip
+def test_the_user_s_slurm_variables_are_refused_where_they_contradict(
+    environ: dict[str, str],
+    text: str,
+    words: str,
+    slurm: Fake,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "SLURM_CLUSTERS" in environ:
+        profile(tmp_path, "name: here\nslurm_cluster: far\n")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    told = findings(ask(f'command: ["true"]\nresources: {{{text}}}\n'))
+    assert [one for one in told if words in one], told
+    assert not any("\n" in one for one in told)
+
+
+def test_or_fill_what_is_open_and_stay_with_the_run(slurm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = slurm("sbatch", "101;far")
+    for name, value in {
+        "SBATCH_ACCOUNT": "mine",
+        "SBATCH_TIMELIMIT": "2:00:00",
+        "SLURM_CLUSTERS": "far",
+    }.items():
+        monkeypatch.setenv(name, value)
+    done, notes = noted(ask('command: ["true"]'))
+    options = directives(done.run.script.read_text())
+    assert (options["account"], options["time"]) == ("mine", "120")
+    assert any("resources.account=mine: from SBATCH_ACCOUNT" in note for note in notes)
+    assert calls(log)[0].startswith("--parsable -M far ")
+    record = read_provenance(done.run)
+    assert record is not None
+    assert record.inputs["SBATCH_ACCOUNT"] == "mine"
+    assert (record.submissions[0].cluster, load_job(done.run.spec).spec.resources.account) == ("far", "mine")

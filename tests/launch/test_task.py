@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,3 +84,43 @@ def test_without_slurm_the_elements_of_a_sweep_run_in_turn(monkeypatch: pytest.M
     monkeypatch.setenv("HPCRUN_ELEMENT", "1")
     assert task.run_task(str(run.path)) == 5
     assert len(run.element(1).attempts()) == 2
+
+
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the batch script of a run finds itself in Slurm's job 77."""
+    told = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n1", "SUBMITIT_EXECUTOR": "slurm"}
+    told |= {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    for name, value in (told | {"SLURM_NODEID": "0"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SUBMITIT_FOLDER", "")
+
+
+def test_a_script_that_was_submitted_by_hand_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: Capture
+) -> None:
+    run = made("true")
+    run.submitit.mkdir()
+    # As a submission leaves it: the name that Slurm was given goes on leading to the script.
+    (run.submitit / ".submission_file_0a.sh").symlink_to("12_submission.sh")
+    assert task.run_submitted(str(run.submitit)) == 2, "without Slurm"
+    by_hand(monkeypatch)
+    assert task.run_submitted(str(run.submitit)) == 2
+    first, second = capfd.readouterr().err.splitlines()
+    assert "this is no job; submit the run with `hpcrun submit --resume" in first
+    assert "job 77 was not submitted by hpcrun" in second
+    assert run.read_exit() is None, "the run's own job may still wait"
+
+
+def test_a_job_that_is_quicker_than_its_submission_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = made("true")
+    run.submitit.mkdir()
+    by_hand(monkeypatch)
+    (run.submitit / ".submission_file_0a.sh").touch()
+    pickle = run.submitit / "77_submitted.pkl"
+    late = threading.Timer(0.5, pickle.touch)
+    late.start()
+    assert task.why_stray(run.submitit) is None
+    late.join()
+    pickle.unlink()
+    monkeypatch.setattr(task, "_PICKLE_S", 0.3)
+    assert "job 77 was not submitted by hpcrun" in str(task.why_stray(run.submitit))

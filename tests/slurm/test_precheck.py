@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hpcrun.errors import SpecError
 from hpcrun.slurm.live import LiveCluster, read_cluster
 from hpcrun.slurm.precheck import (
     Finding,
@@ -211,13 +212,39 @@ def test_the_profile_knows_how_many_gpus_a_job_gets(live: LiveCluster) -> None:
     assert [(one.key, one.refuse) for one in found] == [("resources.gpus_per_node", True)]
 
 
-def test_the_save_must_begin_before_the_end() -> None:
-    text = "command: [echo]\nretry: {grace: 10m}\nresources: {time: 10m}\n"
-    found = check_fit(parse_job(text, "job.yaml").spec, None, None)
-    assert told(found)[0][:2] == (
-        "retry.grace",
-        "10m is no less than resources.time 10m, so the save would begin at once; use less",
-    )
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("retry: {grace: 10m}", "retry.grace"),
+        ("retry: {grace: 2h}", "retry.grace"),
+        ("watch: {floor: 10m}", "watch.floor"),
+        ("watch: {floor: 2h}", "watch.floor"),
+        ("watch: {slow: 1h}", "watch.slow"),
+        ("checkpoint: {max_undurable: 1h, memory: 1}", "checkpoint.max_undurable"),
+        ("watch: {floor: 2h, hangs: false}", ""),
+        ("watch: {floor: 9m, slow: 10m}", ""),
+        ("retry: {grace: 9m}", ""),
+        ("retry: {crash: 1}", ""),
+    ],
+)
+def test_what_waits_longer_than_the_job_is_a_mistake_wherever_the_limit_comes_from(
+    text: str, key: str, live: LiveCluster
+) -> None:
+    shared = "command: [echo]\n"
+    if not key:
+        assert parse_job(f"{shared}{text}\nresources: {{time: 10m}}\n", "job.yaml")
+    else:
+        with pytest.raises(SpecError) as refused:
+            parse_job(f"{shared}{text}\nresources: {{time: 10m}}\n", "job.yaml")
+        (problem,) = refused.value.problems
+        assert problem.key == key
+        assert "is no less than resources.time 10m, so " in problem.text
+    # Without a limit of its own the job gets its partition's, half an hour.
+    spec = parse_job(f"{shared}{text}\n", "job.yaml").spec
+    late = {one.key: one.text for one in check_fit(spec, None, live) if one.refuse}
+    expected = {key} if "1h" in text or "2h" in text else set()
+    assert set(late) == (expected if key else set())
+    assert all("no less than the 00:30:00 of partition main, so " in one for one in late.values())
 
 
 def test_where_no_memory_is_counted_none_is_asked_for(live: LiveCluster) -> None:

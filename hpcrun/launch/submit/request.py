@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.launch import prepare
+from hpcrun.launch.launchable import check_root, missing_modules, problems
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.submit.forecast import Network, forecast, look
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
-from hpcrun.launch.submit.script import python_of, root_of, script_context, template_name
+from hpcrun.launch.submit.script import python_of, root_of, runtime_of, script_context, template_name
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.contract import ScriptContext
 from hpcrun.slurm.inputs import Inputs, read_inputs
@@ -26,7 +28,6 @@ from hpcrun.slurm.precheck import (
     check_fit,
     check_gpus,
     check_place,
-    check_room,
     counts_memory,
     expand_place,
     over_quota,
@@ -37,6 +38,7 @@ from hpcrun.specs.badnodes import merged_exclude
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job
+from hpcrun.specs.plan import contradictions
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
@@ -89,6 +91,8 @@ class Job:
         for text in self.inputs.notes:
             note(text)
         self.resolved = self.resolved.asking(self.inputs.resources)
+        # What was filled in may contradict other parts of the job, which went together before.
+        self._clashes = contradictions(self.resolved.spec) if self.inputs.resources else []
         self.library = Library()
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
@@ -240,22 +244,34 @@ class Job:
         found = [*_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
             return [*found, *_beyond_this_machine(spec)]
-        found += [*self.inputs.findings, *_missing_image(spec)]
+        found += [*self.inputs.findings, *(Finding(one.key, one.text) for one in self._clashes)]
+        found += _missing_image(spec)
         found += check_cluster(self.steered, self.cluster, self.live, self.place)
-        python = python_of(spec, self.cluster)
+        runtime = runtime_of(spec, self.cluster)
+        found += [Finding(one.key, one.text) for one in problems(spec, self.cluster, runtime)]
+        return [*found, *self._python(), *self._quota()]
+
+    def _python(self) -> Iterator[Finding]:
+        """What is seen from here of the interpreter on the compute nodes, which may differ there."""
+        python = python_of(self.resolved.spec, self.cluster)
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
-            found.append(Finding("python", text, refuse=False))
-        return found + self._quota()
+            yield Finding("python", text, refuse=False)
+        elif python == sys.executable and self.cluster is not None:
+            lacks = missing_modules(self.cluster.python.checks, python, os.uname().nodename)
+            if lacks is not None:
+                yield Finding("python", f"{lacks} (if it is the same on the compute nodes)", refuse=False)
 
     def _room(self) -> list[Finding]:
         """Whether the files of the run, or of all elements, have room where they are written."""
-        there = next((path for path in (self.place, *self.place.parents) if os.access(path, os.F_OK)), None)
-        if there is None:
-            return []
         jobs = self.jobs()
         need = sum(prepare.save_bytes(prepare.Prepared(one.spec, one.plan)) for one in jobs if one.plan)
-        return check_room(there, os.statvfs(there), need, self.resolved.spec.ranks, len(jobs))
+        is_new, ranks = self.resume is None, self.resolved.spec.ranks
+        try:
+            check_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
+        except (UsageError, SiteError) as error:
+            return [Finding("", str(error))]
+        return []
 
     def _saves(self) -> list[Finding]:
         """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
@@ -346,8 +362,7 @@ def _load(request: Request, note: Note) -> ResolvedJob:
 def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
     """What is wrong with the data, the weights and the secrets, each told once."""
     found = [Finding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
-    # What a container holds cannot be seen from outside.
-    if jobs[0].spec.command is not None or jobs[0].spec.container is not None:
+    if jobs[0].spec.command is not None:
         return found
     seen = set()
     for job in jobs:

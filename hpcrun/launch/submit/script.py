@@ -31,7 +31,7 @@ def template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
     if job.sweep is not None:
         return "array"
     kind = "train" if job.command is None else "command"
-    runtime = _runtime(job, cluster)
+    runtime = runtime_of(job, cluster)
     return kind if runtime is None else f"{kind}-{'pyxis' if runtime == 'pyxis' else 'apptainer'}"
 
 
@@ -117,7 +117,8 @@ def script_problems(error: ValidationError) -> SpecError:
     return SpecError([Problem(f"batch script: {one.key}", one.text) for one in problems])
 
 
-def _runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
+def runtime_of(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
+    """What runs the job's container: as it says, else as the profile does; None where it has none."""
     if job.container is None:
         return None
     runtime = job.container.runtime or (cluster.container.runtime if cluster else "none")
@@ -128,7 +129,7 @@ def _runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
 
 
 def _container(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | None:
-    runtime, own = _runtime(job, cluster), job.container
+    runtime, own = runtime_of(job, cluster), job.container
     if runtime is None or own is None:
         return None
     site = cluster.container if cluster else ContainerSpec()

@@ -1,0 +1,74 @@
+"""What stands against a launch and is known before there are nodes: asked at the submission and on the node.
+
+Both get the same words from here. What only a node can tell stands where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from hpcrun.checkpoint.parity.sets import check_survivable
+from hpcrun.errors import Problem, SiteError, UsageError
+from hpcrun.slurm.precheck import check_room
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.job import JobSpec
+
+LauncherName = Literal["hydra", "srun", "mpirun"]
+
+
+def launcher_name(cluster: ClusterSpec | None) -> LauncherName:
+    """What starts the ranks between nodes."""
+    return cluster.mpi.launcher if cluster else "hydra"
+
+
+def why_no_step_options(launcher: LauncherName) -> str | None:
+    """Why a launcher cannot start ranks in a container that srun makes; None where it can."""
+    if launcher == "srun":
+        return None
+    return f"mpi.launcher: {launcher} starts no container of srun's; set mpi.launcher: srun in the profile"
+
+
+def problems(job: JobSpec, cluster: ClusterSpec | None, runtime: str | None) -> list[Problem]:
+    """What of a job cannot be launched by this profile; `runtime`: what runs its container, if it has one."""
+    found = []
+    why = why_no_step_options(launcher_name(cluster)) if runtime == "pyxis" else None
+    if why is not None:
+        found.append(Problem("container", why))
+    parity = job.checkpoint.parity
+    if job.checkpoint.memory:
+        try:
+            check_survivable(parity.survive, parity.scheme, job.resources.nodes)
+        except UsageError as error:
+            found.append(Problem("", str(error)))
+    return found
+
+
+def missing_modules(names: Sequence[str], python: str, host: str) -> str | None:
+    """Which of these modules this interpreter lacks, in words; None where it has them all."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if not missing:
+        return None
+    return (
+        f"{python} on {host} lacks {', '.join(missing)}; set python in the job or python.path in the profile"
+        " to one that has them, or install them there"
+    )
+
+
+def check_root(root: Path, *, is_new: bool, need_bytes: int, ranks: int, runs: int = 1) -> None:
+    """Whether run directories can be made under a root, and what they hold has room.
+
+    UsageError where it may not be written, SiteError where there is too little room.
+    """
+    # os.access, unlike Path.exists, takes a directory that may not be entered for an answer.
+    place = next(path for path in (root, *root.absolute().parents) if os.access(path, os.F_OK))
+    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    if not writable and is_new:
+        found = "may not be written" if place.is_dir() else "is no directory"
+        text = "set HPCRUN_ROOT to a directory that you may write"
+        raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
+    for finding in check_room(place, os.statvfs(place), need_bytes, ranks, runs):
+        raise SiteError(finding.text)
