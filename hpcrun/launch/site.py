@@ -27,6 +27,7 @@ from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environm
 from hpcrun.launch.world import without_world
 from hpcrun.slurm.live import LiveCluster, ask_topology
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster
+from hpcrun.specs.fields import matches, taken_away
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, explained, in_blocks
 from hpcrun.specs.plan import Plan
@@ -140,8 +141,16 @@ class Site:
             options.append(f"--gpu-bind={cluster.gpus.bind}")
         return options
 
+    def inherited(self, spec: JobSpec) -> dict[str, str]:
+        """What agents and ranks inherit of our own environment: nothing that the job unsets, or denies."""
+        # A batch job was submitted without what is denied, and what the site has set since then is meant.
+        deny = [] if self.is_batch else [*(self.cluster.env_deny if self.cluster else ()), *spec.env_deny]
+        unset, environ = taken_away(spec.env), without_world(os.environ)
+        left = {k: v for k, v in environ.items() if k not in unset and not matches(k, deny)}
+        return with_our_package(left)
+
     @contextmanager
-    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
         """The nodes, with an agent on each where there are to be any, for as long as the block lasts.
 
         With a `succession` the agents are there already, and were another supervisor's.
@@ -154,7 +163,7 @@ class Site:
                 here.close()
             return
         names = self.allocation.nodes
-        environ = step_environment(without_world(with_our_package(os.environ)))
+        environ = step_environment(self.inherited(spec))
         address = self.address_here.text
         leadership = Leadership(run, succession.epoch if succession else None)
         missing, gone = (succession.missing, left_out(run)[0]) if succession else ("", frozenset())

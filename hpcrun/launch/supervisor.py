@@ -87,7 +87,7 @@ class Supervisor:
         owned = succeed(run) if has_epoch else own(run, self._site.allocation, note)
         with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
-                with self._site.nodes(run, self._succession) as nodes:
+                with self._site.nodes(run, prepared.spec, self._succession) as nodes:
                     outcome = self._attempts(run, launcher, nodes)
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.

@@ -11,12 +11,11 @@ from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
 from hpcrun.launch.settings import settle
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
-from hpcrun.launch.site import Site, with_our_package
+from hpcrun.launch.site import Site
 from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
-from hpcrun.launch.world import without_world
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.specs.fields import given, matches, taken_away
+from hpcrun.specs.fields import given, taken_away
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
@@ -32,13 +31,15 @@ def environment_of_ranks(
     note: Callable[[str], None],
 ) -> dict[str, str]:
     """Everything that a rank finds in its environment; what the job says is stronger than what we choose."""
-    environ = with_our_package(_inherited(spec, site))
     cores = max(1, len(os.sched_getaffinity(0)) // placement.per_node)
-    environ.setdefault("OMP_NUM_THREADS", str(spec.resources.cpus_per_rank or cores))
-    # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
-    environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(attempt.stacks / NCCL_PIPE))
-    environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(attempt.stacks / NCCL_TRACE))
-    own = given(spec.env)
+    usual = {
+        "OMP_NUM_THREADS": str(spec.resources.cpus_per_rank or cores),
+        # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(attempt.stacks / NCCL_PIPE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(attempt.stacks / NCCL_TRACE),
+    }
+    own, unset = given(spec.env), taken_away(spec.env)
+    environ = {k: v for k, v in usual.items() if k not in unset} | site.inherited(spec)
     points = _points(attempt, spec, site, placement, nodes, note)
     interfaces = {node: one.interface for node, one in points.items() if one.interface}
     ours = settle(attempt, spec, site.cluster, placement, environ | own, note, interfaces)
@@ -47,15 +48,6 @@ def environment_of_ranks(
     # Nobody can take a name that nobody can guess.
     marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
     return ours | environ | own | meeting | read_secrets(spec.secrets) | marks
-
-
-def _inherited(spec: JobSpec, site: Site) -> dict[str, str]:
-    """What ranks inherit of our own environment: nothing that the job unsets, or does not want."""
-    # A batch job was submitted without what is not wanted, and what the site has set since is meant.
-    deny = [] if site.is_batch else [*(site.cluster.env_deny if site.cluster else ()), *spec.env_deny]
-    unset = taken_away(spec.env)
-    environ = without_world(os.environ)
-    return {k: v for k, v in environ.items() if k not in unset and not matches(k, deny)}
 
 
 def _points(

@@ -109,6 +109,7 @@ file_systems:
   scratch: {path: /scratch/$USER, kind: lustre}
   local: {path: /tmp, kind: local, shared: false}
 quota: [lfs, quota, -h, /scratch]
+env_deny: [TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR, "*_CACHE_PATH"]   # not inherited from login shells
 root: /scratch/$USER/runs       # where run directories are made
 log_roots: [/scratch, /home]    # a run directory elsewhere is refused
 """

@@ -120,6 +120,8 @@ class Inputs:
     """For -M."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """The variables that are used: name to value."""
+    by_key: Mapping[str, str] = field(default_factory=dict)
+    """Which of them has said a key under `resources`."""
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What contradicts the job or the profile."""
@@ -160,7 +162,7 @@ class _Reader:
         if self._sbatch:
             resources["sbatch"] = dict(self._job.resources.sbatch) | self._sbatch
         notes, findings = tuple(self._notes), tuple(self._findings)
-        return Inputs(resources, self._slurm_cluster, self._sources, notes, findings)
+        return Inputs(resources, self._slurm_cluster, self._sources, self._by, notes, findings)
 
     def take(self, name: str, value: str) -> None:
         if name in UNUSED:
@@ -263,8 +265,10 @@ class _Reader:
             if text.lower() not in ("", "exclusive", "true", "yes", "1"):
                 raise UsageError(f"{name} is {text}, which a job cannot be given here; unset {name}")
             value = True
-        elif key in ("switches", "segment") and text.isdecimal():
+        elif key in ("switches", "segment") and text.isascii() and text.isdecimal():
             value = int(text)
+            # Where it is set for everybody, a smaller job cannot be under more switches than it has nodes.
+            value = min(value, self._job.resources.all_nodes) if key == "switches" else value
         try:
             ResourcesSpec.model_validate({key: value})
         except ValidationError as error:

@@ -64,6 +64,15 @@ def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
     assert told == {("NCCL_IB_TC", "96", "env of the job"), ("NCCL_IB_HCA", "=mlx5_0", "environment")}
 
 
+def test_what_the_job_unsets_is_not_set_in_its_place(attempt: Attempt) -> None:
+    network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
+    assert settle(attempt, job(NCCL_IB_TC=None), network, Placement(NODES), {}) == {"NCCL_IB_HCA": "=mlx5_0"}
+    assert "NCCL_IB_TC" not in table_of(attempt).read_text()
+    site = network.model_copy(update={"env": {"NCCL_IB_TC": None}})
+    two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
+    assert foresee(two, site, {}).environment() == {"NCCL_IB_HCA": "=mlx5_0"}
+
+
 def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
     (tmp_path / "nccl.conf").write_text("NCCL_IB_TC=41\n")
     environ = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}

@@ -945,13 +945,13 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
 ) -> None:
     for name in ("TRITON_CACHE_DIR", "OWN", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "inherited")
-    text = 'command: ["true"]\nenv: {NCCL_DEBUG: null, OWN: mine}\nenv_deny: [TRITON_*, OWN]\n'
+    text = 'command: ["true"]\nenv: {NCCL_DEBUG: null, OMP_NUM_THREADS: null, OWN: mine}\nenv_deny: [TRITON_*, OWN]\n'
     spec = parse_job(text, "job.yaml").spec
     attempt = create_run("ranks").coming_attempt()
     attempt.create()
     here = Placement((os.uname().nodename,))
     found = environment_of_ranks(attempt, spec, Site(), here, lambda _: None)
-    assert "NCCL_DEBUG" not in found
+    assert not {"NCCL_DEBUG", "OMP_NUM_THREADS"} & set(found)
     assert "TRITON_CACHE_DIR" not in found
     assert found["OWN"] == "mine", "what the job sets is not inherited"
     # Where a batch job stands it was submitted without; what the site has set since then is meant.
@@ -1036,7 +1036,9 @@ def test_modules_that_this_interpreter_lacks_are_told(slurm: Fake, tmp_path: Pat
     [
         ({"SBATCH_ACCOUNT": "other"}, "account: mine", "is mine, but SBATCH_ACCOUNT in your environment"),
         ({"SBATCH_TIMELIMIT": "60"}, "time: 2h", "is 2h, but SBATCH_TIMELIMIT in your environment is 60"),
-        ({"SBATCH_SEGMENT_SIZE": "3"}, "nodes: 2", "3"),
+        ({"SBATCH_SEGMENT_SIZE": "3"}, "nodes: 2", "use 1, 2 (SBATCH_SEGMENT_SIZE is 3 in your environment)"),
+        ({"SBATCH_REQ_SWITCH": "2"}, "nodes: 2, placement: spread", "(SBATCH_REQ_SWITCH is 2 in"),
+        ({"SBATCH_TIMELIMIT": "10"}, "nodes: 1}\nwatch: {floor: 1h", "(SBATCH_TIMELIMIT is 10 in"),
         ({"SLURM_CLUSTERS": "near"}, "nodes: 1", "of the cluster far, but SLURM_CLUSTERS is near"),
     ],
 )  # fmt: skip

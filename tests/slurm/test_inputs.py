@@ -128,6 +128,7 @@ def test_what_contradicts_the_job_is_refused_with_both_values(
         ({"SBATCH_EXCLUSIVE": "exclusive"}, {"exclusive": True}),
         ({"SBATCH_WCKEY": "a"}, {"sbatch": {"wckey": "a"}}),
         ({"SBATCH_ACCOUNT": " "}, {"account": "a"}),
+        ({"SBATCH_REQ_SWITCH": "4"}, {"switches": 2, "nodes": 2}),
     ],
 )
 def test_what_says_the_same_in_other_words_is_no_contradiction(

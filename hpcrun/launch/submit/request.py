@@ -91,8 +91,6 @@ class Job:
         for text in self.inputs.notes:
             note(text)
         self.resolved = self.resolved.asking(self.inputs.resources)
-        # What was filled in may contradict other parts of the job, which went together before.
-        self._clashes = contradictions(self.resolved.spec) if self.inputs.resources else []
         self.library = Library()
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
@@ -244,8 +242,7 @@ class Job:
         found = [*_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
             return [*found, *_beyond_this_machine(spec)]
-        found += [*self.inputs.findings, *(Finding(one.key, one.text) for one in self._clashes)]
-        found += _missing_image(spec)
+        found += [*self.inputs.findings, *_clashes(self.resolved.spec, self.inputs), *_missing_image(spec)]
         found += check_cluster(self.steered, self.cluster, self.live, self.place)
         runtime = runtime_of(spec, self.cluster)
         found += [Finding(one.key, one.text) for one in problems(spec, self.cluster, runtime)]
@@ -297,6 +294,15 @@ class Job:
             return [Finding("", f"the quota is not known: {error}", refuse=False)]
         text = "over the quota, so writing may fail: {} (`{}`)"
         return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
+
+
+def _clashes(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
+    """What the caller's variables have said and other parts of the job contradict: it was sound before."""
+    for one in contradictions(spec) if inputs.resources else ():
+        by = inputs.by_key.get(one.key.removeprefix("resources."))
+        names = [by] if by else list(inputs.sources)
+        told = ", ".join(f"{name} is {inputs.sources[name]}" for name in names)
+        yield Finding(one.key, f"{one.text} ({told} in your environment)")
 
 
 def ask_live(slurm_cluster: str | None, note: Note) -> LiveCluster | None:
