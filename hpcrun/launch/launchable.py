@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
 from hpcrun.checkpoint.parity.sets import check_survivable
 from hpcrun.errors import Problem, SiteError, UsageError
+from hpcrun.launch.hydra import find_mpiexec
 from hpcrun.slurm.precheck import check_room
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -32,8 +34,14 @@ def why_no_step_options(launcher: LauncherName) -> str | None:
     return f"mpi.launcher: {launcher} starts no container of srun's; set mpi.launcher: srun in the profile"
 
 
-def problems(job: JobSpec, cluster: ClusterSpec | None, runtime: str | None) -> list[Problem]:
-    """What of a job cannot be launched by this profile; `runtime`: what runs its container, if it has one."""
+def problems(
+    job: JobSpec, cluster: ClusterSpec | None, runtime: str | None, levels: Collection[str] | None = None
+) -> list[Problem]:
+    """What of a job cannot be launched by this profile.
+
+    `runtime`: what runs its container, if it has one; `levels`: of the fabric that is common to its nodes,
+    where they are known.
+    """
     found = []
     why = why_no_step_options(launcher_name(cluster)) if runtime == "pyxis" else None
     if why is not None:
@@ -41,10 +49,21 @@ def problems(job: JobSpec, cluster: ClusterSpec | None, runtime: str | None) -> 
     parity = job.checkpoint.parity
     if job.checkpoint.memory:
         try:
-            check_survivable(parity.survive, parity.scheme, job.resources.nodes)
+            check_survivable(parity.survive, parity.scheme, job.resources.nodes, levels)
         except UsageError as error:
             found.append(Problem("", str(error)))
     return found
+
+
+def why_not_started_here(cluster: ClusterSpec | None) -> list[str]:
+    """What this interpreter on this host lacks to start ranks; that of a compute node may have it."""
+    found = [missing_modules(cluster.python.checks if cluster else [], sys.executable, os.uname().nodename)]
+    try:
+        if launcher_name(cluster) == "hydra":
+            find_mpiexec()
+    except SiteError as error:
+        found.append(str(error))
+    return [one for one in found if one]
 
 
 def missing_modules(names: Sequence[str], python: str, host: str) -> str | None:

@@ -27,7 +27,7 @@ def hpcrun(lab: Lab, tmp_path: Path) -> Hpcrun:
     }
 
     def call(*words: str, timeout_s: float = 120, env: Mapping[str, str] = {}) -> Completed:
-        own = site | env
+        own = {**site, **env}
         return lab.run(["python", "-m", "hpcrun", *words], env=own, cwd=tmp_path, timeout_s=timeout_s)
 
     return call

@@ -60,6 +60,33 @@ def test_each_task_has_a_result_of_its_own_and_the_spec_s_environment() -> None:
     assert job.results() == [["0", "a b"], ["1", "a b"]]
 
 
+def test_what_the_spec_unsets_or_denies_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TRITON_CACHE_DIR", "PYTHONFAULTHANDLER", "GONE", "PLAIN"):
+        monkeypatch.setenv(name, "1")
+    spec = LOCAL | {"env": {"GONE": None}, "env_deny": ["TRITON_*", "PYTHONF*"]}
+    names = ("TRITON_CACHE_DIR", "PYTHONFAULTHANDLER", "GONE", "PLAIN")
+    assert hpcrun.submit(_environment, *names, spec=spec).result() == [None, None, None, "1"]
+
+
+def test_the_user_s_slurm_variables_hold_for_functions_too(
+    put: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = put("sbatch", "12;far")
+    put("squeue", "")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    monkeypatch.setenv("SLURM_CLUSTERS", "far")
+    with pytest.raises(SpecError, match=r"resources.account: is proj, but SBATCH_ACCOUNT .* is mine"):
+        hpcrun.submit(divmod, 7, 2, spec={"resources": {"account": "proj"}})
+    assert runs(runs_root) == []
+    hpcrun.submit(divmod, 7, 2)
+    (run,) = all_runs()
+    assert "#SBATCH --account=mine\n" in (run.submitit / "12_submission.sh").read_text(encoding="utf-8")
+    assert calls(log)[0].startswith("--parsable -M far ")
+    record = read_provenance(run)
+    assert record is not None
+    assert record.inputs == {"SBATCH_ACCOUNT": "mine", "SLURM_CLUSTERS": "far"}
+
+
 def _environment(*names: str) -> list[str | None]:
     return [os.environ.get(name) for name in names]
 

@@ -945,7 +945,8 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
 ) -> None:
     for name in ("TRITON_CACHE_DIR", "OWN", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "inherited")
-    text = 'command: ["true"]\nenv: {NCCL_DEBUG: null, OMP_NUM_THREADS: null, OWN: mine}\nenv_deny: [TRITON_*, OWN]\n'
+    text = 'command: ["true"]\nenv_deny: [TRITON_*, OWN]\n'
+    text += "env: {NCCL_DEBUG: null, OMP_NUM_THREADS: null, OWN: mine}\n"
     spec = parse_job(text, "job.yaml").spec
     attempt = create_run("ranks").coming_attempt()
     attempt.create()
@@ -1001,8 +1002,12 @@ def test_a_loss_that_so_few_nodes_cannot_survive_is_refused(slurm: Fake) -> None
     with pytest.raises(UsageError) as late:
         choose_sets(["n1"], {"leaf": {"n1": "l1"}}, survive="leaf")
     assert str(late.value) in told
-    two = dry_run(ask(JOB + SURVIVE, "resources.nodes=2", "parallel.dp_shard=2"), lambda _: None)
-    assert two.refused == ()
+    two = ["resources.nodes=2", "parallel.dp_shard=2"]
+    assert dry_run(ask(JOB + SURVIVE, *two), lambda _: None).refused == ()
+    racks = "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[01-02]\nSwitchName=leaf2 Level=0 Nodes=n[03-04]\n"
+    live(slurm, racks=racks + "SwitchName=top Level=1 Nodes=n[01-04] Switches=leaf[1-2]\n")
+    refused = dry_run(ask(JOB + SURVIVE.replace("leaf", "rack"), *two), lambda _: None).refused
+    assert "rack is no level of this fabric; use one of node, leaf" in str(refused[0])
 
 
 def test_a_root_that_may_not_be_written_is_refused_as_on_the_node(
@@ -1024,11 +1029,17 @@ def test_what_a_container_holds_is_not_looked_for_outside(slurm: Fake, tmp_path:
     assert prepare(None, resume=done.run).spec.container is not None
 
 
-def test_modules_that_this_interpreter_lacks_are_told(slurm: Fake, tmp_path: Path) -> None:
+def test_modules_that_this_interpreter_lacks_are_told(
+    slurm: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile(tmp_path, "name: here\npython: {checks: [not_there_at_all]}\n")
     notes: list[str] = []
     assert dry_run(ask(), notes.append).refused == ()
     assert any("lacks not_there_at_all" in note for note in notes)
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    dry_run(ask(), notes.append)
+    assert any("mpiexec does not exist, and it starts the ranks" in note for note in notes)
 
 
 @pytest.mark.parametrize(

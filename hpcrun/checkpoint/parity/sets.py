@@ -170,12 +170,20 @@ def choose_sets(
     raise UsageError(_refusal(survive, max(parities), names, levels[survive]))
 
 
-def check_survivable(survive: str | None, scheme: str, nodes: int) -> None:
-    """UsageError where the loss of a level cannot be survived with so many nodes, whichever they are."""
+def check_survivable(
+    survive: str | None, scheme: str, nodes: int, levels: Collection[str] | None = None
+) -> None:
+    """UsageError where the loss of a level cannot be survived with so many nodes, whichever they are.
+
+    `levels`: those of the fabric, where they are known.
+    """
     if survive is None:
         return
     if scheme == "none":
         raise UsageError(f"{_KEY}.survive: {survive} is not survived with scheme: none; set scheme: auto")
+    if levels is not None and survive != NODE and survive not in levels:
+        known = ", ".join((NODE, *levels))
+        raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {known}")
     if nodes < 2:
         raise UsageError(
             f"{_KEY}.survive: the loss of a {survive} is not survived by one node alone; take more nodes, or"
@@ -185,12 +193,9 @@ def check_survivable(survive: str | None, scheme: str, nodes: int) -> None:
 
 def _check_survive(survive: str | None, scheme: str, nodes: tuple[str, ...], levels: Domains) -> None:
     """UsageError where a level that must be survived is none, or not known well enough."""
-    check_survivable(survive, scheme, len(nodes))
+    check_survivable(survive, scheme, len(nodes), levels)
     if survive is None:
         return
-    if survive != NODE and survive not in levels:
-        known = ", ".join((NODE, *levels))
-        raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {known}")
     if missing := [node for node, unit in levels.get(survive, {}).items() if unit is None]:
         raise UsageError(
             f"{_KEY}.survive: the {survive} of {fold(missing)} is not known; describe the fabric in the"

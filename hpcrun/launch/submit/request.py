@@ -13,8 +13,9 @@ from pathlib import Path
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
+from hpcrun.fabric.domains import failure_domains
 from hpcrun.launch import prepare
-from hpcrun.launch.launchable import check_root, missing_modules, problems
+from hpcrun.launch.launchable import check_root, problems, why_not_started_here
 from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.submit.forecast import Network, forecast, look
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
@@ -245,7 +246,9 @@ class Job:
         found += [*self.inputs.findings, *_clashes(self.resolved.spec, self.inputs), *_missing_image(spec)]
         found += check_cluster(self.steered, self.cluster, self.live, self.place)
         runtime = runtime_of(spec, self.cluster)
-        found += [Finding(one.key, one.text) for one in problems(spec, self.cluster, runtime)]
+        fabric = self.network.fabric
+        levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
+        found += [Finding(one.key, one.text) for one in problems(spec, self.cluster, runtime, levels)]
         return [*found, *self._python(), *self._quota()]
 
     def _python(self) -> Iterator[Finding]:
@@ -254,10 +257,9 @@ class Job:
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
             yield Finding("python", text, refuse=False)
-        elif python == sys.executable and self.cluster is not None:
-            lacks = missing_modules(self.cluster.python.checks, python, os.uname().nodename)
-            if lacks is not None:
-                yield Finding("python", f"{lacks} (if it is the same on the compute nodes)", refuse=False)
+        elif python == sys.executable:
+            for why in why_not_started_here(self.cluster):
+                yield Finding("python", f"{why} (if it is the same on the compute nodes)", refuse=False)
 
     def _room(self) -> list[Finding]:
         """Whether the files of the run, or of all elements, have room where they are written."""
