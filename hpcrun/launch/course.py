@@ -32,8 +32,10 @@ from hpcrun.launch.launchers import Launch
 from hpcrun.launch.watch.stacks import Group, as_json, group, odd_ones
 from hpcrun.launch.watch.stragglers import Stragglers
 from hpcrun.launch.watch.watchdog import Hang, Watchdog
+from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import LineReader, LineWriter
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.units import parse_time
 
 Status = Literal["done", "saved", "failed", "interrupted"]
 _Verdict = Literal["finished", "died", "hung", "not started", "not stopped", "killed"]
@@ -73,6 +75,12 @@ class Limits:
     """After a rank left in order, for rank 0 to write the result."""
     finish_s: float = 30.0
     """After the result, for the processes to end."""
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> Limits:
+        """Those of a job: what it has asked for to save before its end, its ranks get to stop in."""
+        grace = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
+        return cls(stop_s=max(cls.stop_s, grace))
 
 
 @dataclass(frozen=True)

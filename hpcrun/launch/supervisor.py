@@ -61,7 +61,7 @@ class Supervisor:
         succession: Succession | None = None,
     ) -> None:
         self._prepared, self._inbox, self._observer = prepared, inbox, observer
-        self._site, self._limits = site or Site(), limits or Limits()
+        self._site, self._limits = site or Site(), limits or Limits.of(prepared.spec)
         self._succession, self._command = succession, command
         self._roster = Roster(prepared, self._site)
         self._watchdog = Watchdog(prepared.spec)

@@ -17,7 +17,7 @@ from hpcrun.checkpoint.levels import Level
 from hpcrun.launch import deadline as last
 from hpcrun.launch.allocation import Allocation, Fate
 from hpcrun.launch.closing import Register
-from hpcrun.launch.course import Outcome
+from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.deadline import LastCall, Pace, deadline, deepest, grace_s, watched
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.site import Site
@@ -162,3 +162,11 @@ def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Pa
     site = Site(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
     Register(spec, site, lambda text: None, lambda: None).close(outcome, 5)
     assert read_json(run.attempt(1).outcome)["requeued"] == "time_limit"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds"),
+    [([], 120), (["retry.grace=30s"], 120), (["retry.grace=2m"], 120), (["retry.grace=10m"], 600)],
+)
+def test_ranks_may_take_as_long_to_stop_as_the_job_asks_for(overrides: list[str], seconds: int) -> None:
+    assert Limits.of(load_job(None, command=["true"], overrides=overrides).spec).stop_s == seconds
