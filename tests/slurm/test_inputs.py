@@ -49,6 +49,7 @@ def test_no_variable_of_sbatch_s_is_dropped_without_a_word(name: str) -> None:
     assert not found.findings
     (note,) = found.notes
     assert f"SBATCH_{name}" in note
+    assert UNUSED.get(f"SBATCH_{name}", "") in note
 
 
 def test_a_variable_that_nobody_knows_is_named_too() -> None:
