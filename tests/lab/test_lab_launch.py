@@ -150,6 +150,19 @@ def test_training_inside_an_allocation_spreads_over_its_nodes(desk: Desk) -> Non
     assert [line.split()[5] for line in logs_of(run)] == ["n01", "n01", "n02", "n02", "n03", "n03"]
 
 
+@pytest.mark.parametrize("launcher", ["hydra", "srun"])
+def test_ranks_on_other_nodes_do_not_inherit_what_is_unset_or_denied(desk: Desk, launcher: str) -> None:
+    desk.profile(f"mpi: {{launcher: {launcher}}}\nenv_deny: [TRITON_CACHE_DIR]\n")
+    set_here = ("env", "TRITON_CACHE_DIR=/home", "CUDA_CACHE_PATH=/home", "XDG_CACHE_HOME=/home", "PLAIN=1")
+    words = ("env.XDG_CACHE_HOME=null", "env_deny=[CUDA_*]", "resources.nodes=2", "name=clean", "--", "env")
+    desk.hpcrun("train", *words, before=(*set_here, "salloc", "-N2"))
+    (run,) = (RunDir(path) for path in desk.runs.iterdir())
+    for rank in (0, 1):
+        given = {line.partition("=")[0] for line in run.attempt(1).log(rank).read_text().splitlines()}
+        assert "PLAIN" in given
+        assert not {"TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME"} & given
+
+
 def test_a_job_that_wants_more_nodes_than_there_are_is_told_so(desk: Desk) -> None:
     words = ("resources.nodes=3", "name=much", "--", "true")
     done = desk.hpcrun("train", *words, before=("salloc", "-N2"), code=2)

@@ -92,7 +92,7 @@ class PretendedSite(Site):
         return Hydra(agents=False, interface=None)
 
     @contextmanager
-    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
         yield self.pretended
 
     def place(

@@ -162,7 +162,7 @@ class Rack(places.Site):
         return Hydra()
 
     @contextmanager
-    def nodes(self, run: RunDir, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
         assert self.allocation is not None
         yield Pretended(run, self.allocation.nodes, self.answers)
 
