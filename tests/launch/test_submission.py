@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.launch.agents.nodes import ThisNode
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.command import STEP_VARIABLE
 from hpcrun.launch.prepare import prepare
@@ -951,13 +953,18 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
     attempt = create_run("ranks").coming_attempt()
     attempt.create()
     here = Placement((os.uname().nodename,))
-    found = environment_of_ranks(attempt, spec, Site(), here, lambda _: None)
+
+    def found_at(site: Site) -> dict[str, str]:
+        with closing(ThisNode(attempt.run)) as nodes:
+            return environment_of_ranks(attempt, spec, site, here, nodes, lambda _: None)
+
+    found = found_at(Site())
     assert not {"NCCL_DEBUG", "OMP_NUM_THREADS"} & set(found)
     assert "TRITON_CACHE_DIR" not in found
     assert found["OWN"] == "mine", "what the job sets is not inherited"
     # Where a batch job stands it was submitted without; what the site has set since then is meant.
     batch = Site(Allocation(7, (os.uname().nodename,), "7", is_batch=True))
-    found = environment_of_ranks(attempt, spec, batch, here, lambda _: None)
+    found = found_at(batch)
     assert (found.get("TRITON_CACHE_DIR"), found.get("NCCL_DEBUG")) == ("inherited", None)
 
 
