@@ -419,8 +419,12 @@ def _stands_in(name: str, wanted: str) -> bool:
     return name.startswith(wanted) and _STAND_IN.fullmatch(name, len(wanted)) is not None
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether this names something in a directory and nowhere else: data from elsewhere never climbs."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 def _plain(name: str) -> str:
-    """A name of one level: data from elsewhere never climbs."""
-    if not name or name in (".", "..") or "/" in name or "\0" in name:
+    if not is_plain_name(name):
         raise UntrustedFileError(f"{name!r}: is not a name of one file")
     return name

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import hpcrun
 from hpcrun.errors import SiteError
 
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +48,24 @@ class Completed:
 def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for somebody else's command: nothing of our Python's, and messages in English."""
     return {k: v for k, v in environ.items() if not k.startswith(_INHERITED)} | {"LC_ALL": "C"}
+
+
+def python_path(*paths: str | None) -> str:
+    """A PYTHONPATH of several, without empty entries: Python takes those for the working directory."""
+    entries = [entry for path in paths if path for entry in path.split(os.pathsep) if entry]
+    return os.pathsep.join(dict.fromkeys(entries))
+
+
+def with_our_package(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a child finds this very package."""
+    found, before = dict(environ), environ.get("PYTHONPATH")
+    package = Path(hpcrun.__file__).parent.parent
+    if package.name not in ("site-packages", "dist-packages"):
+        # Run from its source tree, the package is on nobody's path but ours.
+        found["PYTHONPATH"] = python_path(str(package), before)
+    elif before is not None:
+        found["PYTHONPATH"] = python_path(before)
+    return found
 
 
 def run(

@@ -24,7 +24,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.reader import Buffers, ChunkReader
-from hpcrun.files import UntrustedFileError, open_own
+from hpcrun.files import UntrustedFileError, open_own, open_regular
 from hpcrun.specs.saves import Saved
 
 
@@ -35,7 +35,7 @@ class Generation(ChunkReader):
         """DamagedError unless record, manifest, sizes and the beginnings of all parts belong together."""
         self.saved = saved
         check_sizes(saved)
-        data = _content(saved.path / MANIFEST)
+        data = _content(saved.path / MANIFEST, saved.manifest_bytes)
         if len(data) != saved.manifest_bytes or xxh3_64_hexdigest(data) != saved.manifest_hash:
             raise DamagedError(f"{saved.path / MANIFEST}: does not match the hash in the commit record")
         try:
@@ -68,8 +68,7 @@ class OpenFiles:
         """
         if path not in self._descriptors:
             try:
-                flags = os.O_RDONLY | os.O_CLOEXEC
-                self._descriptors[path] = open_own(path) if is_own else os.open(path, flags)
+                self._descriptors[path] = open_own(path) if is_own else open_regular(path)
             except FileNotFoundError:
                 raise DamagedError(f"{path}: is missing") from None
             except UntrustedFileError as error:
@@ -137,8 +136,10 @@ def read_tail(path: Path, part: Part, number: int, generation: bytes) -> list[tu
     return [(piece, place) for piece, place, _ in parse_tail(data, number)]
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, size_bytes: int) -> bytes:
+    """What a file holds, and at most a byte more than it should."""
     try:
-        return path.read_bytes()
+        with os.fdopen(open_regular(path), "rb") as file:
+            return file.read(size_bytes + 1)
     except FileNotFoundError:
         raise DamagedError(f"{path}: is missing") from None

@@ -57,19 +57,23 @@ def export(
             from hpcrun.runtime.export import export_hf
 
             export_hf(found, saved, out, dtype=dtype or "float32", shard_bytes=shard_bytes, progress=show)
+            left_out = []
         elif form == "dcp":
             from hpcrun.runtime.export import export_dcp
 
-            export_dcp(found, saved, out, progress=show)
+            left_out = export_dcp(found, saved, out, progress=show)
         else:
-            _export_hpcrun(found, saved, out, show)
+            left_out = _export_hpcrun(found, saved, out, show)
     files = sorted(path for path in out.iterdir() if path.is_file())
     size = sum(path.stat().st_size for path in files)
     if as_json:
         told: dict[str, Any] = {"run": found.id, "step": saved.step, "format": form, "path": str(out)}
-        print_json(told | {"files": [path.name for path in files], "size_bytes": size})
+        more: dict[str, Any] = {"files": [path.name for path in files], "size_bytes": size}
+        print_json(told | more | {"left_out": left_out})
         return
     print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
+    if left_out:
+        print(f"left out of its spec.yaml, being no part of the state: {', '.join(left_out)}")
 
 
 def import_state(
@@ -92,8 +96,10 @@ def import_state(
     """Make a state from elsewhere the newest save of a run; `train --resume` goes on from it.
 
     SOURCE is what `ckpt export` wrote (hpcrun, dcp), a distributed checkpoint of torch's with the same
-    names, or a Hugging Face directory, whose weights become step 0.
+    names, or a Hugging Face directory, whose weights become step 0. Of the job in SOURCE only what describes
+    the state is taken (model, data, layout, optimization); nothing that it says is run.
     """
+    from hpcrun.checkpoint.restore.exchange import check_source
     from hpcrun.errors import UsageError
     from hpcrun.runtime import importing
     from hpcrun.specs.rundir import find_run
@@ -102,7 +108,8 @@ def import_state(
         raise UsageError("give either --run RUN, or --name NAME for a new run")
     if run is not None and job is not None:
         raise UsageError("--job: is of a new run; --run has its own job")
-    kind = importing.kind_of(source)
+    check_source(source)
+    kind, left_out = importing.kind_of(source), list[str]()
     read: Callable[..., Saved] = getattr(importing, f"import_{kind}")
     total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
     if run is not None:
@@ -112,7 +119,7 @@ def import_state(
         with progress(str(source), total) as show:
             saved = read(source, found.checkpoints, spec, step, show)
     else:
-        resolved = _new_job(source, name or "", job)
+        resolved, left_out = _new_job(source, name or "", job)
         with progress(str(source), total) as show:
             found, saved = _import_new(resolved, lambda place: read(source, place, resolved.spec, step, show))
     if as_json:
@@ -123,9 +130,13 @@ def import_state(
                 "step": saved.step,
                 "samples": saved.position,
                 "path": str(saved.path),
+                "left_out": left_out,
             }
         )
         return
+    if left_out:
+        print(f"left out of the job in {source}, being no part of the state: {', '.join(left_out)}")
+        print("set what you need of it in a job file of your own, and give that with --job")
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     print(f"hpcrun train --resume {found.id} goes on from it")
 
@@ -149,9 +160,10 @@ def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[R
     return made, replace(saved, path=made.checkpoints / saved.path.name)
 
 
-def _new_job(source: Path, name: str, job: Path | None) -> ResolvedJob:
+def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, list[str]]:
+    """The job of the new run, and what was left out of it: one's own is taken whole, another's is not."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job, load_portable
 
     path = job or source / "spec.yaml"
     if not path.is_file():
@@ -160,7 +172,7 @@ def _new_job(source: Path, name: str, job: Path | None) -> ResolvedJob:
             if job is None
             else f"--job {path}: no such file"
         )
-    return load_job(path, [f"name={name}"])
+    return (load_job(path, [f"name={name}"]), []) if job is not None else load_portable(path, name)
 
 
 def _job_of(run: RunDir) -> JobSpec:
@@ -169,16 +181,19 @@ def _job_of(run: RunDir) -> JobSpec:
     return load_job(run.spec).spec
 
 
-def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> None:
+def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:
     from hpcrun.checkpoint.restore.exchange import copy_out, written_aside
     from hpcrun.errors import UsageError
+    from hpcrun.specs.load import render_portable
     from hpcrun.specs.records import write_whole
 
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
     with written_aside(out) as aside:
         copy_out(saved, aside, show)
-        write_whole(aside / "spec.yaml", run.spec.read_text(encoding="utf-8"))
+        text, left_out = render_portable(run.spec)
+        write_whole(aside / "spec.yaml", text)
+    return left_out
 
 
 def _parse_size(text: str) -> int:

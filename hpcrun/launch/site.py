@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import hpcrun
 from hpcrun.address import HostAddress, reachable_address
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.fabric.domains import failure_domains
@@ -25,6 +23,7 @@ from hpcrun.launch.command import STEP_VARIABLE, template_words
 from hpcrun.launch.launchable import launcher_name, why_no_step_options
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
 from hpcrun.launch.world import without_world
+from hpcrun.process import with_our_package
 from hpcrun.slurm.live import LiveCluster, ask_topology
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster
 from hpcrun.specs.fields import matches, taken_away
@@ -186,14 +185,3 @@ def find_site(cluster: str | None) -> Site:
     if allocation is None:
         return Site()
     return Site(allocation, None if cluster == "local" else find_cluster(cluster))
-
-
-def with_our_package(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which a child finds this very package."""
-    found = dict(environ)
-    package = Path(hpcrun.__file__).parent.parent
-    if package.name not in ("site-packages", "dist-packages"):
-        # Run from its source tree, the package is on nobody's path but ours.
-        before = found.get("PYTHONPATH")
-        found["PYTHONPATH"] = f"{package}{os.pathsep}{before}" if before else str(package)
-    return found

@@ -23,7 +23,7 @@ from hpcrun.runtime import torchformat
 from hpcrun.runtime.hf import write_hf
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.runtime.planning import load_into
-from hpcrun.specs.load import load_job
+from hpcrun.specs.load import load_job, render_portable
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved
@@ -60,8 +60,11 @@ def export_hf(
 
 def export_dcp(
     run: RunDir, saved: Saved, directory: Path, *, progress: _Progress = lambda _size: None
-) -> None:
-    """Write a saved step as torch's own distributed checkpoint, a file a tensor; no process group needed."""
+) -> list[str]:
+    """Write a saved step as torch's own distributed checkpoint, a file a tensor; no process group needed.
+
+    Gives the keys of the job that were left out of its spec.yaml, as they describe no state.
+    """
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is a checkpoint of torch's own already; copy the directory")
     with Generation(saved) as generation, written_aside(directory) as aside:
@@ -82,7 +85,9 @@ def export_dcp(
         note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
         origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
         write_json(aside / NOTE, {"schema_version": 1, **note, **origin})
-        write_whole(aside / "spec.yaml", run.spec.read_text(encoding="utf-8"))
+        text, left_out = render_portable(run.spec)
+        write_whole(aside / "spec.yaml", text)
+    return left_out
 
 
 class _Lazy(DefaultSavePlanner):

@@ -14,7 +14,9 @@ import stat
 import warnings
 import zipfile
 from collections import OrderedDict
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +29,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.serialization import _get_layout
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import is_plain_name, open_regular
 
 METADATA = ".metadata"
 _BLOCK = 1 << 20
-_BROKEN = (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError)
+_BROKEN = (
+    OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError,
+    MemoryError, OverflowError, NotImplementedError, RuntimeError
+)  # fmt: skip
 """What a pickle may raise that is cut short or garbled."""
 _CLASSES = {
     **{
@@ -155,21 +161,70 @@ def _member(owner: Any, name: str) -> Any:
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file, _unchanged_classes():
             found = _Unpickler(file).load()
     except _ForeignError as error:
         raise UsageError(f"{path}: is refused: {error}; import only what torch itself has written") from None
     except (*_BROKEN, pickle.UnpicklingError) as error:
-        raise SiteError(f"{path}: is damaged: {error}") from None
+        raise SiteError(f"{path}: is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise SiteError(f"{path}: is damaged: it is no list of tensors")
+    _check_kinds(path, found)
     for info in found.storage_data.values():
-        inside = PurePosixPath(info.relative_path)
-        if inside.is_absolute() or ".." in inside.parts:
+        if not is_plain_name(info.relative_path):
             raise UsageError(f"{path}: names {info.relative_path!r}, outside its directory; do not use it")
         if getattr(info, "transform_descriptors", None):
             raise UsageError(f"{path}: its files are compressed, which is not read; save it uncompressed")
     return found
+
+
+@contextmanager
+def _unchanged_classes() -> Iterator[None]:
+    """A pickle may set attributes of what it names, torch's classes too; it is refused, they are put back."""
+    owners = [one for one in dict.fromkeys(_CLASSES.values()) if hasattr(one, "__dict__")]
+    before = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        yield
+    finally:
+        changed = False
+        for owner, known in before:
+            now = dict(vars(owner))
+            for name in now.keys() - known.keys():
+                delattr(owner, name)
+                changed = True
+            for name in [one for one in known if now.get(one) is not known[one]]:
+                setattr(owner, name, known[name])
+                changed = True
+    if changed:
+        raise _ForeignError("it changes a class, which a list of tensors does not do")
+
+
+def _check_kinds(path: Path, found: Metadata) -> None:
+    """SiteError unless names, sizes and places are of the kinds that torch writes."""
+
+    def is_count(value: Any) -> bool:
+        return type(value) is int and 0 <= value < 1 << 62
+
+    def is_sound(name: Any, entry: Any) -> bool:
+        if not isinstance(entry, TensorStorageMetadata):
+            return isinstance(name, str)
+        dtype = getattr(entry.properties, "dtype", None)
+        return isinstance(name, str) and all(map(is_count, entry.size)) and isinstance(dtype, torch.dtype)
+
+    try:
+        entries = found.state_dict_metadata.items()
+        places = found.storage_data.items()
+        is_whole = all(is_sound(name, entry) for name, entry in entries) and all(
+            isinstance(index.fqn, str)
+            and isinstance(info.relative_path, str)
+            and is_count(info.offset)
+            and is_count(info.length)
+            for index, info in places
+        )
+    except (AttributeError, TypeError):
+        is_whole = False
+    if not is_whole:
+        raise SiteError(f"{path}: is damaged: it is not a list of tensors")
 
 
 def _check_piece(path: Path, name: str, offset: int, length: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import UsageError
+from hpcrun.files import is_plain_name
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.planning import raw_bytes
 from hpcrun.specs.model import ModelSpec, hf_config
@@ -143,7 +144,7 @@ def _read_index(path: Path) -> dict[str, Path]:
         raise UsageError(f"{path}: has no weight_map from tensor names to file names; download it again")
     for shard in dict.fromkeys(places.values()):
         # links may lead elsewhere, as they do in Hugging Face's cache; a name in a downloaded file may not
-        if PurePosixPath(shard).is_absolute() or ".." in PurePosixPath(shard).parts:
+        if not is_plain_name(shard):
             raise UsageError(f"{path}: names {shard!r}, outside its directory; do not use these weights")
         if not (path.parent / shard).is_file():
             raise UsageError(f"{path}: names {shard}, which is not there; download the missing file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from hpcrun.checkpoint.format import (
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.restore.exchange import check_newest, copy_in
 from hpcrun.checkpoint.write import write_part
-from hpcrun.errors import UsageError
+from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime.export import NOTE
 from hpcrun.runtime.foreign import METADATA, TorchCheckpoint
 from hpcrun.runtime.hf import INDEX, SINGLE, HFWeights
@@ -37,6 +38,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_save
 
 _Progress = Callable[[int], None]
+_MOST_RANKS = 1 << 20
+"""No world was larger."""
 
 
 def kind_of(source: Path) -> str:
@@ -105,6 +108,9 @@ def import_dcp(
     if found.others:
         raise UsageError(f"{source}: also holds {found.others[0]}, which is no tensor; save it without")
     shapes = found.shapes()
+    needed = sum(math.prod(shape) * found.dtype(name).itemsize for name, shape in shapes.items())
+    if needed > sum(path.stat().st_size for path in source.iterdir()):
+        raise SiteError(f"{source}: is damaged: its tensors take more than its files hold")
     _check(source, job, shapes, lambda name: str(found.dtype(name)).removeprefix("torch."))
     world = note.world_size if note else 1
     if note is None:
@@ -174,7 +180,10 @@ def _note(source: Path) -> _Note | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{source / NOTE}: cannot be read: {error}; export again, or remove it") from None
-    if not all(isinstance(one, int) and one >= least for one, least in zip(fields, (0, 0, 1), strict=True)):
+    bounds = ((0, 1 << 62), (0, 1 << 62), (1, _MOST_RANKS))
+    if not all(
+        type(one) is int and least <= one <= most for one, (least, most) in zip(fields, bounds, strict=True)
+    ):
         raise UsageError(f"{source / NOTE}: makes no sense; export again, or remove it and give --step")
     return _Note(*fields)
 

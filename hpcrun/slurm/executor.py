@@ -25,7 +25,7 @@ from submitit.local.local import LocalJob
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.process import ProcessId
+from hpcrun.process import ProcessId, with_our_package
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.contract import ArrayContext, ScriptContext
@@ -332,7 +332,8 @@ class BackgroundExecutor(submitit.LocalExecutor):
         deny: Sequence[str] = (),
         python: str = sys.executable,
     ) -> None:
-        super().__init__(folder, python=shlex.quote(python))
+        # -P: a file in the working directory must not become a module of ours.
+        super().__init__(folder, python=f"{shlex.quote(python)} -P")
         self._tasks, self._limit_min, self._env = tasks, limit_min or _EVER_MIN, dict(env)
         self._deny = tuple(deny)
 
@@ -381,11 +382,13 @@ class BackgroundExecutor(submitit.LocalExecutor):
         printed.touch(mode=0o600)
         with printed.open("ab") as log:
             controller = subprocess.Popen(
-                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                [sys.executable, "-P", "-m", "submitit.local._local", str(self.folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=submission_environment(os.environ, self._deny)[0] | own | self._env | given,
+                env=with_our_package(
+                    submission_environment(os.environ, self._deny)[0] | own | self._env | given
+                ),
                 start_new_session=True,
                 umask=0o077,
             )

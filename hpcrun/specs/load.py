@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import Problem, SpecError
+from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.files import read_regular
 from hpcrun.specs.corpus import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.mistakes import show
 from hpcrun.specs.model import PRESETS
 from hpcrun.specs.plan import Plan
+from hpcrun.specs.portable import portable_part
 from hpcrun.specs.resolve import defaults, resolve
 from hpcrun.specs.resources import SweepSpec
 from hpcrun.specs.sweep import combinations
@@ -24,6 +26,7 @@ _COMMAND_LINE = "command line"
 _PATHS = ("data.text", "data.tokens", "model.hf", "model.weights")
 _ASKED = ("resources", "container", "modules", "python", "retry")
 """What the one batch script of a sweep asks for, so that its elements have to agree on it."""
+_MOST_FOREIGN_BYTES = 1 << 20
 _MOST_TOLD = 5
 """Mistakes in a sweep that are told one by one."""
 
@@ -94,6 +97,37 @@ def load_job(
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:
     """The same for text that is already in memory; paths are relative to the working directory."""
     return _resolve(parse_document(text, name), overrides, Path.cwd())
+
+
+def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
+    """The job beside a state from elsewhere, under a new name; only what describes the state is taken.
+
+    Also gives the dotted keys that were left out. SpecError as load_job raises it.
+    """
+    document = parse_document(_foreign_text(path), str(path))
+    kept, dropped = portable_part(document.values)
+    if document.values.get("command") is not None:
+        text = "a program is not taken from elsewhere, and there is no model to import into"
+        raise SpecError(
+            [Problem("command", f"{text}; give your own job with --job", document.where("command"))]
+        )
+    kept.pop("name", None)
+    return _resolve(Document(kept, document.places), [f"name={name}"], path.absolute().parent), dropped
+
+
+def _foreign_text(path: Path) -> str:
+    try:
+        return read_regular(path, _MOST_FOREIGN_BYTES).decode()
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def render_portable(path: Path) -> tuple[str, list[str]]:
+    """What describes the state in the job of a run, as YAML, and the dotted keys that were left out."""
+    kept, dropped = portable_part(load_document(path).values)
+    return render_document(kept), dropped
 
 
 def render_job(job: JobSpec) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.errors import UsageError
+from hpcrun.files import UntrustedFileError, read_regular
 
 FORMAT_VERSION = 2
 RECORD = "complete.json"
 """Written last into a step's directory: without it the step does not exist."""
 _CHECK = "check"
+_MOST_RECORD_BYTES = 16 << 20
+_GENERATION = re.compile(r"[0-9a-f]{32}")
+_COUNTS = ("step", "position", "world_size", "attempt")
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,14 @@ def read_save(path: Path) -> Saved | Unreadable | None:
     UsageError for a step that a newer hpcrun has written.
     """
     try:
-        return _parse(path, (path / RECORD).read_text(encoding="utf-8"))
+        return _parse(path, read_regular(path / RECORD, _MOST_RECORD_BYTES).decode())
     except FileNotFoundError:
         # A generation gets its name with its record in it, and loses its name before the record.
         return Unreadable(path, f"{RECORD} is missing") if path.is_dir() else None
     except NotADirectoryError:
         return None
+    except UntrustedFileError as error:
+        return Unreadable(path, str(error).removeprefix(f"{path}/"))
     except (OSError, ValueError) as error:
         return Unreadable(path, f"{RECORD} cannot be read: {error}")
 
@@ -126,11 +134,11 @@ def _parse(path: Path, text: str) -> Saved | Unreadable:
                 " use a newer hpcrun"
             )
         if version == 1:
-            plain = (record["step"], record["position"], record["world_size"], record["attempt"])
-            return Saved(path, *plain)
+            return Saved(path, *_counts(record))
         check = record.pop(_CHECK)
         if version != FORMAT_VERSION or check != _hash(record):
             return Unreadable(path, f"{RECORD} does not match the hash in it")
+        _check_fields(record)
         manifest_bytes, manifest_hash = record.pop("manifest")
         return Saved(
             path,
@@ -141,6 +149,31 @@ def _parse(path: Path, text: str) -> Saved | Unreadable:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return Unreadable(path, f"{RECORD} is no record of a save")
+
+
+def _counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
+    """ValueError for anything that counts nothing: a record may come from elsewhere."""
+    step, position, world_size, attempt = (record[name] for name in _COUNTS)
+    if not all(_is_count(one) for one in (step, position, world_size, attempt)) or not world_size:
+        raise ValueError("it counts nothing")
+    return step, position, world_size, attempt
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _check_fields(record: dict[str, Any]) -> None:
+    """ValueError for values of other kinds than we write: some become part of a file's name."""
+    _counts(record)
+    manifest_bytes, manifest_hash = record["manifest"]
+    texts = (record["generation"], record["structure"], record["level"], manifest_hash)
+    if not all(isinstance(one, str) for one in texts) or not _GENERATION.fullmatch(record["generation"]):
+        raise ValueError("it names nothing")
+    if not isinstance(record["files"], list) or not all(map(_is_count, [manifest_bytes, *record["files"]])):
+        raise ValueError("its sizes are none")
+    if not isinstance(record["written"], float | int | None):
+        raise ValueError("its time is none")
 
 
 def _hash(record: dict[str, Any]) -> str:

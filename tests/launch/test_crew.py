@@ -26,7 +26,7 @@ from hpcrun.launch.agents.wire import Badge, WireError, join
 from hpcrun.launch.happenings import NodeLost, RankEnded
 from hpcrun.launch.meeting import MeetingRequest
 from hpcrun.launch.ports import choose_port
-from hpcrun.launch.site import with_our_package
+from hpcrun.process import with_our_package
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
 

@@ -398,7 +398,7 @@ def test_the_profile_gives_what_the_job_leaves_open(
     assert {"export WHO=me", "export ompi_Mixed=x", "export OMP_NUM_THREADS=4", "ulimit -l unlimited"} <= set(
         lines
     )
-    assert f"{work}/bin/python -u -m hpcrun _task {done.run.submitit} &" in lines
+    assert f"{work}/bin/python -P -u -m hpcrun _task {done.run.submitit} &" in lines
     assert "SRUN_CPUS_PER_TASK" not in text, "24.05 hands it on by itself"
     assert "SRUN_CPUS_PER_TASK" in script(replace(request, slurm_version="23.02"))
 

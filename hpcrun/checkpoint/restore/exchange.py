@@ -16,10 +16,51 @@ from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.verify import damages, usual_jobs
 from hpcrun.checkpoint.write import write_file, write_on
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import open_regular
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
+from hpcrun.units import amount
 
 _BLOCK = 16 << 20
+_MOST_BYTES = {
+    RECORD: 16 << 20,
+    "hpcrun.json": 1 << 20,
+    "spec.yaml": 1 << 20,
+    "config.json": 1 << 20,
+    "model.safetensors.index.json": 256 << 20,
+    ".metadata": 1 << 30,
+}
+"""Of files from elsewhere that are read whole."""
+
+
+def check_source(source: Path) -> None:
+    """UsageError where a directory from elsewhere holds what is no file, leads out of it, or is too large.
+
+    Hugging Face's cache is links into its `blobs`.
+    """
+    home = source.resolve()
+    roots = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    try:
+        with os.scandir(source) as entries:
+            for entry in entries:
+                path = source / entry.name
+                if entry.is_symlink() and Path(entry.path).resolve().parent not in roots:
+                    raise UsageError(
+                        f"{path}: is a link that leads out of {source}; put the file itself there"
+                    )
+                if entry.is_dir():
+                    continue
+                if not entry.is_file():
+                    raise UsageError(f"{path}: is not a regular file; remove it")
+                most = _MOST_BYTES.get(entry.name)
+                if most is not None and entry.stat().st_size > most:
+                    raise UsageError(f"{path}: is larger than {most >> 20} MiB; it is not imported")
+    except (FileNotFoundError, NotADirectoryError):
+        return  # kind_of says so
+    except OSError as error:
+        raise UsageError(
+            f"{source}: cannot be read: {error.strerror}; give a directory that exists"
+        ) from None
 
 
 @contextmanager
@@ -61,11 +102,13 @@ def copy_out(
     names = [MANIFEST, *(file_name(number) for number in range(len(saved.file_bytes)))]
     for name in names:
         try:
-            source = (saved.path / name).open("rb")
+            source = open_regular(saved.path / name)
         except FileNotFoundError:
             raise DamagedError(f"{saved.path / name}: is missing") from None
-        with source:
-            _copy(source.fileno(), directory / name)
+        try:
+            _copy(source, directory / name)
+        finally:
+            os.close(source)
     write_file(directory / RECORD, render_record(saved).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
     with Generation(replace(saved, path=directory)) as copy:
@@ -83,6 +126,9 @@ def copy_in(
     jobs: int | None = None,
 ) -> Saved:
     """A generation from elsewhere as a committed one of a run, the same to the last bit."""
+    needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
+    if needed > free:
+        raise SiteError(f"{checkpoints}: the state takes {amount(needed)}, and there are {amount(free)} free")
     draft = begin(checkpoints, saved.step, saved.attempt)
     try:
         copy_out(saved, draft.aside, progress, jobs=jobs)

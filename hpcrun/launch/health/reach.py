@@ -17,9 +17,9 @@ from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
 from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.launchers import step_environment
-from hpcrun.launch.site import with_our_package
 from hpcrun.launch.trial import Trial
 from hpcrun.launch.world import without_world
+from hpcrun.process import with_our_package
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.names import render_names, socket_choice
 from hpcrun.tuning.reach import judge

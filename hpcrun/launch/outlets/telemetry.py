@@ -20,8 +20,9 @@ from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
 from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
 from hpcrun.launch.outlets.shown import ShownFile
-from hpcrun.launch.site import Site, with_our_package
+from hpcrun.launch.site import Site
 from hpcrun.launch.world import without_world
+from hpcrun.process import with_our_package
 from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json

@@ -23,9 +23,9 @@ from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
-from hpcrun.launch.site import with_our_package
 from hpcrun.launch.submit.script import python_of
 from hpcrun.launch.world import without_world
+from hpcrun.process import with_our_package
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job
 from hpcrun.specs.placement import Placement, read_placement

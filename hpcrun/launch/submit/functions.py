@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, Problem, SiteError, SpecError, UsageError
+from hpcrun.process import python_path
 from hpcrun.specs.rundir import RunDir, create_run
 
 if TYPE_CHECKING:
@@ -208,14 +209,21 @@ def _here(job: JobSpec, run: RunDir) -> BackgroundExecutor:
     if job.modules:
         logging.getLogger("hpcrun").warning("modules: not loaded, because this runs here without Slurm")
     python = job.python or sys.executable
+    env = given(job.env)
     return BackgroundExecutor(
         run.submitit,
         tasks=job.ranks_per_node,
         limit_min=limit,
-        env=given(job.env),
+        env=env | {"PYTHONPATH": _path_of_modules(env)},
         deny=[*job.env_deny, *taken_away(job.env)],
         python=python,
     )
+
+
+def _path_of_modules(env: Mapping[str, str]) -> str:
+    """What can be imported here, such as a module beside the script that submits, can be so in the job."""
+    known = env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+    return python_path(known, str(Path(sys.path[0]).absolute()))
 
 
 def _on_cluster(
@@ -238,11 +246,8 @@ def _on_cluster(
     for note in notes:
         log.warning(note)
     context = without_uncounted_memory(context, job, cluster, live, log.warning)
-    launch = [python_of(job, cluster), "-u", "-m", "hpcrun.launch.submit.functions", str(run.submitit)]
-    # What can be imported here, such as a module beside the script that submits, can be so there.
-    known = context.env.get("PYTHONPATH") or os.environ.get("PYTHONPATH") or ""
-    path = dict.fromkeys([*filter(None, known.split(os.pathsep)), str(Path(sys.path[0]).absolute())])
-    env = context.env | {"PYTHONPATH": os.pathsep.join(path)}
+    launch = [python_of(job, cluster), "-P", "-u", "-m", "hpcrun.launch.submit.functions", str(run.submitit)]
+    env = context.env | {"PYTHONPATH": _path_of_modules(context.env)}
     library = Library()
     return TemplateExecutor(
         run.submitit,

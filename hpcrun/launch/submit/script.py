@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 import hpcrun
 from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.process import python_path
 from hpcrun.slurm.contract import ContainerContext, ScriptContext, from_profile
 from hpcrun.slurm.directives import directives_of, gpus_of, srun_options_of
 from hpcrun.slurm.precheck import expand_place
@@ -72,7 +73,8 @@ def script_context(
         "name": job.name,
         "run_id": run.id,
         "run_dir": str(run.path),
-        "launch": [python_of(job, cluster), "-u", "-m", "hpcrun", "_task", str(run.submitit)],
+        # -P: a file where the job was submitted must not become a module of ours.
+        "launch": [python_of(job, cluster), "-P", "-u", "-m", "hpcrun", "_task", str(run.submitit)],
         "stdout": f"{run.submitit}/%j_%t_log.out",
         "stderr": f"{run.submitit}/%j_%t_log.err",
         "directives": options | ({"dependency": dependency} if dependency else {}),
@@ -155,6 +157,7 @@ def _with_source_tree(env: dict[str, str]) -> dict[str, str]:
     """Run from its source tree, the package is on nobody's path but ours: compute nodes are told of it."""
     package = Path(hpcrun.__file__).parent.parent
     if package.name in ("site-packages", "dist-packages"):
-        return env
+        own = env.get("PYTHONPATH")
+        return env if own is None else env | {"PYTHONPATH": python_path(own)}
     before = env.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
-    return env | {"PYTHONPATH": f"{package}{os.pathsep}{before}" if before else str(package)}
+    return env | {"PYTHONPATH": python_path(str(package), before)}

@@ -32,7 +32,7 @@ class Hosts:
         self._hosts[node].obey(told)
 
     def _open(self, node: str) -> DrainHost:
-        from hpcrun.launch.site import with_our_package
+        from hpcrun.process import with_our_package
 
         if not self._hosts:
             for text in sweep_arenas(self._run):
