@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from hpcrun.errors import Problem, UsageError
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.syntax import profile_errors, syntax_error
-from hpcrun.slurm.template import SUFFIX, Code, Library, Template, for_sbatch, quoted_words, read_source
+from hpcrun.slurm.template import SUFFIX, Library, Template, as_code, for_sbatch, quoted_words, read_source
 from hpcrun.slurm.versions import GATES, accepts, parse_version
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import (
@@ -107,7 +107,7 @@ class ScriptContext(_Value):
         """By name, as templates see them; `accepts(feature)` answers for the Slurm release."""
         values = self.model_dump()
         for key in ("module_init", "setup_lines", "teardown_lines"):
-            values[key] = [Code(line) for line in values[key]]
+            values[key] = [as_code(line) for line in values[key]]
         return values | {"accepts": self._accepts}
 
     def _accepts(self, feature: str) -> bool | None:

@@ -39,16 +39,30 @@ _PIECES = re.compile(
 )
 _BROKEN_DIRECTIVE = re.compile(r"^#SBATCH.*(?<!\\)(?:\\\\)*\$'", re.MULTILINE)
 _ESCAPED_BLANK = re.compile(r"(?<!\\)((?:\\\\)*)\\ ")
+_OF_EXPRESSIONS = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+)  # fmt: skip
+"""What an expression of a template may raise in Python."""
 _HINT = "`hpcrun template show --context` lists the values"
 
 
 class Code(str):
     """Shell text that is written as it stands: what a template says, and an admin's own lines.
 
-    All that can be done to it gives plain text again, which is quoted.
+    All that can be done to it gives plain text again, which is quoted. Jinja makes text of a value's own
+    class of what its methods give: so the class, called, gives plain text too.
     """
 
     __slots__ = ()
+
+    def __new__(cls, text: object = "") -> str:  # type: ignore[misc]
+        """Plain text; `as_code` is the way to code, which a template cannot call."""
+        return str(text)
+
+
+def as_code(text: str) -> Code:
+    """Shell text that nothing of a job's has come into unquoted."""
+    return str.__new__(Code, text)
 
 
 def quote(value: str) -> str:
@@ -246,7 +260,7 @@ class Library:
             hint = f"; {_HINT}" if isinstance(error, UndefinedError) else ""
             text = _one_line(error.message or type(error).__name__)
             raise UsageError(f"{self._line_of(error, template)}: {text}{hint}") from None
-        except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except _OF_EXPRESSIONS as error:
             text = f"{type(error).__name__}: {_one_line(str(error))}"
             raise UsageError(f"{self._line_of(error, template)}: {text}") from None
 
@@ -325,7 +339,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     """Jinja in which what a template has written is Code, and everything else is quoted when printed."""
 
     # Blocks, macros and whole scripts are put together by this.
-    concat = staticmethod(lambda pieces: Code("".join(pieces)))
+    concat = staticmethod(lambda pieces: as_code("".join(pieces)))
 
     def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
         super().__init__(
@@ -369,7 +383,7 @@ def _unquoted(value: Any) -> Code:
     text = _plain(value)
     if not text.isprintable():
         raise TemplateRuntimeError("unquoted: the value holds a line break or control character")
-    return Code(text)
+    return as_code(text)
 
 
 def _one_line(text: str) -> str:
