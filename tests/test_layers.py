@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hpcrun"
 
 LEVELS = (
-    {"errors", "units", "hostlist", "mesh", "formulas", "process", "proof", "files", "address"},
+    {"errors", "units", "hostlist", "mesh", "formulas", "process", "proof", "files", "address", "masking"},
     {"specs"},
     {"slurm"},
     {"fabric"},

@@ -105,12 +105,16 @@ def _print_spec(
     job: Path | None, overrides: list[str], resume: str | None, command: list[str] | None
 ) -> None:
     from hpcrun.launch.prepare import prepare
+    from hpcrun.masking import Masker
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
 
     earlier = find_run(resume) if resume is not None else None
     prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
-    print(f"{render_job(prepared.spec).rstrip()}\n# plan: {prepared.describe()}")
+    env, command = Masker().mask_record(prepared.spec.env), prepared.spec.command
+    words = None if command is None else Masker().mask_words(command)
+    shown = prepared.spec.model_copy(update={"env": env, "command": words})
+    print(f"{render_job(shown).rstrip()}\n# plan: {Masker().mask(prepared.describe())}")
 
 
 def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:

@@ -142,6 +142,29 @@ def test_no_secret_gets_out(tmp_path: Path) -> None:
     assert json.loads(found["job.json"])["argv"] == argv
 
 
+def test_how_its_processes_reach_each_other_stays(tmp_path: Path) -> None:
+    run = make(tmp_path)
+    secrets = {"peers": "5f" * 32, "leader": "6e" * 32, "planted": "of-another-kind"}
+    attempt = run.attempt(2)
+    write_json(attempt.peers, {"secret": secrets["peers"], "nodes": {"n01": ["10.0.0.1", 4000]}})
+    write_json(run.leader, {"epoch": 1, "address": "n01", "port": 4000, "secret": secrets["leader"]})
+    attempt.log(1).write_text(f"joined with {secrets['peers']} and {secrets['leader']}\n")
+    write_json(attempt.supervisor, {"host": "n01", "pid": 5, "planted": secrets["planted"]})
+    write_json(attempt.rank_record(1), {"pid": 7, "token": "abcdefgh", "node": "n01"})
+    record = json.loads(run.job.read_text())
+    write_json(run.job, record | {"planted": secrets["planted"]})
+    (attempt.path / "anything.json").write_text(json.dumps(secrets))
+    bundle = postmortem(run)
+    found = read(bundle)
+    whole = "\n".join(found.values())
+    assert not [name for name, secret in secrets.items() if secret in whole]
+    assert "attempts/2/peers.json: by its name it holds a secret" in bundle.left_out
+    assert "attempts/2/anything.json: is not a usual record" in bundle.left_out
+    assert found["attempts/2/logs/rank-1.log"] == "joined with (masked) and (masked)\n"
+    assert json.loads(found["attempts/2/supervisor.json"]) == {"host": "n01", "pid": 5}
+    assert json.loads(found["attempts/2/ranks/rank-1.json"]) == {"pid": 7, "token": "(masked)", "node": "n01"}
+
+
 def test_a_key_that_a_log_prints_whole_is_masked_whole(tmp_path: Path) -> None:
     run = make(tmp_path)
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabcd\n-----END RSA PRIVATE KEY-----"

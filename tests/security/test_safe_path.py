@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,12 @@ NAMES = (
 )
 
 
-def _started(tree: ast.AST) -> list[list[object]]:
+def _started(tree: ast.AST) -> list[list[Any]]:
     """Every list or tuple of words that starts a module of ours or of submitit's."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple):
-            words = [one.value if isinstance(one, ast.Constant) else one for one in node.elts]
+            words: list[Any] = [one.value if isinstance(one, ast.Constant) else one for one in node.elts]
             if "-m" in words:
                 found.append(words)
     return found

@@ -22,6 +22,7 @@ from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
 from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.site import Site
 from hpcrun.launch.world import without_world
+from hpcrun.masking import Masker
 from hpcrun.process import with_our_package
 from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec
@@ -165,7 +166,9 @@ def _wandb(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
         "group": wanted.wandb.group or (sweep.id if sweep else None),
         "env": {name: value for name, value in given(spec.env).items() if name.startswith("WANDB_")},
         "secrets": {name: path for name, path in spec.secrets.items() if name.startswith("WANDB_")},
-        "config": spec.model_dump(mode="json", exclude={"env", "secrets", "hooks", "telemetry"}),
+        "config": Masker().mask_record(
+            spec.model_dump(mode="json", exclude={"env", "secrets", "hooks", "telemetry"})
+        ),
     }
 
 

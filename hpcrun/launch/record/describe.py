@@ -14,6 +14,7 @@ from hpcrun.launch.record.savelevels import SaveSums
 from hpcrun.launch.record.timeline import is_moment
 from hpcrun.launch.record.view import replicas_of
 from hpcrun.launch.vault.words import spares_in_words
+from hpcrun.masking import Masker
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json, read_lines
@@ -35,7 +36,7 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
         "files": _files(owner, run),
         "overrides": _overrides(run),
         "after": [one.id for one in read_predecessors(owner).runs],
-        "origin": asdict(origin) if origin else None,
+        "origin": asdict(origin) | {"argv": Masker().mask_words(origin.argv)} if origin else None,
         "attempts": [_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
         "save_levels": levels.as_json(),

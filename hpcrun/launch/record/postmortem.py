@@ -6,14 +6,12 @@ import io
 import json
 import os
 import platform
-import re
-import shlex
 import stat
 import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,39 +24,46 @@ from hpcrun.launch.record.follow import told
 from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.record.story import story
 from hpcrun.launch.record.view import View
+from hpcrun.masking import Masker, is_secret_name
 from hpcrun.slurm.client import run_client
-from hpcrun.specs.provenance import read_provenance
+from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 
 _MOST_BYTES = 2**20
 """Of each file this much is kept, the last."""
 _MOST_OF_EVENTS_BYTES = 16 * 2**20
 """The same of the files that are read whole or not at all: events and code.diff."""
 _MOST_IN_ALL_BYTES = 256 * 2**20
-_NO_TEXT = {".pkl", ".pt", ".distcp", ".safetensors", ".bin", ".gz"}
 _COMMAND_S = 10.0
 _PACKAGES = ("torch", "mpi4py", "mpich", "numpy", "submitit", "pydantic", "typer", "ClusterShell", "Jinja2")
 _SACCT = "JobID,JobName%40,State%30,ExitCode,Submit,Start,End,Elapsed,NodeList%60,Reason,MaxRSS"
 
-_SECRET_WORDS = r"(?:TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|APIKEY|KEYS?|AUTH)"
-_SECRET_NAME = re.compile(rf"(?:.*[._-])?{_SECRET_WORDS}(?:[._-].*)?", re.IGNORECASE)
-"""Of a variable or a file."""
-_ASSIGNED = re.compile(
-    rf"\b((?:[A-Z0-9]+_)*{_SECRET_WORDS}(?:_[A-Z0-9]+)*['\"]?[ \t]*[=:][ \t]*)"
-    r"((?:'[^'\n]*'|\"(?:[^\"\\\n]|\\.)*\"|[^\s'\",])+)"
+_OF_RUN = ("spec.yaml", "exit.json", "events.jsonl", "chaos.jsonl", "metrics.jsonl")
+_OF_OWNER = ("job.json", "job.sbatch", "code.diff", "cluster.yaml")
+"""Of a sweep these lie with the sweep itself."""
+_OF_ATTEMPT = (
+    "plan.json",
+    "placement.json",
+    "settings.json",
+    "settings.tsv",
+    "hosts",
+    "ranks.txt",
+    "supervisor.json",
+    "outcome.json",
+    "result.json",
+    "restore.json",
+    "unrestored.json",
+    "logs/*.log",
+    "ranks/rank-*.json",
+    "stacks/*.txt",
 )
-"""Of variables, which are written in capitals: NAME=value, NAME: "value", and bash's pieces side by side."""
-_SHAPED = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{20,}|glpat-[\w-]{20,}|sk-[\w-]{20,}"
-    r"|AKIA[0-9A-Z]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    re.DOTALL,
-)
-_LOGIN = re.compile(r"(\w://[^\s/:@]*:)[^\s/@]+(@)")
-_MASK = "(masked)"
-_SHORTEST_SECRET = 6
-"""A shorter value is also a part of other words, which would make the logs unreadable."""
+"""What goes into the tar; all else stays, and is named. peers.json and leader.json hold the run's secret."""
+_FIELDS = {
+    "job.json": {one.name for one in fields(Provenance)},
+    "supervisor.json": {"pid", "start_ticks", "host", "started", "slurm_job", "restarts", "taken_over"},
+}
+"""Records of which only these fields go."""
 
 
 @dataclass(frozen=True)
@@ -100,62 +105,29 @@ def _write(run: RunDir, path: Path, file: Any) -> Bundle:
     bundle = Bundle(path, [])
     owner = run.sweep_of_element or run
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        writer = _Writer(tar, run.id.replace("/", "-"), _Masker(_secrets(owner, run)), bundle)
+        writer = _Writer(tar, run.id.replace("/", "-"), Masker(_secrets(owner, run)), bundle)
         for name, found in _files(owner, run):
             writer.copy(name, found)
+        bundle.left_out.extend(_others(run))
         writer.text("slurm.txt", _slurm(run, owner))
         writer.text("versions.txt", _versions())
         bundle.left_out.append(
-            f"of {run.id}: checkpoints, traces, pickles, and the files that secrets: names"
+            f"of {run.id}: checkpoints, traces, pickles, how its processes reach each other, and the files"
+            " that secrets: names"
         )
         writer.text("summary.txt", _summary(run, bundle.left_out))
     return bundle
 
 
-class _Masker:
-    """Takes secrets out of text: known values, values of variables that are named so, well-known shapes."""
-
-    def __init__(self, values: Iterable[str]) -> None:
-        written = {form for value in values for form in _written(value) if len(form) >= _SHORTEST_SECRET}
-        known = sorted(written, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
-
-    def mask(self, text: str) -> str:
-        if self._known is not None:
-            text = self._known.sub(_MASK, text)
-        text = _SHAPED.sub(_MASK, text)
-        text = _LOGIN.sub(rf"\g<1>{_MASK}\g<2>", text)
-        return _ASSIGNED.sub(_masked_value, text)
-
-
-def _masked_value(found: re.Match[str]) -> str:
-    """The name and a mask, in the quotes of the value: what was JSON stays JSON."""
-    value = found[2]
-    quote = value[0] if value[0] in "'\"" and value[-1] == value[0] else ""
-    return f"{found[1]}{quote}{_MASK}{quote}"
-
-
-def _written(value: str) -> Iterator[str]:
-    """A value as it may stand in a file: as it is, its lines, and with the escapes of JSON and YAML."""
-    yield value
-    yield from value.splitlines()
-    yield json.dumps(value)[1:-1]
-    yield value.replace("'", "''")
-    yield shlex.quote(value)[1:-1]
-
-
 class _Writer:
     """Puts masked text into a tar, up to a size."""
 
-    def __init__(self, tar: tarfile.TarFile, folder: str, masker: _Masker, bundle: Bundle) -> None:
+    def __init__(self, tar: tarfile.TarFile, folder: str, masker: Masker, bundle: Bundle) -> None:
         self._tar, self._folder, self._masker, self._bundle = tar, folder, masker, bundle
         self._left = _MOST_IN_ALL_BYTES
 
     def copy(self, name: str, path: Path) -> None:
         """The end of a file, with a line that says what was cut off; what cannot be had is said."""
-        if _SECRET_NAME.fullmatch(path.name):
-            self._bundle.left_out.append(f"{name}: by its name it holds a secret")
-            return
         try:
             whole = name in ("events.jsonl", "code.diff")
             data, cut = _tail(path, _MOST_OF_EVENTS_BYTES if whole else _MOST_BYTES)
@@ -170,15 +142,34 @@ class _Writer:
         said = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""
         if cut:
             self._bundle.left_out.append(f"{name}: the first {cut} bytes")
-        self.text(name, said + data.decode(errors="replace"))
+        text = data.decode(errors="replace")
+        if path.suffix in (".json", ".jsonl"):
+            text = "".join(self._record(path.name, line) for line in _documents(path, text))
+        self.text(name, said + text)
+
+    def _record(self, name: str, text: str) -> str:
+        """A record without what must not get out; as text where it cannot be read."""
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        known = _FIELDS.get(name)
+        if known is not None and isinstance(record, dict):
+            record = {key: value for key, value in record.items() if key in known}
+        masked = self._masker.mask_record(record)
+        return text if masked == json.loads(text) else json.dumps(masked) + "\n"
 
     def text(self, name: str, text: str) -> None:
         """A file of its own."""
-        data = self._masker.mask(text).encode()
+        data = self._masker.mask(text).encode(errors="replace")
         member = tarfile.TarInfo(f"{self._folder}/{name}")
         member.size, member.mode, member.mtime = len(data), 0o600, int(time.time())
         self._tar.addfile(member, io.BytesIO(data))
         self._bundle.files.append(name)
+
+
+def _documents(path: Path, text: str) -> list[str]:
+    return text.splitlines(keepends=True) if path.suffix == ".jsonl" else [text]
 
 
 def _tail(path: Path, most: int) -> tuple[bytes, int]:
@@ -200,13 +191,12 @@ def _tail(path: Path, most: int) -> tuple[bytes, int]:
 
 def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
     """What there is, by its name in the tar: records first, so that they find room."""
-    named = [run.spec, run.exit, run.events, run.chaos, run.metrics]
-    named += [owner.job, owner.script, owner.code_diff, owner.cluster]
+    named = [run.path / name for name in _OF_RUN] + [owner.path / name for name in _OF_OWNER]
     yield from ((path.name, path) for path in named if path.exists())
-    attempts = [(one, list(_below(one.path))) for one in reversed(run.attempts())]
+    attempts = list(reversed(run.attempts()))
     for are_logs in (False, True):
-        for attempt, paths in attempts:
-            for path in paths:
+        for attempt in attempts:
+            for path in _of_attempt(attempt):
                 if (path.parent.name == "logs") == are_logs:
                     yield f"attempts/{attempt.number}/{path.relative_to(attempt.path)}", path
     yield from ((f"agents/{path.name}", path) for path in sorted(run.agent_logs.glob("*.log")))
@@ -214,14 +204,28 @@ def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
     with suppress(UsageError):
         in_sweep = run.sweep_of_element is not None
         batch = View(run, read_provenance(owner)).batch_logs() if in_sweep else owner.submitit.glob("*_log.*")
-        yield from ((f"batch/{path.name}", path) for path in sorted(batch))
+        yield from ((f"batch/{path.name}", path) for path in sorted(batch) if path.suffix in (".out", ".err"))
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """The files of an attempt, but for traces and whatever is no text."""
-    for path in sorted(folder.rglob("*")):
-        if not path.is_dir() and path.parent.name != "profile" and path.suffix not in _NO_TEXT:
-            yield path
+def _of_attempt(attempt: Attempt) -> list[Path]:
+    """The files of an attempt that go into the tar."""
+    found = (path for pattern in _OF_ATTEMPT for path in attempt.path.glob(pattern))
+    return sorted(path for path in found if not path.is_dir())
+
+
+def _others(run: RunDir) -> Iterator[str]:
+    """A line for what lies in an attempt and stays: nobody knows what is in it, or all know."""
+    for attempt in run.attempts():
+        for path in sorted(set(attempt.path.glob("*")) | set(attempt.path.glob("*/*"))):
+            inside = path.relative_to(attempt.path)
+            if path.is_dir() or inside.parts[0] == "profile" or any(map(inside.match, _OF_ATTEMPT)):
+                continue
+            why = "by its name it holds a secret" if _holds_secret(path) else "is not a usual record"
+            yield f"attempts/{attempt.number}/{inside}: {why}"
+
+
+def _holds_secret(path: Path) -> bool:
+    return path.name == "peers.json" or is_secret_name(path.name)
 
 
 def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
@@ -231,7 +235,10 @@ def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
     from hpcrun.specs.load import load_job
     from hpcrun.specs.secrets import read_secrets
 
-    environments: list[Mapping[str, str]] = []
+    for attempt in run.attempts():
+        yield from _written_secrets(attempt.peers)
+    yield from _written_secrets(run.leader)
+    environments: list[Mapping[str, str]] = [os.environ]
     with suppress(HpcrunError, OSError):
         spec = load_job(run.spec).spec
         environments.append(given(spec.env))
@@ -241,7 +248,15 @@ def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
     with suppress(HpcrunError, OSError):
         environments.append(given(load_cluster(owner.cluster).env))
     for environment in environments:
-        yield from (value for name, value in environment.items() if _SECRET_NAME.fullmatch(name))
+        yield from (value for name, value in environment.items() if is_secret_name(name))
+
+
+def _written_secrets(path: Path) -> Iterator[str]:
+    """The secret with which the processes of a run know each other, where it stands."""
+    with suppress(HpcrunError, OSError):
+        record = read_json(path)
+        if isinstance(record, dict) and isinstance(record.get("secret"), str):
+            yield record["secret"]
 
 
 def _slurm(run: RunDir, owner: RunDir) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import SiteError
+from hpcrun.masking import Masker
 from hpcrun.specs.cluster import ClusterSpec, render_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.provenance import Provenance, write_provenance
@@ -46,7 +47,7 @@ def record_origin(
         user=_user(),
         host=os.uname().nodename,
         directory=str(Path.cwd()),
-        argv=sys.argv,
+        argv=Masker().mask_words(sys.argv),
         hpcrun=hpcrun.__version__,
         python=sys.version.split()[0],
         commit=commit,

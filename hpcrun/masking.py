@@ -1,0 +1,343 @@
+"""Secrets out of text that others get to read: known values, values under telling names, well-known shapes.
+
+A name is told by its words: `db_password`, `apiKey`, `HF_TOKEN`, `aws_secret_access_key`. `token_ids`,
+`tokens/s`, `pad_token` and `primary key` are none. Where it is not clear how far a value goes, more is taken.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+MASK = "(masked)"
+SHORTEST_SECRET = 6
+"""A shorter value is also a part of other words, which would make logs unreadable."""
+
+_ALWAYS = frozenset(
+    {
+        *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "passphrases", "credential"),
+        *("credentials", "apikey", "apikeys"),
+    }
+)
+"""A name with one of these words in it is a secret's."""
+_AT_END = frozenset(
+    {
+        *("token", "auth", "authtoken", "authorization", "cookie", "cookies", "pwd", "pass", "pat", "psk"),
+        *("signature", "accesskey", "secretkey"),
+    }
+)
+"""So is one that ends with one of these, unless its value is plainly none."""
+_KEYS = frozenset(
+    {
+        *(
+            "api",
+            "access",
+            "secret",
+            "private",
+            "auth",
+            "account",
+            "signing",
+            "encryption",
+            "shared",
+            "license",
+        ),
+        *("master", "ssh", "session", "storage", "deploy", "service", "consumer", "client", "hmac", "cookie"),
+        *("webhook", "app", "application", "subscription", "recovery", "admin", "user"),
+    }
+)
+"""What makes a key secret that is named so: access_key, AccountKey."""
+_CAPITAL = frozenset({"TOKEN", "TOKENS", "KEY", "KEYS", "AUTH", "PWD", "PASS", "PSK", "PAT", "COOKIE"})
+"""Words of environment variables, wherever they stand in a name in capitals."""
+_OF_TEXT = frozenset(
+    {
+        *(
+            "pad",
+            "eos",
+            "bos",
+            "unk",
+            "sep",
+            "cls",
+            "mask",
+            "next",
+            "last",
+            "first",
+            "special",
+            "prev",
+            "per",
+        ),
+        *("previous", "image", "stop", "start", "end", "cur", "current", "new", "each", "every", "a", "the"),
+        *("one", "this", "that", "control", "bot", "eot", "eom", "audio", "video"),
+    }
+)
+"""Tokens of a text, and not of a service."""
+_PLAIN = re.compile(
+    r"[-+]?(\d{1,5}|\d*\.\d+([eE][-+]?\d+)?)%?|true|false|null|none|yes|no|str|bytes|~", re.IGNORECASE
+)
+
+_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ASSIGNED = re.compile(
+    r"(?<![\w.-])(?P<name>[A-Za-z_-][\w.-]{0,199})(?P<between>\\*[\"']?\]?[ \t]*(?:=>|:=|==?|:)[ \t]*)"
+)
+_QUOTED = re.compile(
+    r"(?P<quote>\\*[\"'])(?P<inside>(?:(?!(?P=quote))(?:\\.|[^\\])){0,20000})(?P=quote)", re.DOTALL
+)
+_BARE = re.compile(r"(?:\\.|\$\(\S*|[^\s'\",;&\0<>\\)\]}|])+")
+_LISTED = re.compile(r"\[[^\]\n]*\]")
+_BLOCK = re.compile(
+    r"[|>][-+0-9]{0,2}[ \t]*\n(?P<first>(?P<indent>[ \t]+)[^\n]*)(?:\n(?P=indent)[^\n]*|\n(?=\n))*"
+)
+_LINE_START = re.compile(
+    r"(?:[^\n'\"=]{0,80}:[ \t]+)?[ \t]*"
+    r"(?:[-+][ \t]*|\d+:[ \t]*)?(?:export[ \t]+|declare[ \t]+-x[ \t]+)?[\"']?"
+)
+
+_SHAPES = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
+    r"|sk-[\w-]{20,}|[srp]k_(?:live|test)_\w{10,}|(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}|xox[abeoprs]-[\w-]{10,}"
+    r"|xapp-[\w-]{10,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
+    r"|pypi-[\w-]{20,}|dckr_pat_[\w-]{20,}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|wandb_v1_\w{20,}"
+    r"|AGE-SECRET-KEY-1\w{20,}"
+    r"|hvs\.[\w-]{20,}|dapi[0-9a-f]{32}|nvapi-[\w-]{20,}|gsk_\w{20,}|r8_\w{20,})"
+    r"|-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?"
+    r"(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\Z)",
+    re.DOTALL,
+)
+_KEY_END = re.compile(r"-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----")
+_KEY_LINE = re.compile(r"[ \t]*[A-Za-z0-9+/=]{8,}[ \t]*\r?")
+_AROUND: tuple[re.Pattern[str], ...] = (
+    re.compile(r"(\w://[^\s/:@'\"]*:)[^\s/'\"<>]+(@)"),
+    re.compile(r"(\w://)(?=[^\s/:@'\"]*\d)[^\s/:@'\"]{16,}(@)"),
+    re.compile(
+        r"(https://(?:hooks\.slack\.com/(?:services|workflows)"
+        r"|discord(?:app)?\.com/api/webhooks)/)[^\s'\"<>]+()"
+    ),
+    re.compile(r"(?m)(^[ \t>*+-]*(?:proxy-)?authorization[ \t]*:[ \t]*)[^\r\n]+()", re.IGNORECASE),
+    re.compile(r"(?m)(^[ \t>*<+-]*(?:set-)?cookie2?[ \t]*:[ \t]*)[^\r\n]+()", re.IGNORECASE),
+    re.compile(
+        r"(?<!['\"\\])\b((?:(?:proxy-)?authorization|(?:set-)?cookie2?)"
+        r"[ \t]*[:=][ \t]*)(?!['\"\\])[^\r\n]+()",
+        re.IGNORECASE,
+    ),
+    re.compile(
+        r"\b((?:(?:proxy-)?authorization|(?:set-)?cookie2?)"
+        r"\\*[\"']?[ \t]*[:=][ \t]*\\*[\"']?)[^\r\n'\"\\]+()",
+        re.IGNORECASE,
+    ),
+    re.compile(r"\b(Bearer[ \t]+)(?=\S*\d|\S{20})[\w.~+/=-]{6,}()", re.IGNORECASE),
+    re.compile(r"\b((?:Token|ApiKey|Digest|Negotiate)[ \t]+)(?=[A-Za-z]*\d)[\w.~+/=-]{16,}()"),
+    re.compile(
+        r"([?&;](?:sig|signature|key|auth|code|x-(?:amz|goog)-(?:signature|credential))=)[^\s&'\"#<>]+()",
+        re.IGNORECASE,
+    ),
+    re.compile(r"((?<![\w-])sig=)[\w%+/=-]{20,}()"),
+    re.compile(r"(\blogin\s+\S+\s+(?:account\s+\S+\s+)?password\s+)\S+()"),
+    re.compile(r"(\bmachine\s+\S+\s+(?:account\s+\S+\s+)?password\s+)(?=\S*[^a-z\s])\S+()"),
+    re.compile(r"(\bcurl\b[^\n]{0,200}?\s(?:-u|--user|--proxy-user|-U)[ =]*['\"]?[^\s:'\"]+:)[^\s'\"]+()"),
+    re.compile(r"(\bsshpass[ \t]+-p[ \t]*)(?:'[^'\n]*'|\"[^\"\n]*\"|\S+)()"),
+    re.compile(r"(\b(?:mysql|mysqldump|mariadb)\b[^\n]{0,200}?\s-p)[^\s]+()"),
+    re.compile(r"(wandb[^\n]{0,60}?(?<![0-9a-f]))[0-9a-f]{40}(?![0-9a-f])()", re.IGNORECASE),
+)
+"""What stands before and after a secret; both stay."""
+_BASIC = re.compile(r"\b(Basic[ \t]+)([A-Za-z0-9+/]{8,}={0,2})", re.IGNORECASE)
+_SPACED = re.compile(
+    r"(?P<before>(?<![\w-])(?:--?|setenv[ \t]+|set[ \t]+-\w+[ \t]+)(?P<name>[A-Za-z][\w-]{2,80})[ \t]+)"
+    r"(?P<value>'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"-][^\s'\"]*)"
+)
+_OPTION = re.compile(
+    r"(?P<before>(?P<quote>['\"])--?(?P<name>[\w-]+)(?P=quote)\s*,\s*(?P<other>['\"]))(?P<value>[^'\"\n]*)"
+)
+_PAIR = re.compile(
+    r"(?P<before>name\\*['\"]?\s*[:=]\s*\\*['\"]?(?P<name>[\w.-]+)"
+    r"\\*['\"]?\s*[,;]?\s*\\*['\"]?value\\*['\"]?\s*[:=]\s*)"
+    r"(?P<value>'[^'\n]*'|\\*\"[^\"\n]*\"|[^\s,'\"}]+)",
+    re.IGNORECASE,
+)
+_ELEMENT = re.compile(r"(?P<before><(?P<name>[A-Za-z][\w.-]*)(?:\s[^<>]*)?>)(?P<value>[^<>]+)(?=</)")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, key, option, field or file of this name holds a secret."""
+    words = [word.lower() for word in _PARTS.findall(name)]
+    return _is_always(name, words) or _is_at_end(words)
+
+
+def _is_always(name: str, words: Sequence[str]) -> bool:
+    if _ALWAYS.intersection(words):
+        return True
+    has_lower = any(letter.islower() for letter in name.rpartition(".")[2])
+    return not has_lower and bool(_CAPITAL.intersection(re.split(r"[^A-Za-z0-9]+", name)))
+
+
+def _is_at_end(words: Sequence[str]) -> bool:
+    if not words:
+        return False
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] in ("key", "keys"):
+        return before in _KEYS
+    if words[-1] == "token":
+        return before not in _OF_TEXT
+    return words[-1] in _AT_END and (len(words) > 1 or words[-1] not in ("pass", "pat", "signature"))
+
+
+class Masker:
+    """Takes secrets out of text; `values` are known ones, which go wherever they stand."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        written = {form for value in values for form in _written(value) if len(form) >= SHORTEST_SECRET}
+        known = sorted(written, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+
+    def mask(self, text: str) -> str:
+        """The same text without them."""
+        if self._known is not None:
+            text = self._known.sub(MASK, text)
+        text = _without_key_ends(_SHAPES.sub(MASK, text))
+        for pattern in _AROUND:
+            text = pattern.sub(rf"\g<1>{MASK}\g<2>", text)
+        text = _BASIC.sub(_without_login, text)
+        for pattern in (_SPACED, _OPTION, _PAIR, _ELEMENT):
+            text = pattern.sub(_without_value, text)
+        return _without_assigned(text)
+
+    def mask_record(self, value: Any) -> Any:
+        """Plain values out of a record: what stands under a telling name goes, and secrets in all text."""
+        if isinstance(value, Mapping):
+            return {
+                key: MASK if _hides(str(key), one) else self.mask_record(one) for key, one in value.items()
+            }
+        if isinstance(value, list):
+            words = [one if isinstance(one, str) else None for one in value]
+            if value and None not in words:
+                return self.mask_words([one for one in words if one is not None])
+            return [self.mask_record(one) for one in value]
+        return self.mask(value) if isinstance(value, str) else value
+
+    def mask_words(self, words: Sequence[str]) -> list[str]:
+        """A command line, word by word: of NAME=VALUE all of the value, of --password VALUE the word."""
+        masked: list[str] = []
+        for number, word in enumerate(words):
+            option = words[number - 1] if number else ""
+            name, equals, value = word.partition("=")
+            if (
+                option.startswith("-")
+                and "=" not in option
+                and not word.startswith("-")
+                and _hides(option, word)
+            ):
+                masked.append(MASK)
+            elif equals and re.fullmatch(r"[\w.-]+", name) and _hides(name, value):
+                masked.append(f"{name}={MASK}")
+            else:
+                masked.append(self.mask(word))
+        return masked
+
+
+def _hides(name: str, value: Any) -> bool:
+    """Whether a value, whole as it is, is a secret by its name."""
+    if value is None or value == "" or isinstance(value, bool | Mapping):
+        return False
+    words = [word.lower() for word in _PARTS.findall(name)]
+    if isinstance(value, list):
+        return (
+            bool(_ALWAYS.intersection(words)) and all(isinstance(one, str) for one in value) and bool(value)
+        )
+    return _is_always(name, words) or (_is_at_end(words) and not _PLAIN.fullmatch(str(value)))
+
+
+def _without_login(found: re.Match[str]) -> str:
+    """`Basic` before letters is also a word of a sentence: only what reads as user:password goes."""
+    data = found[2]
+    try:
+        is_login = b":" in b64decode(data + "=" * (-len(data) % 4))
+    except ValueError:
+        is_login = False
+    return f"{found[1]}{MASK}" if is_login else found[0]
+
+
+def _without_value(found: re.Match[str]) -> str:
+    value = found["value"]
+    bare = value.strip("\\'\"")
+    if not _hides(found["name"], bare) or bare == MASK:
+        return found[0]
+    quote = value[: len(value) - len(value.lstrip("\\'\""))]
+    return f"{found['before']}{quote}{MASK}{quote}"
+
+
+def _without_key_ends(text: str) -> str:
+    """Of a private key whose beginning was cut off, the lines before its end."""
+    pieces: list[str] = []
+    done = 0
+    for found in _KEY_END.finditer(text):
+        begin = text.rfind("\n", done, found.start()) + 1
+        while begin > done:
+            line = text.rfind("\n", done, begin - 1) + 1 or done
+            if _KEY_LINE.fullmatch(text, line, begin - 1) is None:
+                break
+            begin = line
+        pieces += [text[done : max(begin, done)], MASK]
+        done = found.end()
+    return "".join([*pieces, text[done:]]) if pieces else text
+
+
+def _without_assigned(text: str) -> str:
+    """NAME=value, NAME: "value" and the like, with the quotes of the value: what was JSON stays JSON."""
+    pieces: list[str] = []
+    done = at = 0
+    while (found := _ASSIGNED.search(text, at)) is not None:
+        at = found.end()
+        end, quote = _value(text, found)
+        if end > at:
+            pieces += [text[done:at], quote, MASK, quote]
+            done = at = end
+    return "".join([*pieces, text[done:]]) if pieces else text
+
+
+def _value(text: str, found: re.Match[str]) -> tuple[int, str]:
+    """Where the value of a name ends, and the quotes around it; its beginning where it is no secret."""
+    name, at = found["name"], found.end()
+    words = [word.lower() for word in _PARTS.findall(name)]
+    always, at_end = _is_always(name, words), _is_at_end(words)
+    if not (always or at_end) or text.startswith(("//", "{"), at):
+        return at, ""
+    if (block := _BLOCK.match(text, at)) is not None:
+        return block.end(), ""
+    if (listed := _LISTED.match(text, at)) is not None:
+        return (listed.end() if always and not name.isupper() else at), ""
+    end, quotes = at, list[str]()
+    while (piece := _QUOTED.match(text, end) or _BARE.match(text, end)) is not None and piece.end() > end:
+        quotes.append(piece.groupdict().get("quote") or "")
+        end = piece.end()
+    if not always and not any(quotes):
+        bare = text[at:end]
+        if _PLAIN.fullmatch(bare) or len(bare) < SHORTEST_SECRET or "(" in bare:
+            return at, ""
+    begin = text.rfind("\n", 0, found.start()) + 1
+    is_line = _LINE_START.fullmatch(text, begin, found.start()) is not None
+    if always and end > at and is_line and not any(quotes) and text[end : end + 1] not in ("'", '"'):
+        line = text.find("\n", end)
+        rest = text[end : line if line >= 0 else len(text)]
+        if not re.match(r"\s*$|[ \t]*#", rest) and "\0" not in rest:
+            end += len(rest.rstrip("\r"))
+    opened = text[found.start() - 1 : found.start()]
+    if end > at and opened in ("'", '"') and opened not in found["between"] and not any(quotes):
+        # NAME=VALUE between quotes, blanks and all.
+        line = text.find("\n", end)
+        close = text.find(opened, end, line if line >= 0 else len(text))
+        end = max(end, close)
+    return end, quotes[0] if len(quotes) == 1 else ""
+
+
+def _written(value: str) -> Iterator[str]:
+    """A value as it may stand in a file: as it is, its lines, and with the escapes of JSON, YAML and bash."""
+    yield value
+    yield from value.splitlines()
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield value.replace("'", "''")
+    yield shlex.quote(value)[1:-1]
+    yield repr(value)[1:-1]
