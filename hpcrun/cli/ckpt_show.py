@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hpcrun.cli.terminal import plain, raw
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -54,13 +55,13 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         done += size
         if time.monotonic() - drawn > 0.2:
             drawn = time.monotonic()
-            sys.stderr.write(f"\r\x1b[K{what}: {amount(done)} of {amount(total)}")
+            raw(sys.stderr).write(f"\r\x1b[K{plain(what)}: {amount(done)} of {amount(total)}")
             sys.stderr.flush()
 
     try:
         yield show
     finally:
-        sys.stderr.write("\r\x1b[K")
+        raw(sys.stderr).write("\r\x1b[K")
         sys.stderr.flush()
 
 

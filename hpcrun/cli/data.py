@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.terminal import raw
+
 if TYPE_CHECKING:
     from hpcrun.specs.corpus import Corpus
 
@@ -171,11 +173,14 @@ def _progress() -> tuple[Callable[[int, int], None], Callable[[], None]]:
             told = now
             line = f"{seen / 2**20:.0f} of {total / 2**20:.0f} MiB ({100 * seen / max(total, 1):.0f} %)"
             print(
-                f"\r{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True
+                f"\r{line}" if terminal else line,
+                end="" if terminal else "\n",
+                file=raw(sys.stderr),
+                flush=True,
             )
 
     def done() -> None:
         if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            print("\r\033[K", end="", file=raw(sys.stderr), flush=True)
 
     return show, done

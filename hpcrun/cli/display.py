@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from hpcrun.cli.terminal import plain, raw
 from hpcrun.launch.watch.savelines import describe_save
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Lines:
         """Something worth a line."""
         # A terminal that was closed must not take the run with it.
         with contextlib.suppress(OSError):
-            self._stream.write(f"hpcrun: {text}\n")
+            self._stream.write(f"hpcrun: {plain(text)}\n")
             self._stream.flush()
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
@@ -92,7 +93,7 @@ class Bar(Lines):
             super().note(text)
             return
         with contextlib.suppress(OSError):
-            self._progress.console.print(f"hpcrun: {text}", markup=False, highlight=False)
+            self._progress.console.print(f"hpcrun: {plain(text)}", markup=False, highlight=False)
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met: from now on there is something to draw."""
@@ -105,8 +106,8 @@ class Bar(Lines):
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=Console(file=self._stream),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=Console(file=raw(self._stream)),
             auto_refresh=False,
         )
         self._task = self._progress.add_task("step", total=self._steps, figures="")

@@ -67,7 +67,12 @@ def drain(
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the text into a file.")] = None,
     webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Also post it there as JSON; https only.")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also post it as JSON to the URL in a file that only you may read, or in standard input (-);"
+            " https only.",
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> None:
@@ -75,10 +80,9 @@ def drain(
     import getpass
     import time
 
-    from hpcrun.launch.health.drainrequest import check_webhook, drain_request, post
+    from hpcrun.launch.health.drainrequest import drain_request, post, read_webhook
 
-    if webhook is not None:
-        check_webhook(webhook)
+    url = None if webhook is None else read_webhook(webhook)
     now = time.time()
     request = drain_request(_chosen(_scores(now), nodes), getpass.getuser(), now)
     if out is not None:
@@ -91,8 +95,8 @@ def drain(
         _print_json(request)
     elif out is None:
         print(request["text"], end="")
-    if webhook is not None:
-        post(webhook, {"schema_version": SCHEMA_VERSION, **request})
+    if url is not None:
+        post(url, {"schema_version": SCHEMA_VERSION, **request})
         typer.echo("hpcrun: the webhook has taken it", err=True)
 
 

@@ -138,7 +138,10 @@ def _call(verb: str, rest: list[str]) -> int:
     try:
         # Not through its `main`, which would turn a closed pipe and an interrupt into codes of its own.
         with command.make_context(f"hpcrun {verb}", rest, obj=after) as context:
-            command.invoke(context)
+            from hpcrun.cli.terminal import neutral_streams
+
+            with neutral_streams():
+                command.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code
     except typer.Abort:
@@ -277,6 +280,9 @@ def _nearest(word: str) -> str:
 
 
 def _complain(text: str) -> None:
+    from hpcrun.cli.terminal import plain
+
+    text = plain(text)
     # Where it cannot be said, the exit code still tells.
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from hpcrun.cli.display import Lines, duration
+from hpcrun.cli.terminal import one_line, write_log
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
 from hpcrun.launch.record import runs
 from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
@@ -295,7 +296,7 @@ def logs(
         _print_json(id=run.id, files=files)
         return
     for text in following.read_files(paths):
-        print(text, end="")
+        write_log(text)
 
 
 def follow_run(
@@ -305,7 +306,7 @@ def follow_run(
     from hpcrun.launch.record.follow import follow
 
     lines = Lines(runs.look_at(run).steps or 0, sys.stderr)
-    return follow(run, _write, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
+    return follow(run, write_log, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
 
 
 @app.command()
@@ -339,7 +340,7 @@ def _print_json(**values: Any) -> None:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = [head, *rows]
+    table = [head, *([one_line(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -349,11 +350,9 @@ def _print_facts(**facts: Any) -> None:
     told = {name: value for name, value in facts.items() if value not in (None, "")}
     width = max(7, *map(len, told))
     for name, value in told.items():
-        print(f"{name:{width}}  {value}")
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
+        # Further lines stand below the value, where none can pass for a fact of its own.
+        text = str(value).replace("\n", "\n" + " " * (width + 2))
+        print(f"{name:{width}}  {text}")
 
 
 def _note(text: str) -> None:

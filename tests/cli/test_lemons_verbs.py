@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import threading
@@ -122,12 +123,22 @@ def hook() -> Iterator[HTTPServer]:
         thread.join()
 
 
+def written(tmp_path: Path, url: str) -> str:
+    path = tmp_path / "webhook"
+    path.write_text(f"{url}\n")
+    path.chmod(0o600)
+    return str(path)
+
+
 def test_a_webhook_gets_it_as_json(
-    capsys: pytest.CaptureFixture[str], hook: HTTPServer, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], hook: HTTPServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:3128")
     url = f"http://127.0.0.1:{hook.server_port}/services/T0/secret"
-    code, out, err = run(capsys, "drain-request", "--webhook", url)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{url}\n"))
+    assert run(capsys, "drain-request", "--webhook", "-")[0] == 0
+    Hook.taken.clear()
+    code, out, err = run(capsys, "drain-request", "--webhook", written(tmp_path, url))
     assert (code, err) == (0, "hpcrun: the webhook has taken it\n")
     ((path, body),) = Hook.taken
     assert path == "/services/T0/secret"
@@ -139,11 +150,11 @@ def test_a_webhook_gets_it_as_json(
 
 @pytest.mark.parametrize("status", [302, 404, 500])
 def test_a_webhook_that_refuses_is_told_in_one_line_without_its_secret(
-    capsys: pytest.CaptureFixture[str], hook: HTTPServer, status: int
+    capsys: pytest.CaptureFixture[str], hook: HTTPServer, status: int, tmp_path: Path
 ) -> None:
     Hook.status = status
     url = f"http://127.0.0.1:{hook.server_port}/services/T0/secret"
-    code, out, err = run(capsys, "drain-request", "--webhook", url)
+    code, out, err = run(capsys, "drain-request", "--webhook", written(tmp_path, url))
     assert code == 3
     assert err.startswith(f"hpcrun: the webhook at 127.0.0.1 did not take it: {status} ")
     assert err.count("\n") == 1
@@ -152,8 +163,8 @@ def test_a_webhook_that_refuses_is_told_in_one_line_without_its_secret(
     assert len(Hook.taken) == 1
 
 
-def test_a_webhook_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "drain-request", "--webhook", "http://localhost:1/x")
+def test_a_webhook_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, "drain-request", "--webhook", written(tmp_path, "http://localhost:1/x"))
     assert code == 3
     assert err == (
         "hpcrun: the webhook at localhost did not take it: [Errno 111] Connection refused;"
@@ -170,11 +181,12 @@ def test_a_webhook_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None
         (["nodes", "--top", "0"], "--top"),
         (["drain-request", "n[08-09]"], "n08, n09: nothing was seen there; seen were: n03, n05, n04"),
         (["drain-request", "n03", "--out", "/nowhere/x"], "--out /nowhere/x: cannot be written"),
-        (["drain-request", "--webhook", "http://example.org/x"], "--webhook: must be https://HOST/PATH"),
-        (["drain-request", "--webhook", "https://"], "--webhook: must be https://HOST/PATH"),
-        (["drain-request", "--webhook", "file:///etc/passwd"], "--webhook: must be https://HOST/PATH"),
-        (["drain-request", "--webhook", "https://[::1/x"], "--webhook: is no URL"),
-        (["drain-request", "--webhook", "https://h:port/x"], "--webhook: is no URL"),
+        (
+            ["drain-request", "--webhook", "https://h/secret"],
+            "--webhook: a URL in a command is shown to",
+        ),
+        (["drain-request", "--webhook", "/nowhere/hook"], "--webhook: /nowhere/hook: cannot be read"),
+        (["drain-request", "--webhook", "/proc/self/cmdline"], "--webhook: /proc/self/cmdline: has mode"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
@@ -191,3 +203,20 @@ def test_without_anything_seen_there_is_nothing_to_ask_for(
     code, _, err = run(capsys, "drain-request")
     assert code == 2
     assert "no node is avoided for what your runs saw" in err
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://example.org/x", "--webhook: must be https://HOST/PATH"),
+        ("https://", "--webhook: must be https://HOST/PATH"),
+        ("file:///etc/passwd", "--webhook: must be https://HOST/PATH"),
+        ("https://[::1/x", "--webhook: is no URL"),
+        ("https://h:port/x", "--webhook: is no URL"),
+    ],
+)
+def test_a_file_that_holds_no_webhook(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str, text: str
+) -> None:
+    code, _, err = run(capsys, "drain-request", "--webhook", written(tmp_path, url))
+    assert (code, text in err, err.count("\n")) == (2, True, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import shlex
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,12 +14,14 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.hostlist import fold
 from hpcrun.launch.health.lemons import Score
+from hpcrun.specs.secrets import read_secrets
 
 _POST_S = 10.0
 _MOST_SEEN = 20
+_MOST_URL = 8192
 
 
 def drain_request(scores: Mapping[str, Score], by: str, now: float) -> dict[str, Any]:
@@ -75,6 +78,28 @@ def render(scores: Mapping[str, Score], by: str, now: float) -> str:
 
 def _stamp(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def read_webhook(where: str) -> str:
+    """The URL in a private file, or with - in standard input; UsageError for one in the command itself.
+
+    A command line is shown to every user of the machine, and the URLs of chat services hold a secret.
+    """
+    if "://" in where:
+        raise UsageError(
+            "--webhook: a URL in a command is shown to every user of this machine; write it into a file that"
+            " only you may read (chmod 600), and give --webhook FILE, or - for standard input"
+        )
+    if where == "-":
+        url = sys.stdin.readline(_MOST_URL).strip()
+    else:
+        try:
+            url = read_secrets({"webhook": where})["webhook"].strip()
+        except SpecError as error:
+            text = error.problems[0].text
+            raise UsageError(f"--webhook: {text}") from None
+    check_webhook(url)
+    return url
 
 
 def check_webhook(url: str) -> str:
