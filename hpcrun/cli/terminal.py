@@ -55,14 +55,14 @@ def write_log(text: str) -> None:
 
 def raw(stream: TextIO) -> TextIO:
     """The stream behind: for our own drawing, of which no word comes from elsewhere."""
-    return stream.behind if isinstance(stream, _Shown) else stream  # type: ignore[return-value]
+    return stream.behind if isinstance(stream, _Shown) else stream
 
 
 @contextmanager
 def neutral_streams() -> Iterator[None]:
     """Let standard output and error take text alone, for as long as the block lasts."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (one if one is None else _Shown(one) for one in before)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = (one if one is None else _Shown(one) for one in before)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def test_other_text_stays_as_it_is() -> None:
 
 
 def test_what_was_json_stays_json() -> None:
-    record = {
+    record: dict[str, Any] = {
         "password": S,
         "n": [{"api_key": S, "step": 5}],
         "argv": ["a", "--token", S, f"env.X_KEY=two {S}"],

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def hostile(runs_root: Path) -> RunDir:
     write_json(run.exit, {"status": "failed", "exit_code": 5, "message": f"a\n{ALL}", "attempt": 1})
     attempt.log(0).write_bytes(f"\x1b[32mgreen {ALL}\n10 %\r20 %\n".encode(errors="replace") + b"\x9b\n")
     stamp = {"time": time.time(), "monotonic": 1.0, "attempt": 1}
-    events = [
+    events: list[dict[str, Any]] = [
         {"event": "launch", "ranks": 1},
         {"event": "fault", "message": ALL, "nodes": [ALL]},
         {"event": ALL},
