@@ -123,22 +123,18 @@ def import_state(
         with progress(str(source), total) as show:
             found, saved = _import_new(resolved, lambda place: read(source, place, resolved.spec, step, show))
     if as_json:
-        print_json(
-            {
-                "run": found.id,
-                "format": kind,
-                "step": saved.step,
-                "samples": saved.position,
-                "path": str(saved.path),
-                "left_out": left_out,
-            }
-        )
+        said = {"run": found.id, "format": kind, "step": saved.step, "samples": saved.position}
+        print_json(said | {"path": str(saved.path), "left_out": left_out})
         return
-    if left_out:
-        print(f"left out of the job in {source}, being no part of the state: {', '.join(left_out)}")
-        print("set what you need of it in a job file of your own, and give that with --job")
+    _print_left_out(source, left_out)
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     print(f"hpcrun train --resume {found.id} goes on from it")
+
+
+def _print_left_out(source: Path, keys: list[str]) -> None:
+    if keys:
+        print(f"left out of the job in {source}, being no part of the state: {', '.join(keys)}")
+        print("set what you need of it in a job file of your own, and give that with --job")
 
 
 def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[RunDir, Saved]:
