@@ -125,9 +125,6 @@ KNOWN = {
         "checkpoint/drain/arena": "map_slot",
         "runtime/snapshot": "_map",
     },
-    "read only, whatever its flags are called": {
-        "checkpoint/read": "OpenFiles.read",
-    },
     "a directory of ours with a random name, which tempfile makes": {
         "cli/ckpt_repair": "made_again",
         "slurm/contract": "_ask_sbatch",
