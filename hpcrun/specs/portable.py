@@ -95,6 +95,7 @@ PORTABLE: dict[str, bool | dict[str, bool]] = {
     },
     "device": True,
     "env": False,
+    "env_deny": False,
     "modules": False,
     "python": False,
     "container": False,
