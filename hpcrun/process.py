@@ -9,14 +9,19 @@ import fcntl
 import os
 import signal
 import struct
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, AnyStr, NamedTuple
 
 import hpcrun
 from hpcrun.errors import SiteError
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -89,16 +94,14 @@ def run(
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
-    with child:
+    with hold(child):
         try:
             out, err = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            kill_tree(child.pid)
-            child.kill()
+            end_child(child)
             raise SiteError(f"`{' '.join(argv)}` gave no answer in {timeout_s:g} s; it was ended") from None
         except BaseException:
-            kill_tree(child.pid)
-            child.kill()
+            end_child(child)
             # After an interrupt the `with` would leave it unreaped.
             child.wait()
             raise
@@ -141,7 +144,7 @@ def tell(
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
     said = bytearray()
-    with child:
+    with hold(child):
         while not (ended := _has_ended(child.pid)) and time.monotonic() - started < timeout_s:
             _listen(child.stdout.fileno(), said, most_bytes, 0.05)
         _listen(child.stdout.fileno(), said, most_bytes, 0.0)
@@ -227,8 +230,9 @@ class Handle:
         try:
             self._descriptor = os.pidfd_open(process.pid)
         except OSError as error:
-            # Kernels before 5.3 have no such call: there the start time alone has to do.
-            if error.errno not in (errno.ENOSYS, errno.ESRCH, errno.EINVAL):
+            # Kernels before 5.3 have no such call: there the start time alone has to do, as it has where
+            # descriptors run out.
+            if error.errno not in (errno.ENOSYS, errno.ESRCH, errno.EINVAL, errno.EMFILE, errno.ENFILE):
                 raise
         if self._descriptor is not None and start_ticks(process.pid) != process.start_ticks:
             self.close()
@@ -287,15 +291,22 @@ class Handle:
             self._descriptor = None
 
 
-def descendants(pid: int) -> list[ProcessId]:
-    """Children, their children and so on that are alive, parents before children."""
+def descendants(top: ProcessId | int) -> list[ProcessId]:
+    """Children, their children and so on that are alive, parents before children.
+
+    Of a process that is gone there are none, whoever has its pid now. A pid alone is for our own, and for
+    what cannot be reaped meanwhile.
+    """
     children: dict[int, list[ProcessId]] = {}
     for entry in _pids():
         fields = _stat(entry)
         if fields and fields[0] not in ("Z", "X"):
             children.setdefault(int(fields[1]), []).append(ProcessId(entry, int(fields[19])))
+    # Looked at afterwards: then the pid was its own all the time.
+    if isinstance(top, ProcessId) and start_ticks(top.pid) != top.start_ticks:
+        return []
     found: list[ProcessId] = []
-    ahead = [pid]
+    ahead = [top.pid if isinstance(top, ProcessId) else top]
     while ahead:
         below = children.pop(ahead.pop(0), [])
         found += below
@@ -358,15 +369,41 @@ def kill_all(processes: Iterable[ProcessId]) -> None:
         handle.close()
 
 
-def kill_tree(pid: int, timeout_s: float = 5.0) -> list[ProcessId]:
-    """End everything below a process, but not itself; what is still alive after the time-out is returned."""
+def kill_tree(top: ProcessId | int, timeout_s: float = 5.0) -> list[ProcessId]:
+    """End everything below a process, but not itself; what is still alive after the time-out is returned.
+
+    `top` as for `descendants`.
+    """
     deadline = time.monotonic() + timeout_s
-    while alive := descendants(pid):
+    while alive := descendants(top):
         kill_all(alive)
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
     return alive
+
+
+_held: weakref.WeakKeyDictionary[subprocess.Popen[Any], ProcessId] = weakref.WeakKeyDictionary()
+_holding = threading.Lock()
+
+
+def hold(child: subprocess.Popen[AnyStr]) -> subprocess.Popen[AnyStr]:
+    """The same child, which was started just now: known for good, and reaped by nobody but its Popen."""
+    known = identify(child.pid)
+    if known is not None:
+        with _holding:
+            _held[child] = known
+    return child
+
+
+def end_child(child: subprocess.Popen[Any]) -> None:
+    """Kill a child of ours and all below it; one that was reaped has no pid any more, and is left alone."""
+    if child.poll() is not None:
+        return
+    with _holding:
+        known = _held.get(child)
+    kill_tree(known or child.pid)
+    child.kill()
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
@@ -379,11 +416,15 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap_orphans(keep: int) -> None:
-    """Collect the children that ended, except the one with pid `keep`, whose status somebody waits for."""
+def reap_orphans() -> None:
+    """Collect the children that ended, except those that are held: somebody waits for their status."""
+    with _holding:
+        waited_for = {known for child, known in _held.items() if child.returncode is None}
     for pid in _pids():
         fields = _stat(pid)
-        if fields and fields[0] == "Z" and int(fields[1]) == os.getpid() and pid != keep:
+        if fields and fields[0] == "Z" and int(fields[1]) == os.getpid():
+            if ProcessId(pid, int(fields[19])) in waited_for:
+                continue
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 

@@ -11,7 +11,19 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hpcrun"
 
 LEVELS = (
-    {"errors", "units", "hostlist", "mesh", "formulas", "process", "proof", "files", "address", "masking"},
+    {
+        "errors",
+        "units",
+        "hostlist",
+        "mesh",
+        "formulas",
+        "process",
+        "proof",
+        "door",
+        "files",
+        "address",
+        "masking",
+    },
     {"specs"},
     {"slurm"},
     {"fabric"},

@@ -185,7 +185,7 @@ if sys.argv[1] == "bound":
 else:
     print("adopted", len(process.descendants(os.getpid())), flush=True)
     process.kill_tree(os.getpid())
-    process.reap_orphans(keep=0)
+    process.reap_orphans()
     try:
         os.wait()
     except ChildProcessError:
@@ -240,3 +240,52 @@ def test_what_is_left_in_the_background_goes_too() -> None:
     )
     with pytest.raises(SiteError, match="no-such-program: cannot be run: No such file"):
         told(["no-such-program"])
+
+
+def test_nothing_is_ended_below_a_pid_that_another_process_has_now(
+    spawn: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    """The pid was reaped and given away: the tree below it is somebody else's."""
+    shell = spawn(TREE)
+    assert shell.stdout is not None
+    sleepers = [int(shell.stdout.readline()), int(shell.stdout.readline())]
+    now = process.identify(shell.pid)
+    assert now is not None
+    before = process.ProcessId(now.pid, now.start_ticks - 1)
+    assert process.descendants(before) == []
+    assert process.kill_tree(before) == []
+    handle = process.Handle(before)
+    assert not handle.signal(signal.SIGKILL)
+    handle.close()
+    # One whose end was noticed is not signalled either, whoever has its pid.
+    ended = spawn("exit 3")
+    ended.wait()
+    ended.pid = shell.pid
+    process.end_child(ended)
+    assert all(process.state(one) not in (None, "Z") for one in (shell.pid, *sleepers))
+    process.end_child(process.hold(shell))
+    shell.wait()
+    wait_until(lambda: all(process.state(one) in (None, "Z") for one in sleepers))
+
+
+def test_a_child_that_somebody_waits_for_is_not_reaped_as_an_orphan(
+    spawn: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    held = process.hold(spawn("exit 7"))
+    wait_until(lambda: process.state(held.pid) == "Z")
+    process.reap_orphans()
+    assert held.wait() == 7
+
+
+def test_a_process_is_held_also_where_descriptors_have_run_out(
+    spawn: Callable[[str], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    child = spawn("exec sleep 60")
+    known = process.identify(child.pid)
+    assert known is not None
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    process.kill_all([known])
+    assert child.wait() == -signal.SIGKILL

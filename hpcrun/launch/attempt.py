@@ -54,11 +54,11 @@ class RunningAttempt:
         self._looked = 0.0
         inbox.collect_interrupts()
         nodes.watch(launch.attempt, launch.placement, launch.environ[SOCKET_VARIABLE])
-        self._launcher = launch.launcher.start(launch, nodes)
-        nodes.launched(self._launcher.pid)
+        self._launcher = process.hold(launch.launcher.start(launch, nodes))
         identity = process.identify(self._launcher.pid)
         # Until we collect it, a child keeps its pid.
         assert identity is not None
+        nodes.launched(identity)
         self._launcher_handle = Handle(identity)
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox.fileno(), selectors.EVENT_READ)
@@ -149,7 +149,7 @@ class RunningAttempt:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(0.5)
         stuck = self._nodes.clear(timeout_s, self._launcher.pid)
-        process.kill_tree(self._launcher.pid)
+        process.kill_tree(self._launcher_handle.process)
         self._launcher_handle.signal(9)
         self._launcher.wait()
         self._selector.close()

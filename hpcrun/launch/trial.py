@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from hpcrun.door import ScarceError, hang_up, listen_at, take_in
 from hpcrun.tuning.reach import sort_out
 
 _CONNECT_S = 3.0
 """A lost packet is sent again after a second."""
-_AT_ONCE = 32
+_AT_ONCE, _REST_S = 32, 0.1
 _SHOWN = 3
 _MOST_TARGETS = 64
 """In larger worlds each node tries those after it: all nodes together still try every one."""
@@ -21,10 +24,23 @@ class Trial:
     """One node's part, at its own address."""
 
     def __init__(self, address: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._address = address
-        # Connections complete by themselves: nobody has to accept them.
-        self._server = socket.create_server((address, 0), family=family, backlog=1024)
+        self._server = listen_at(address, 0, 1024)
+        self._is_over = threading.Event()
+        # Where nobody took them, connections of strangers would keep those of the others out.
+        self._thread = threading.Thread(target=self._show_out, name="trial", daemon=True)
+        self._thread.start()
+
+    def _show_out(self) -> None:
+        with contextlib.suppress(OSError):  # it listens no more
+            while not self._is_over.is_set():
+                try:
+                    found = take_in(self._server)
+                except ScarceError:
+                    self._is_over.wait(_REST_S)
+                    continue
+                if found is not None:
+                    found[0].close()
 
     @property
     def place(self) -> tuple[str, int]:
@@ -39,7 +55,10 @@ class Trial:
 
     def close(self) -> None:
         """Listen no more; to be called when all have tried."""
-        self._server.close()
+        self._is_over.set()
+        # Also under the thread, which waits for somebody.
+        hang_up(self._server)
+        self._thread.join(_CONNECT_S)
 
 
 def why_not(own: str, host: str, port: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError
+from hpcrun.proof import parse_line
 
 _ANSWERS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""
@@ -163,12 +163,13 @@ class DrainLink:
             self._read = bytearray(rest)
             found: dict[str, Any] | None = None
             for line in lines:
-                with contextlib.suppress(ValueError):
-                    told = json.loads(line)
-                    if told.get("kind") in _ANSWERS:
-                        found = told
-                    else:
-                        self._news.append(told)
+                told = parse_line(bytes(line))
+                if told is None:
+                    continue
+                if told.get("kind") in _ANSWERS:
+                    found = told
+                else:
+                    self._news.append(told)
             if for_answer:
                 return found
             wait_s = 0.0

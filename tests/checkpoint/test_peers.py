@@ -130,7 +130,7 @@ def test_who_proves_nothing_gets_no_answer_whatever_it_asks(server: PeerServer, 
         await_line(connection, time.monotonic() + 5)
         with contextlib.suppress(ConnectionError):
             connection.sendall(render_line(said))
-            Frames(connection, 5.0).say({"do": "echo", "word": "a"})
+            Frames(connection, b"", b"", 5.0).say({"do": "echo", "word": "a"})
             assert connection.recv(1000) == b""
 
 
@@ -197,32 +197,40 @@ def let_in(connection: socket.socket) -> Frames:
     said = await_line(connection, time.monotonic() + 5)
     nonces = (nonce, str(said["nonce"]))
     connection.sendall(render_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
-    frames = Frames(connection, 5.0)
+    frames = Frames(connection, *who("n1").keys(("asked", "asking"), "n0", "n1", nonces), 5.0)
     assert frames.hear() is not None
     return frames
 
 
-def header(kind: int, data: bytes, length: int | None = None) -> bytes:
-    return struct.pack("<IIQ", kind, len(data) if length is None else length, xxh3_64_intdigest(data))
+def header(frames: Frames, kind: int, data: bytes, length: int | None = None) -> bytes:
+    said = struct.pack(
+        "<IIQ",
+        kind,
+        len(data) if length is None else length,
+        xxh3_64_intdigest(data, frames._our_seed),
+    )
+    return said + frames._sending.mark(said + data if kind == 1 else said)
 
 
 @pytest.mark.parametrize(
     ("sent", "said"),
     [
-        (header(2, b"right") + b"wrong", "bytes were damaged on the way"),
-        (header(2, b"right") + b"ri", "the connection ended in the middle of a frame"),
-        (header(2, b"right")[:7], "the connection ended in the middle of a frame"),
-        (b"", "the connection ended in the middle of the bytes"),
-        (header(2, b"longer") + b"longer", "6 bytes came where 5 belong"),
-        (header(2, b"", length=1 << 31), "what came is no frame"),
-        (header(1, b"nonsense") + b"nonsense", "what came is no message"),
-        (header(1, b'{"problem":"disk"}') + b'{"problem":"disk"}', "disk"),
+        (lambda one: header(one, 2, b"right") + b"wrong", "bytes were damaged on the way"),
+        (lambda one: header(one, 2, b"right") + b"ri", "the connection ended in the middle of a frame"),
+        (lambda one: header(one, 2, b"right")[:7], "the connection ended in the middle of a frame"),
+        (lambda one: b"", "the connection ended in the middle of the bytes"),
+        (lambda one: header(one, 2, b"longer") + b"longer", "6 bytes came where 5 belong"),
+        (lambda one: header(one, 2, b"", length=1 << 31), "what came is no frame"),
+        (lambda one: header(one, 1, b"nonsense") + b"nonsense", "what came is no message"),
+        (lambda one: header(one, 1, b"[" * 90_000) + b"[" * 90_000, "what came is no message"),
+        (lambda one: header(one, 1, b'{"problem":"disk"}') + b'{"problem":"disk"}', "disk"),
     ],
 )
-def test_a_stream_that_is_cut_or_damaged_is_not_taken(sent: bytes, said: str) -> None:
+def test_a_stream_that_is_cut_or_damaged_is_not_taken(sent: Callable[[Frames], bytes], said: str) -> None:
     def serve(connection: socket.socket) -> None:
-        let_in(connection).say({"size": 5})
-        connection.sendall(sent)
+        frames = let_in(connection)
+        frames.say({"size": 5})
+        connection.sendall(sent(frames))
 
     refused = pytest.raises(PeerError, match=rf"n1 \(127\.0\.0\.1:\d+\): {said}")
     with listening(serve) as address, Peers(who("n0"), {"n1": address}) as peers, refused:

@@ -171,8 +171,9 @@ def test_nonsense_does_no_harm(gate: Gate, words: bytes) -> None:
         theirs.close()
 
 
-def test_strangers_who_say_nothing_are_shown_out(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HANDSHAKE_S", 0.1)
+    gate = Gate(HERE, SECRET, "run-1", 3, ["n01", "n02"])
     crowd = [socket.create_connection((gate.address, gate.port)) for _ in range(100)]
     assert wait(gate, 0.05) == []
     ours, theirs = let_in(gate, badge())
@@ -184,6 +185,7 @@ def test_strangers_who_say_nothing_are_shown_out(gate: Gate, monkeypatch: pytest
         one.close()
     ours.close()
     theirs.close()
+    gate.close()
 
 
 def test_a_line_without_end_closes_the_connection(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:

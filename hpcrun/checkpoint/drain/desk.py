@@ -75,7 +75,7 @@ class Desk(Listener):
             if handle is None:
                 raise ValueError(f"unknown verb {message['do']}")
             handle(self._drain, rank, known, message)
-        except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
             send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
             return None
         return rank

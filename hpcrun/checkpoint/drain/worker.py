@@ -14,7 +14,6 @@ import platform
 import selectors
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -41,6 +40,7 @@ from hpcrun.checkpoint.drain.stations import (
 from hpcrun.checkpoint.levels import Holding, Level, Station
 from hpcrun.checkpoint.parity.blocks import parity_holdings
 from hpcrun.checkpoint.prove import Damage, damages_in, without
+from hpcrun.door import take_in_ours
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.specs.rundir import RunDir
@@ -304,12 +304,8 @@ class Worker:
 
     def _welcome(self) -> None:
         assert self._listening is not None
-        connection, _ = self._listening.accept()
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", told)[1] != os.getuid():
-            connection.close()
-            return
-        self._selector.register(connection, selectors.EVENT_READ, _Caller(connection))
+        for connection, _ in take_in_ours(self._listening):
+            self._selector.register(connection, selectors.EVENT_READ, _Caller(connection))
 
     def _hear_rank(self, caller: _Caller, events: int) -> None:
         if events & selectors.EVENT_WRITE:

@@ -1,11 +1,16 @@
 """Frames: what nodes send one another of a checkpoint, bytes with their length and hash, never without limit.
 
-frame := kind (1: a message in JSON, 2: raw bytes), length, xxh3 of what follows | so many bytes
+frame := kind (1: a message in JSON, 2: raw bytes), length, xxh3 of what follows, mark | so many bytes
+
+The mark is made with a key of the connection: of what stands before it, and of a message also all of it. The
+hash of raw bytes begins with a number that only the two ends know. That is no cryptographic proof of these
+bytes, which would cost as much as sending them; it shows damage, and bytes that somebody else has made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import socket
 import struct
@@ -15,6 +20,9 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
+from hpcrun.door import hang_up
+from hpcrun.proof import MARK_BYTES, Seal, parse_line
+
 FRAME_BYTES = 1 << 20
 """No frame is longer, so that nobody needs more memory than this for one."""
 _HEADER = struct.Struct("<IIQ")
@@ -23,13 +31,6 @@ _MESSAGE, _RAW = 1, 2
 
 class FrameError(OSError):
     """What came is not what was sent, or not what belongs here."""
-
-
-def hang_up(connection: socket.socket) -> None:
-    """Close a connection, also under a thread that waits for it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()
 
 
 class Throttle:
@@ -55,9 +56,19 @@ class Throttle:
 class Frames:
     """One connection; every frame comes or goes within `timeout_s`, or it is an OSError."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float, throttle: Throttle | None = None) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(
+        self,
+        connection: socket.socket,
+        our_key: bytes,
+        their_key: bytes,
+        timeout_s: float,
+        throttle: Throttle | None = None,
+    ) -> None:
+        with contextlib.suppress(OSError):  # it has gone again, which shows at the first frame
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection, self._timeout_s, self._throttle = connection, timeout_s, throttle or Throttle()
+        self._sending, self._hearing = Seal(our_key), Seal(their_key)
+        self._our_seed, self._their_seed = _seed(our_key), _seed(their_key)
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message."""
@@ -71,9 +82,8 @@ class Frames:
     def hear(self, extra_s: float = 0.0) -> dict[str, Any] | None:
         """The next message, for which there is so much more time; None at the end of the connection."""
         found = self._receive(None, extra_s)
-        if found is None or isinstance(found, dict):
-            return found
-        raise FrameError("raw bytes came where a message belongs")
+        assert not isinstance(found, memoryview)
+        return found
 
     def receive(self, into: memoryview) -> None:
         """Fill a buffer from the next frame; a message in its place is the other end's excuse."""
@@ -89,7 +99,8 @@ class Frames:
 
     def _send(self, kind: int, data: memoryview) -> None:
         assert len(data) <= FRAME_BYTES
-        header = _HEADER.pack(kind, len(data), xxh3_64_intdigest(data))
+        header = _HEADER.pack(kind, len(data), xxh3_64_intdigest(data, self._our_seed))
+        header += self._sending.mark(header + data if kind == _MESSAGE else header)
         self.connection.settimeout(self._timeout_s)
         sent = self.connection.sendmsg([header, data])
         if sent < len(header):
@@ -100,34 +111,47 @@ class Frames:
 
     def _receive(self, into: memoryview | None, extra_s: float) -> dict[str, Any] | memoryview | None:
         deadline = time.monotonic() + self._timeout_s + extra_s
-        header = bytearray(_HEADER.size)
+        header = bytearray(_HEADER.size + MARK_BYTES)
         if not self._fill(memoryview(header), deadline):
             return None
-        kind, length, digest = _HEADER.unpack(header)
+        kind, length, digest = _HEADER.unpack_from(header)
         if kind not in (_MESSAGE, _RAW) or length > FRAME_BYTES:
             raise FrameError("what came is no frame")
-        if kind == _RAW and into is not None and length != len(into):
-            raise FrameError(f"{length} bytes came where {len(into)} belong")
-        buffer = into if kind == _RAW and into is not None else memoryview(bytearray(length))
-        if length and not self._fill(buffer, deadline):
+        # Nothing in a frame is believed, nor any buffer filled, before its mark.
+        buffer = memoryview(bytearray(length)) if kind == _MESSAGE else memoryview(b"")
+        if kind == _MESSAGE and length and not self._fill(buffer, deadline):
             raise FrameError("the connection ended in the middle of a frame")
-        if xxh3_64_intdigest(buffer) != digest:
-            raise FrameError("bytes were damaged on the way")
+        said, mark = bytes(header[: _HEADER.size]), bytes(header[_HEADER.size :])
+        if not self._hearing.fits(mark, said + buffer):
+            raise FrameError("what came is not what was sent next: damaged, or somebody is in between")
         if kind == _RAW:
-            return buffer
-        try:
-            message = json.loads(bytes(buffer))
-        except ValueError:
-            message = None
-        if not isinstance(message, dict):
+            return self._receive_raw(into, length, digest, deadline)
+        message = parse_line(bytes(buffer))
+        if message is None:
             raise FrameError("what came is no message")
         return message
+
+    def _receive_raw(
+        self, into: memoryview | None, length: int, digest: int, deadline: float
+    ) -> memoryview | None:
+        if into is None:
+            raise FrameError("raw bytes came where a message belongs")
+        if length != len(into):
+            raise FrameError(f"{length} bytes came where {len(into)} belong")
+        if length and not self._fill(into, deadline):
+            raise FrameError("the connection ended in the middle of a frame")
+        if xxh3_64_intdigest(into, self._their_seed) != digest:
+            raise FrameError("bytes were damaged on the way")
+        return into
 
     def _fill(self, buffer: memoryview, deadline: float) -> bool:
         """Whether the buffer could be filled; False at an end before its first byte."""
         done = 0
         while done < len(buffer):
-            self.connection.settimeout(max(0.01, deadline - time.monotonic()))
+            left = deadline - time.monotonic()
+            if left <= 0:  # a byte now and then is no answer
+                raise TimeoutError("timed out")
+            self.connection.settimeout(left)
             count = self.connection.recv_into(buffer[done:])
             if not count:
                 if done:
@@ -135,3 +159,8 @@ class Frames:
                 return False
             done += count
         return True
+
+
+def _seed(key: bytes) -> int:
+    """Where hashes of raw bytes begin; the key is used for nothing else in this way."""
+    return int.from_bytes(hmac.digest(key, b"raw bytes", "sha256")[:8], "big")

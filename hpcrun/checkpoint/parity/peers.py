@@ -19,9 +19,19 @@ from typing import Any
 from hpcrun.checkpoint.levels import LEVELS, Holding
 from hpcrun.checkpoint.parity.blocks import geometry_of
 from hpcrun.checkpoint.parity.files import read_at
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle, hang_up
+from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle
+from hpcrun.door import Door, hang_up
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, proof_of, proves, render_line
+from hpcrun.proof import (
+    HANDSHAKE_S,
+    await_line,
+    fresh_nonce,
+    is_word,
+    keys_of,
+    proof_of,
+    proves,
+    render_line,
+)
 
 TIMEOUT_S = 20.0
 """For one frame."""
@@ -46,6 +56,12 @@ class Credentials:
     def proof(self, side: str, asking: str, asked: str, nonces: Iterable[str]) -> str:
         """Of one end, in a connection between these two nodes."""
         return proof_of(self.secret, ["checkpoint", side, self.run, asking, asked, *nonces])
+
+    def keys(
+        self, sides: tuple[str, str], asking: str, asked: str, nonces: Iterable[str]
+    ) -> tuple[bytes, bytes]:
+        """What each end marks its frames with."""
+        return keys_of(self.secret, sides, ["checkpoint", self.run, asking, asked, *nonces])
 
 
 @dataclass(frozen=True)
@@ -77,20 +93,12 @@ class PeerServer:
         self._who, self._timeout_s, self._throttle = who, timeout_s, Throttle(bytes_per_s)
         self._handlers: dict[str, Handler] = {}
         self._lock = threading.Lock()
-        self._strangers: dict[int, socket.socket] = {}
         self._guests: dict[int, Frames] = {}
         self._numbers = itertools.count()
         self._closed = threading.Event()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._listener.bind((address, 0))
-            self._listener.listen(128)
-        except OSError as error:
-            self._listener.close()
-            raise SiteError(f"{address}: cannot listen here for other nodes: {error.strerror}") from None
-        self.address, self.port = address, int(self._listener.getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
+        self._door = Door(address, _MOST_STRANGERS, "other nodes", self._recognise, HANDSHAKE_S)
+        self.address, self.port = address, self._door.port
+        self._thread = threading.Thread(target=self._attend, name="peers", daemon=True)
         self._thread.start()
 
     def on(self, what: str, handler: Handler) -> None:
@@ -100,47 +108,43 @@ class PeerServer:
     def close(self) -> None:
         """Nobody is answered any more."""
         with self._lock:
+            if self._closed.is_set():
+                return
             self._closed.set()
             open_ones = [*self._guests.values()]
-            strangers = [*self._strangers.values()]
-        for connection in (self._listener, *strangers):
-            hang_up(connection)
+        self._door.ring()
         for guest in open_ones:
             guest.close()
         self._thread.join(timeout=HANDSHAKE_S)
 
-    def _accept(self) -> None:
+    def _attend(self) -> None:
         while not self._closed.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                # For instance no more descriptors: some will come free.
-                self._closed.wait(0.1)
-                continue
-            number = next(self._numbers)
-            with self._lock:
-                # Dicts keep their order: the first has had the most time.
-                crowd = len(self._strangers) >= _MOST_STRANGERS
-                late = next(iter(self._strangers.values())) if crowd else None
-                self._strangers[number] = connection
-            if late is not None:
-                hang_up(late)
-            serve = threading.Thread(target=self._meet, args=(number, connection), daemon=True)
-            serve.start()
+            self._door.await_somebody()
+            for connection, guest in self._door.arrivals():
+                serve = threading.Thread(target=self._meet, args=(connection, *guest), daemon=True)
+                try:
+                    serve.start()
+                except RuntimeError:  # no more threads: it comes again
+                    hang_up(connection)
+        self._door.close()
 
-    def _meet(self, number: int, connection: socket.socket) -> None:
-        frames: Frames | None = None
-        with contextlib.suppress(OSError):
-            if self._proves(connection):
-                frames = Frames(connection, self._timeout_s, self._throttle)
+    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[str, tuple[str, str]] | None:
+        asking, theirs = said.get("node"), said.get("nonce")
+        if not (is_word(asking) and is_word(theirs)):
+            return None
+        nonces = nonce, theirs
+        wanted = self._who.proof("asking", asking, self._who.node, nonces)
+        return (asking, nonces) if proves(said.get("proof"), wanted) else None
+
+    def _meet(self, connection: socket.socket, asking: str, nonces: tuple[str, str]) -> None:
+        keys = self._who.keys(("asked", "asking"), asking, self._who.node, nonces)
+        frames, number = Frames(connection, *keys, self._timeout_s, self._throttle), next(self._numbers)
         with self._lock:
-            self._strangers.pop(number, None)
-            if frames is not None and not self._closed.is_set():
-                self._guests[number] = frames
-        if frames is None:
-            connection.close()
-            return
+            self._guests[number] = frames
         try:
+            connection.settimeout(self._timeout_s)
+            mine = self._who.proof("asked", asking, self._who.node, nonces)
+            connection.sendall(render_line({"proof": mine}))
             while not self._closed.is_set() and (request := frames.hear(_IDLE_S)) is not None:
                 self._answer(frames, request)
         except OSError:
@@ -149,19 +153,6 @@ class PeerServer:
             frames.close()
             with self._lock:
                 self._guests.pop(number, None)
-
-    def _proves(self, connection: socket.socket) -> bool:
-        deadline = time.monotonic() + HANDSHAKE_S
-        nonce = fresh_nonce()
-        connection.settimeout(HANDSHAKE_S)
-        connection.sendall(render_line({"nonce": nonce}))
-        said = await_line(connection, deadline)
-        asking, nonces = str(said.get("node")), (nonce, str(said.get("nonce")))
-        if not proves(said.get("proof"), self._who.proof("asking", asking, self._who.node, nonces)):
-            return False
-        mine = self._who.proof("asked", asking, self._who.node, nonces)
-        connection.sendall(render_line({"proof": mine}))
-        return True
 
     def _answer(self, frames: Frames, request: dict[str, Any]) -> None:
         handler = self._handlers.get(str(request.get("do")))
@@ -172,7 +163,7 @@ class PeerServer:
         except (HpcrunError, OSError) as error:
             frames.say({"problem": str(error)})
             return
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             frames.say({"problem": f"no such request: {error}"})
             return
         frames.say(reply.told | {"size": reply.size})
@@ -291,17 +282,21 @@ class Peers:
         connection = socket.create_connection(address, timeout=min(HANDSHAKE_S, self._timeout_s))
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            nonces = (str(await_line(connection, deadline).get("nonce")), fresh_nonce())
+            theirs = await_line(connection, deadline).get("nonce")
+            if not is_word(theirs):
+                raise ConnectionError("is no node of this run")
+            nonces = theirs, fresh_nonce()
             mine = self._who.proof("asking", self._who.node, node, nonces)
             said = {"node": self._who.node, "nonce": nonces[1], "proof": mine}
             connection.sendall(render_line(said))
-            theirs = await_line(connection, deadline).get("proof")
-            if not proves(theirs, self._who.proof("asked", self._who.node, node, nonces)):
+            proof = await_line(connection, deadline).get("proof")
+            if not proves(proof, self._who.proof("asked", self._who.node, node, nonces)):
                 raise ConnectionError(f"is not node {node} of this run, or does not know its secret")
         except OSError:
             connection.close()
             raise
-        return Frames(connection, self._timeout_s)
+        keys = self._who.keys(("asking", "asked"), self._who.node, node, nonces)
+        return Frames(connection, *keys, self._timeout_s)
 
 
 def _is_late(error: OSError) -> bool:

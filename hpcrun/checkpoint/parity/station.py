@@ -308,15 +308,18 @@ class ParityStation:
                 said = str(error)
                 together.pause(min(_POLL_S, max(0.0, left)))
                 continue
-            standing = told["standing"]
+            standing = told.get("standing")
             if standing == "failed":
-                raise _FailedError(str(told["why"]))
+                raise _FailedError(str(told.get("why")))
             if standing == "unknown" and wanted != "open":
                 raise _FailedError(
                     f"{node}: its worker was started anew, and does not have step {one.stamp.step}"
                 )
             if standing in _ORDER and _ORDER.index(standing) >= _ORDER.index(wanted):
-                return Member(node, tuple((number, Part(**part)) for number, part in told["parts"]))
+                try:
+                    return Member(node, tuple((number, Part(**part)) for number, part in told["parts"]))
+                except (KeyError, TypeError, ValueError) as error:
+                    raise SiteError(f"{node}: tells of parts that are none: {error}") from None
         raise SiteError(
             f"{self._node}: the attempt is over" if self._hurry.is_set() else "another member has failed"
         )

@@ -214,34 +214,32 @@ class Agent:
         """Start a process of the launcher's, whose descendants the ranks are."""
         if self._ranks is None:
             return
-        self._ranks.below = os.getpid()
+        self._ranks.below = process.identify(os.getpid())
         with log.open("ab") as output:
-            self._children.append(
-                subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=without_world(os.environ),
-                    start_new_session=True,
-                )
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=without_world(os.environ),
+                start_new_session=True,
             )
+        self._children.append(process.hold(child))
 
     def _warm(self) -> None:
         """Load once what ranks load: from then on it lies in the page cache, which is what a spare is for."""
         if self._is_warm:
             return
         self._is_warm = True
-        self._children.append(
-            subprocess.Popen(
-                [sys.executable, "-P", "-c", _LOADS],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=without_world(os.environ),
-                start_new_session=True,
-            )
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", _LOADS],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=without_world(os.environ),
+            start_new_session=True,
         )
+        self._children.append(process.hold(child))
 
     def _watch(self) -> None:
         self._vault.look()
@@ -266,7 +264,7 @@ class Agent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0 if stuck else None)
         self._children = []
-        process.reap_orphans(keep=-1 if not heir else heir[0])
+        process.reap_orphans()
         return stuck
 
     def _say(self, message: dict[str, Any]) -> None:

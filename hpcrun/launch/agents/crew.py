@@ -18,6 +18,8 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.agents.lease import LEADERLESS_S, RENEW_S, FencedError, Leader, Leadership
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.agents.wire import Gate, Guest, Session
+from hpcrun.launch.agents.words import problem_of_said
+from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.specs.rundir import RunDir
 
@@ -45,7 +47,7 @@ class Member:
 
     def __init__(self, node: str, log: Path, clock: Callable[[], float]) -> None:
         self.node, self.log, self._clock = node, log, clock
-        self.session, self.id = Session(), ""
+        self.session, self.id = Session(problem_of_said), ""
         self._heard = clock()
         self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = False
@@ -56,6 +58,7 @@ class Member:
         self.replaced: set[str] = set()
         """The sessions of agents that another one has taken the place of."""
         self._broken: float | None = None
+        self._why = ""
         self.children: list[subprocess.Popen[bytes]] = []
         """The steps that it may be in."""
 
@@ -78,9 +81,9 @@ class Member:
         """It has said something, over a connection that stands."""
         self._heard, self._broken = self._clock(), None
 
-    def broken(self) -> None:
-        """Its connection has broken."""
-        self._broken = self._clock()
+    def broken(self, why: str) -> None:
+        """Its connection has broken; `why`: what was wrong with what came over it, if that was it."""
+        self._broken, self._why = self._clock(), f": {why}" if why else ""
 
     @property
     def is_ended(self) -> bool:
@@ -93,15 +96,14 @@ class Member:
         if self.is_ended:
             return f"its agent ended{self.last_words()}"
         if self._broken is not None and self._clock() - self._broken > _GRACE_S:
-            return f"its agent has let the connection go{self.last_words()}"
+            return f"its agent has let the connection go{self._why}{self.last_words()}"
         return _SILENT if self.silent_s > _SILENCE_S else None
 
     def give_up_calling(self) -> None:
         """End the try to have another agent in its place."""
         if self.called is not None:
             self.called = None
-            process.kill_tree(self.children[-1].pid)
-            self.children[-1].kill()
+            process.end_child(self.children[-1])
 
     def last_words(self) -> str:
         """What its log ends with, of what was said while we lead."""
@@ -213,14 +215,16 @@ class Crew:
         self, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
-            child = subprocess.Popen(
-                command,
-                # Its end tells agents outside of a batch job that we are gone.
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=dict(environ),
-                start_new_session=True,
+            child = process.hold(
+                subprocess.Popen(
+                    command,
+                    # Its end tells agents outside of a batch job that we are gone.
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    env=dict(environ),
+                    start_new_session=True,
+                )
             )
         self._steps.append(child)
         return child
@@ -250,8 +254,6 @@ class Crew:
         yield from aside
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
-                for guest in self._gate.arrivals():
-                    self._welcome(guest)
                 continue
             agent: Member = key.data
             channel = agent.session.channel
@@ -267,8 +269,21 @@ class Crew:
                 elif "kind" in message and not agent.is_lost:
                     yield agent, message
             if channel is not None and channel.is_closed and agent.session.channel is channel:
-                self._let_go(agent)
-                agent.broken()
+                self._break(agent, channel.why)
+        # Also where nobody comes: those who have come and say nothing are shown out in time.
+        for guest in self._gate.arrivals():
+            self._welcome(guest)
+
+    def refuse(self, agent: Member, why: str) -> None:
+        """What it has said cannot be: its connection ends, and it may come again."""
+        if agent.session.channel is not None:
+            self._break(agent, why)
+
+    def _break(self, agent: Member, why: str) -> None:
+        if why:
+            say(f"{agent.node}: the connection to its agent is ended, to be made anew: {why}")
+        self._let_go(agent)
+        agent.broken(why)
 
     def _welcome(self, guest: Guest) -> None:
         """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
@@ -282,7 +297,7 @@ class Crew:
             if agent.id and not agent.is_lost:
                 self.lose(agent, "another agent has come in its place")
                 agent.losses -= 1
-            agent.session, agent.id, agent.hello = Session(), guest.badge.session, {}
+            agent.session, agent.id, agent.hello = Session(problem_of_said), guest.badge.session, {}
         self._let_go(agent)
         channel = guest.admit(agent.session.seen)
         agent.session.attach(channel, guest.badge.seen)
@@ -351,14 +366,11 @@ class Crew:
         except FencedError:
             # At a signal that can be caught, and at the end of its own child too, srun would end the agents.
             for child in self._steps:
-                process.kill_tree(child.pid)
-                child.kill()
+                process.end_child(child)
         for pulse in self._pulses:
             pulse.stop()
         for child in self._steps:
-            if child.poll() is None:
-                process.kill_tree(child.pid)
-                child.kill()
+            process.end_child(child)
             child.wait()
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):

@@ -70,6 +70,7 @@ class Heir:
                 stderr=output,
                 start_new_session=True,
             )
+            process.hold(self._child)
 
     def _give_up(self) -> None:
         """The new supervisor did not come up: the job goes back into the queue, or ends with a record of it.
@@ -77,8 +78,7 @@ class Heir:
         Without that the rest of the allocation would stay, as a ghost, until its time limit.
         """
         assert self._child is not None
-        process.kill_tree(self._child.pid)
-        self._child.kill()
+        process.end_child(self._child)
         self._child.wait()
         record = read_json(self._run.exit)
         self.has_ended_job = True

@@ -37,7 +37,7 @@ class NodeRanks:
     Made before the ranks are started, so that what they leave can be told from what was there.
     """
 
-    below: int | None = None
+    below: ProcessId | None = None
     """The process whose descendants the ranks are; without one they are known by their environment alone."""
 
     def __init__(self, attempt: Attempt, ranks: Collection[int], hears: str) -> None:
@@ -184,14 +184,14 @@ class NodeRanks:
         number = str(self._attempt.number)
         found |= {one for one in marked if process.started_with(one.pid, ATTEMPT_VARIABLE) == number}
         # Whoever has lost his parents becomes our child, whatever session and environment he has.
-        ours = {one for one in process.descendants(os.getpid()) if one.pid != self.below}
+        ours = {one for one in process.descendants(os.getpid()) if one != self.below}
         found |= ours - self._before - {*self._below(self._before)}
         kept = spared | {one.pid for pid in spared for one in process.descendants(pid)}
         return sorted(one for one in found if one.pid not in kept)
 
     def _below(self, processes: Iterable[ProcessId]) -> Iterator[ProcessId]:
         for one in processes:
-            yield from process.descendants(one.pid)
+            yield from process.descendants(one)
 
     def _remove_segments(self) -> None:
         records = (read_json(self._attempt.rank_record(rank)) for rank in self._expected)

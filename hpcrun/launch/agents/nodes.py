@@ -22,6 +22,7 @@ from hpcrun.launch.outlets.heard import Heard
 from hpcrun.launch.trial import in_words, targets
 from hpcrun.launch.vault.host import KIND
 from hpcrun.launch.vault.hosts import Hosts
+from hpcrun.process import ProcessId
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -64,7 +65,7 @@ class Nodes(Protocol):
         `hears`: the name of the socket on each node through which they will report their progress.
         """
 
-    def launched(self, pid: int) -> None:
+    def launched(self, launcher: ProcessId) -> None:
         """The launcher on this host is running."""
 
     def start(self, node: str, argv: Sequence[str], log: Path) -> None:
@@ -175,9 +176,9 @@ class ThisNode:
         """Look out for the ranks of an attempt."""
         self._ranks = NodeRanks(attempt, range(len(placement.ranks)), hears)
 
-    def launched(self, pid: int) -> None:
+    def launched(self, launcher: ProcessId) -> None:
         """The ranks are found below this process."""
-        self._here.below = pid
+        self._here.below = launcher
 
     def start(self, node: str, argv: Sequence[str], log: Path) -> None:
         """Never called: the launcher starts all by itself."""
@@ -229,7 +230,7 @@ class ThisNode:
         """End whatever is left of the attempt below the launcher."""
         stuck = self._here.clear(timeout_s, self._hosts.pids)
         self._meeting.close()
-        process.reap_orphans(keep=launcher)
+        process.reap_orphans()
         return [f"process {pid}" for pid in stuck]
 
     def warm(self, spares: Sequence[str]) -> None:
@@ -370,7 +371,7 @@ class AgentNodes:
         # The ranks are started only when everybody looks: what was there before can then be told from theirs.
         self._await("watching", _ANSWER_S)
 
-    def launched(self, pid: int) -> None:
+    def launched(self, launcher: ProcessId) -> None:
         """The agents do not need to know it."""
 
     def start(self, node: str, argv: Sequence[str], log: Path) -> None:
@@ -402,11 +403,13 @@ class AgentNodes:
 
     def news(self, *, look: bool) -> Iterator[Happening]:
         """What the agents have seen of this attempt."""
-        for _, message in self._pump(0.0):
+        for agent, message in self._pump(0.0):
             if message.pop("attempt", None) != self._attempt:
                 continue
             happening = decode(message)
-            if happening is not None:
+            if happening is not None and happening.rank not in self._placement.on(agent.node):
+                self._crew.refuse(agent, f"it tells of rank {happening.rank}, which is not there")
+            elif happening is not None:
                 if isinstance(happening, RankEnded):
                     happening = happening.by_our_clock(time.time())
                 self._note(happening)

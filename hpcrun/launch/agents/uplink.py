@@ -14,6 +14,8 @@ from hpcrun.launch.agents import lease
 from hpcrun.launch.agents.lease import Leader, Vigil
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.agents.wire import Badge, Channel, Session, WireError, host_answers, join
+from hpcrun.launch.agents.words import problem_of_order
+from hpcrun.launch.endurance import say
 from hpcrun.specs.rundir import RunDir
 
 BEAT_S = 1.0
@@ -32,7 +34,7 @@ class Uplink:
         self._run, self._node, self._may_claim = run, node, may_claim
         clock = AwakeClock()
         self.vigil = Vigil(position, clock)
-        self.session, self._id = Session(), ""
+        self.session, self._id = Session(problem_of_order), ""
         self.epoch = 0
         """The newest supervisor's that was met."""
         self.won: int | None = None
@@ -53,6 +55,8 @@ class Uplink:
         channel = self.session.channel
         # A connection that brings nothing may be dead without knowing it.
         if channel is not None and (channel.is_closed or self.vigil.is_orphaned):
+            if channel.why:
+                say(f"the connection to the supervisor is ended and made anew: {channel.why}")
             self.session.detach()
         return messages
 
@@ -84,7 +88,7 @@ class Uplink:
                 return
             session, number = self.session, self._id
             if leader.epoch > self.epoch:
-                session, number = Session(), secrets.token_hex(8)
+                session, number = Session(problem_of_order), secrets.token_hex(8)
             badge = Badge(self._run.id, leader.epoch, self._node, number, session.seen)
             channel, seen = join((leader.address, leader.port), leader.secret, badge)
             with self._lock:

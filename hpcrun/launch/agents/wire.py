@@ -1,29 +1,34 @@
 """Messages between a supervisor and its agents: lines of JSON over TCP, after both have proved who they are.
 
 Each side sends a number that was never used before, and proves with it that it knows the run's secret,
-without showing it. A message is numbered and kept until the other side has seen it: a connection that breaks
-and is made anew neither loses nor doubles anything.
+without showing it. From then on each message bears a mark that only the two can make. A message is numbered
+and kept until the other side has seen it: a connection that breaks and is made anew neither loses nor doubles
+anything.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import selectors
+import hmac
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.errors import SiteError
+from hpcrun.door import Door
 from hpcrun.proof import (
     HANDSHAKE_S,
-    MOST_BYTES_OF_A_STRANGER,
+    MARK_BYTES,
+    Seal,
     await_line,
     fresh_nonce,
+    is_count,
+    is_word,
+    keys_of,
     parse_line,
     proof_of,
     proves,
@@ -32,6 +37,7 @@ from hpcrun.proof import (
 
 MOST_BYTES = 1 << 20
 """A line is no longer; whoever sends more does not speak our language."""
+_MARK = 2 * MARK_BYTES
 _MOST_WAITING = 16 << 20
 """So many bytes may wait to be sent; who takes none of them any more is gone."""
 _CONNECT_S = 1.5
@@ -44,15 +50,27 @@ class WireError(Exception):
 
 
 class Channel:
-    """One connection: whole messages in and out, never waiting."""
+    """One connection: whole messages in and out, each with its mark, never waiting."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        our_key: bytes,
+        their_key: bytes,
+        greeting: dict[str, Any] | None = None,
+    ) -> None:
+        """`greeting`: goes before all messages, without a mark."""
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it has gone again, which shows where its messages are read
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
+        self._sending, self._hearing = Seal(our_key), Seal(their_key)
         self._incoming, self._outgoing = b"", b""
         self._lock = threading.Lock()
-        self.is_closed = False
+        self.is_closed, self.why = False, ""
+        """`why`: what was wrong with what came, where that has closed it."""
+        if greeting is not None:
+            self._put(render_line(greeting))
 
     def fileno(self) -> int:
         """Becomes readable when there are messages, or the end."""
@@ -61,13 +79,17 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; one that is gone is noticed where its messages are read."""
         with self._lock:
-            self._outgoing += render_line(message)
-            if len(self._outgoing) > _MOST_WAITING:
-                self.is_closed = True
-            if self.is_closed:
-                return
-            with contextlib.suppress(OSError):
-                self._outgoing = self._outgoing[self._connection.send(self._outgoing) :]
+            line = render_line(message)
+            self._put(self._sending.mark(line).hex().encode() + line)
+
+    def _put(self, data: bytes) -> None:
+        self._outgoing += data
+        if len(self._outgoing) > _MOST_WAITING:
+            self.is_closed = True
+        if self.is_closed:
+            return
+        with contextlib.suppress(OSError):
+            self._outgoing = self._outgoing[self._connection.send(self._outgoing) :]
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come; `is_closed` is set at the end of them, and by nonsense."""
@@ -83,12 +105,33 @@ class Channel:
         except OSError:
             self.is_closed = True
         *lines, self._incoming = self._incoming.split(b"\n")
-        if any(len(line) > MOST_BYTES for line in (*lines, self._incoming)):
-            self.is_closed = True
+        if any(len(line) > MOST_BYTES + _MARK for line in (*lines, self._incoming)):
+            self.fail("what came is longer than any message")
             return []
-        found = [parse_line(line) for line in lines]
-        self.is_closed |= None in found
-        return [message for message in found if message is not None]
+        found = []
+        for line in lines:
+            message = self._opened(line)
+            if message is None:
+                break
+            found.append(message)
+        return found
+
+    def _opened(self, line: bytes) -> dict[str, Any] | None:
+        """The message in a line, which nobody in between has touched."""
+        if self.why:
+            return None
+        mark, text = line[:_MARK], line[_MARK:]
+        if not hmac.compare_digest(mark, self._hearing.mark(text + b"\n").hex().encode()):
+            self.fail("what came is not what the other end has sent next: somebody is in between")
+            return None
+        message = parse_line(text)
+        if message is None:
+            self.fail("what came is no message")
+        return message
+
+    def fail(self, why: str) -> None:
+        """Take nothing more of what comes: it is not what belongs here."""
+        self.is_closed, self.why = True, self.why or why
 
     def close(self) -> None:
         """Let go of it."""
@@ -100,7 +143,9 @@ class Channel:
 class Session:
     """What two sides have told each other, over as many connections as it takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, problem_of: Callable[[dict[str, Any]], str] = lambda _: "") -> None:
+        """`problem_of`: what is wrong with a message of the other side; empty where nothing is."""
+        self._problem_of = problem_of
         self.channel: Channel | None = None
         self.seen = 0
         """The number of the last message of the other side that came here."""
@@ -144,13 +189,19 @@ class Session:
             return []
         heard = []
         for message in self.channel.receive():
-            number, seen = message.pop("n", None), message.pop("seen", None)
-            if isinstance(seen, int):
-                self._forget(seen)
-            if isinstance(number, int):
+            number, seen = message.pop("n", 0), message.pop("seen", 0)
+            if not (is_count(number) and is_count(seen)):
+                self.channel.fail("what came has no number that can be")
+                break
+            self._forget(seen)
+            if number:
                 if number <= self.seen:
                     continue
                 self.seen = number
+            if problem := self._problem_of(message):
+                # It counts as seen: it would be no better over the next connection.
+                self.channel.fail(problem)
+                break
             heard.append(message)
         return heard
 
@@ -173,8 +224,15 @@ class Badge:
 
     def proof(self, secret: str, side: str, nonces: Sequence[str], seen: int = 0) -> str:
         """What only somebody who knows the secret can make of these nonces."""
-        mine = (self.run, self.epoch, self.node, self.session, self.seen)
-        return proof_of(secret, [side, *mine, seen, *nonces])
+        return proof_of(secret, [side, *self._words, seen, *nonces])
+
+    def keys(self, secret: str, sides: tuple[str, str], nonces: Sequence[str]) -> tuple[bytes, bytes]:
+        """What each side marks its messages with, in a connection of these nonces."""
+        return keys_of(secret, sides, [*self._words, *nonces])
+
+    @property
+    def _words(self) -> list[Any]:
+        return [self.run, self.epoch, self.node, self.session, self.seen]
 
 
 def join(
@@ -189,21 +247,21 @@ def join(
     try:
         nonce = fresh_nonce()
         challenge = await_line(connection, deadline).get("nonce")
-        nonces = (str(challenge), nonce)
+        if not is_word(challenge):
+            raise WireError("what listens there is no supervisor")
+        nonces = (challenge, nonce)
         mine = {"node": badge.node, "session": badge.session, "epoch": badge.epoch, "seen": badge.seen}
         connection.sendall(
             render_line(mine | {"nonce": nonce, "proof": badge.proof(secret, "agent", nonces)})
         )
         answer = await_line(connection, deadline)
         seen = answer.get("seen")
-        if not isinstance(seen, int) or not proves(
-            answer.get("proof"), badge.proof(secret, "leader", nonces, seen)
-        ):
-            raise WireError(f"{address[0]}:{address[1]}: does not know the run's secret")
+        if not is_count(seen) or not proves(answer.get("proof"), badge.proof(secret, "leader", nonces, seen)):
+            raise WireError("it does not know the run's secret")
     except (OSError, WireError) as error:
         connection.close()
         raise WireError(f"{address[0]}:{address[1]}: {error}") from None
-    return Channel(connection), seen
+    return Channel(connection, *badge.keys(secret, ("agent", "leader"), nonces)), seen
 
 
 def host_answers(address: tuple[str, int]) -> bool:
@@ -221,25 +279,18 @@ class Guest:
 
     badge: Badge
     connection: socket.socket
-    _answer: Any = field(repr=False)
+    _secret: str = field(repr=False)
+    _nonces: tuple[str, str]
 
     def admit(self, seen: int) -> Channel:
         """Let it in, and tell it what we have seen of its messages."""
-        channel = Channel(self.connection)
-        channel.send({"seen": seen, "proof": self._answer(seen)})
-        return channel
+        proof = self.badge.proof(self._secret, "leader", self._nonces, seen)
+        keys = self.badge.keys(self._secret, ("leader", "agent"), self._nonces)
+        return Channel(self.connection, *keys, greeting={"seen": seen, "proof": proof})
 
     def refuse(self) -> None:
         """Close the door."""
         self.connection.close()
-
-
-@dataclass
-class _Stranger:
-    connection: socket.socket
-    nonce: str
-    since: float
-    said: bytes = b""
 
 
 class Gate:
@@ -247,92 +298,37 @@ class Gate:
 
     def __init__(self, address: str, secret: str, run: str, epoch: int, nodes: Collection[str]) -> None:
         self._secret, self._run, self._epoch, self._nodes = secret, run, epoch, frozenset(nodes)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._listener.bind((address, 0))
-            self._listener.listen(max(128, 2 * len(self._nodes)))
-        except OSError as error:
-            self._listener.close()
-            raise SiteError(f"{address}: cannot listen here for the agents: {error.strerror}") from None
-        self._listener.setblocking(False)
-        self.address, self.port = address, int(self._listener.getsockname()[1])
-        self._strangers: dict[int, _Stranger] = {}
-        self._most = 2 * len(self._nodes) + 64
-        self._selector = selectors.EpollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        most = 2 * len(self._nodes) + 64
+        self._door = Door(address, most, "the agents", self._recognise, HANDSHAKE_S)
+        self.address, self.port = address, self._door.port
 
     def fileno(self) -> int:
         """Becomes readable when somebody stands at the gate."""
-        return self._selector.fileno()
+        return self._door.fileno()
 
     def arrivals(self) -> list[Guest]:
-        """Those who have proved that they are agents of this run."""
-        guests = []
-        for key, _ in self._selector.select(0):
-            if key.fd == self._listener.fileno():
-                self._let_speak()
-            elif (one := self._strangers.get(key.fd)) and (guest := self._hear(one)):
-                guests.append(guest)
-        late = time.monotonic() - HANDSHAKE_S
-        for one in [one for one in self._strangers.values() if one.since < late]:
-            self._drop(one)
-        return guests
+        """Those who have proved that they are agents of this run; to be asked also when nobody comes."""
+        return [
+            Guest(badge, connection, self._secret, nonces)
+            for connection, (badge, nonces) in self._door.arrivals()
+        ]
 
-    def _let_speak(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
-                connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                one = _Stranger(connection, fresh_nonce(), time.monotonic())
-                if len(self._strangers) >= self._most:
-                    # Dicts keep their order: the first has had the most time.
-                    self._drop(next(iter(self._strangers.values())))
-                self._strangers[connection.fileno()] = one
-                self._selector.register(connection, selectors.EVENT_READ)
-                with contextlib.suppress(OSError):
-                    connection.send(render_line({"nonce": one.nonce}))
-
-    def _hear(self, one: _Stranger) -> Guest | None:
-        try:
-            data = one.connection.recv(MOST_BYTES_OF_A_STRANGER)
-        except BlockingIOError:
+    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[Badge, tuple[str, str]] | None:
+        node, session, seen, theirs = (
+            said.get("node"),
+            said.get("session"),
+            said.get("seen"),
+            said.get("nonce"),
+        )
+        if not (is_word(node) and is_word(session) and is_word(theirs) and is_count(seen)):
             return None
-        except OSError:
-            data = b""
-        one.said += data
-        if data and not one.said.endswith(b"\n") and len(one.said) < MOST_BYTES_OF_A_STRANGER:
+        epoch = said.get("epoch")
+        if node not in self._nodes or type(epoch) is not int or epoch != self._epoch:
             return None
-        said = parse_line(one.said) if data else None
-        badge = self._badge(said or {})
-        if badge is None or said is None:
-            self._drop(one)
-            return None
-        nonces = (one.nonce, str(said.get("nonce")))
-        if not proves(said.get("proof"), badge.proof(self._secret, "agent", nonces)):
-            self._drop(one)
-            return None
-        self._forget(one)
-        return Guest(badge, one.connection, lambda seen: badge.proof(self._secret, "leader", nonces, seen))
-
-    def _badge(self, said: dict[str, Any]) -> Badge | None:
-        node, session, seen = said.get("node"), said.get("session"), said.get("seen")
-        if not (isinstance(node, str) and isinstance(session, str) and isinstance(seen, int)):
-            return None
-        is_ours = node in self._nodes and said.get("epoch") == self._epoch
-        return Badge(self._run, self._epoch, node, session, seen) if is_ours else None
-
-    def _forget(self, one: _Stranger) -> None:
-        self._selector.unregister(one.connection)
-        del self._strangers[one.connection.fileno()]
-
-    def _drop(self, one: _Stranger) -> None:
-        self._forget(one)
-        one.connection.close()
+        badge, nonces = Badge(self._run, self._epoch, node, session, seen), (nonce, theirs)
+        wanted = badge.proof(self._secret, "agent", nonces)
+        return (badge, nonces) if proves(said.get("proof"), wanted) else None
 
     def close(self) -> None:
         """Nobody comes in any more."""
-        for one in list(self._strangers.values()):
-            self._drop(one)
-        self._selector.close()
-        self._listener.close()
+        self._door.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
+from hpcrun.door import Crowd, ScarceError, take_in
 from hpcrun.errors import UsageError
 from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
@@ -33,7 +35,9 @@ _WRITE_S = 15.0
 _PORTS = 16
 """So many, from the wanted one on, are tried."""
 _CLIENT_S = 5.0
-_POLL_S = 0.5
+_MOST_CLIENTS = 16
+_POLL_S = 0.2
+_REST_S = 0.1
 _FINAL = ("done", "saved", "failed", "interrupted")
 
 
@@ -51,7 +55,7 @@ class Exporter:
         self._textfile = self._shown(orders["textfile"], TEXTFILE)
         self._targets = self._shown(orders["targets"], ".json")
         self._targets_text = ""
-        self._server: HTTPServer | None = None
+        self._server: _Server | None = None
         self.turn()  # so that nobody is answered with nothing
         if orders["port"]:
             self._serve(orders["address"], orders["port"], orders["suffix"])
@@ -109,8 +113,7 @@ class Exporter:
         if self._textfile is not None and state not in _FINAL:
             self._textfile.remove()
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.end()
             self._server = None
         self._targets_text = ""
         if self._targets is not None:
@@ -185,7 +188,7 @@ def figures_of(run: RunDir) -> Figures:
     return Figures(run.id, tally, name, job, host, nodes, ages, now=now)
 
 
-def _bind(address: str, port: int, text: Callable[[], str]) -> HTTPServer:
+def _bind(address: str, port: int, text: Callable[[], str]) -> _Server:
     """A server on the wanted port or one of the next; OSError where all are taken."""
     for number in range(port, min(port + _PORTS, 65536)):
         try:
@@ -195,19 +198,69 @@ def _bind(address: str, port: int, text: Callable[[], str]) -> HTTPServer:
     raise last
 
 
-class _Server(HTTPServer):
-    """One connection at a time; a client that does not go on is let go."""
+class _Server(ThreadingHTTPServer):
+    """A thread for each of a few clients; one that takes too long is let go, whatever it does meanwhile."""
 
     allow_reuse_address = False
+    daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
         self.text = text
+        self._clients = Crowd[socket.socket](_MOST_CLIENTS)
+        self._lock = Lock()
         super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
         """Without asking the name service who we are."""
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next client; where descriptors run out another one goes for it."""
+        try:
+            found = take_in(self.socket)
+        except ScarceError:
+            with self._lock:
+                self._let_go(self._clients.one_too_many())
+            time.sleep(_REST_S)
+            raise
+        if found is None:
+            raise BlockingIOError
+        connection, host = found
+        with self._lock:
+            self._let_go(self._clients.add(connection, host))
+        return connection, host
+
+    def _let_go(self, client: socket.socket | None) -> None:
+        """Its thread notices, and closes it."""
+        if client is not None:
+            self._clients.remove(client)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A client is done with."""
+        with self._lock:
+            self._clients.remove(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called every moment."""
+        with self._lock:
+            for client in self._clients.late(_CLIENT_S):
+                self._let_go(client)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone, or talks no sense, is not worth a line."""
+
+    def end(self) -> None:
+        """Answer nobody any more, whatever clients still do."""
+        self.shutdown()
+        with self._lock:
+            for client in self._clients:
+                self._let_go(client)
+        self.server_close()
 
 
 class _Handler(BaseHTTPRequestHandler):

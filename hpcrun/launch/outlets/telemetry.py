@@ -51,8 +51,7 @@ class _Beside:
         child, self._child = self._child, None
         if child is None:
             return
-        process.kill_tree(child.pid)
-        child.kill()
+        process.end_child(child)
         child.communicate()
         textfile = self._orders.get("exporter", {}).get("textfile")
         if textfile is not None:
@@ -84,12 +83,14 @@ def told_of(
 def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
     run.telemetry.mkdir(mode=0o700, exist_ok=True)
     write_json(run.telemetry / ORDERS, orders)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=with_our_package(without_world(os.environ)),
-        start_new_session=True,
+    return process.hold(
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=with_our_package(without_world(os.environ)),
+            start_new_session=True,
+        )
     )
 
 
@@ -106,8 +107,7 @@ def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
             note("telemetry: what looks after it has died on the way; the run was not told of to its end")
     except subprocess.TimeoutExpired:
         note("telemetry: what was still to be told took too long, and was dropped")
-        process.kill_tree(child.pid)
-        child.kill()
+        process.end_child(child)
         child.wait()
     finally:
         child.stdout.close()

@@ -290,8 +290,7 @@ class Strike:
         try:
             self._child.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill_tree(self._child.pid)
-            self._child.kill()
+            process.end_child(self._child)
             self._child.wait()
         self._child.stdout.close()
         self._child.stderr.close()

@@ -131,7 +131,7 @@ def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
 def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
     """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
     found = [*_parent_of_supervisor(order), *_supervisor(order), *_agents(run, order)]
-    found += [one for top in list(found) for one in process.descendants(top.pid)]
+    found += [one for top in list(found) for one in process.descendants(top)]
     found += process.processes_with_env(RUN_ID_VARIABLE, run.id)
     ours = {os.getpid(), *_ancestors()}
     all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_ours(one)]
@@ -188,7 +188,7 @@ def _tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
             f"rank {rank} of {run.id}: pid {top.pid} does not carry the run's mark in its environment (it may"
             " have overwritten it, as with setproctitle); it is left alone"
         )
-    below = [one for one in process.descendants(top.pid) if _is_of(attempt, one)]
+    below = [one for one in process.descendants(top) if _is_of(attempt, one)]
     if not (attempt.path / "rank.sh").exists():
         return [top, *below]
     if not below:

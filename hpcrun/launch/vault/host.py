@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
@@ -135,6 +136,7 @@ class DrainHost:
                 cwd="/",
                 start_new_session=True,
             )
+        process.hold(child)
         assert child.stdin is not None
         assert child.stdout is not None
         for stream in (child.stdin, child.stdout):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import struct
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
+from hpcrun.door import take_in_ours
 from hpcrun.launch.happenings import Progress
-from hpcrun.launch.record.timeline import is_count
 from hpcrun.launch.watch.progress import MESSAGE_BYTES
 from hpcrun.process import Handle, identify
+from hpcrun.proof import is_count, parse_line
 
 _BACKLOG = 1024
 _AT_ONCE = 4096
@@ -29,6 +28,7 @@ class _Speaker:
     handle: Handle
     rank: int | None = None
     dumps: bool = False
+    has_ended: bool = False
 
 
 class Listener:
@@ -53,9 +53,10 @@ class Listener:
         """The newest of every rank since the last call; how long sections took is gathered from all."""
         self._accept()
         found: dict[int, Progress] = {}
-        for speaker in self._speakers:
+        for speaker in [one for one in self._speakers if not one.has_ended]:
             for one in self._read(speaker):
                 found[one.rank] = one if one.rank not in found else _together(found[one.rank], one)
+        self._let_go()
         return list(found.values())
 
     def dumpable(self) -> dict[int, Handle]:
@@ -75,38 +76,43 @@ class Listener:
     def _accept(self) -> None:
         if self._socket is None:
             return
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = self._socket.accept()
-                pid, user, _ = struct.unpack(
-                    "iii", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                )
-                who = identify(pid) if user == os.getuid() else None
-                if who is None:
-                    connection.close()
-                    continue
-                connection.setblocking(False)
+        for connection, pid in take_in_ours(self._socket):
+            who = identify(pid)
+            if who is None:
+                connection.close()
+            else:
                 self._speakers.append(_Speaker(connection, Handle(who)))
 
     def _read(self, speaker: _Speaker) -> list[Progress]:
         found = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BlockingIOError):
             for _ in range(_AT_ONCE):
-                data = speaker.connection.recv(MESSAGE_BYTES)
+                try:
+                    data = speaker.connection.recv(MESSAGE_BYTES)
+                except ConnectionError:
+                    data = b""
                 if not data:
+                    speaker.has_ended = True
                     break
                 one = self._parse(speaker, data)
                 if one is not None:
                     found.append(one)
         return found
 
+    def _let_go(self) -> None:
+        """Of those that have hung up; a rank that still runs can be made to write its stacks."""
+        for one in [one for one in self._speakers if one.has_ended]:
+            if one.rank is None or not one.dumps or not one.handle.is_alive():
+                one.connection.close()
+                one.handle.close()
+                self._speakers.remove(one)
+
     def _parse(self, speaker: _Speaker, data: bytes) -> Progress | None:
         """The message, where it is one of a rank that belongs here."""
-        try:
-            message = json.loads(data)
-        except ValueError:
+        message = parse_line(data)
+        if message is None:
             return None
-        rank = message.get("rank") if isinstance(message, dict) else None
+        rank = message.get("rank")
         if not is_count(rank) or rank not in self._expected:
             return None
         section, step, longest = message.get("section"), message.get("step"), message.get("longest")
@@ -119,7 +125,7 @@ class Listener:
             rank,
             self._node,
             section[:40],
-            step if isinstance(step, int) else None,
+            step if is_count(step) else None,
             times,
             [float(probe)] if _is_time(probe) else [],
         )
@@ -135,5 +141,5 @@ def _together(first: Progress, second: Progress) -> Progress:
     return Progress(second.rank, second.node, second.section, second.step, longest, probes)
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9

@@ -87,7 +87,7 @@ def _spy(attempt: Attempt, ranks: Mapping[int, Handle], deadline: float) -> None
     if spy is None:
         return
     for rank, handle in ranks.items():
-        below = process.descendants(handle.process.pid)
+        below = process.descendants(handle.process)
         pythons = [one.pid for one in (handle.process, *below) if _is_python(one.pid)]
         for pid in pythons[:_PYTHONS]:
             left = deadline - time.monotonic()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hpcrun.door import pid_if_ours
 from hpcrun.launch.world import rank_in
 
 SOCKET_VARIABLE = "HPCRUN_PROGRESS"
@@ -26,6 +27,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 7
 MESSAGE_BYTES = 4096
 WARM_UP = 3
 """So many steps of an attempt say nothing about how long one takes: caches fill, kernels are compiled."""
+_AGAIN_S = 1.0
 _EVERY_S = 0.05
 """Steps that are shorter than this are not told one by one."""
 
@@ -41,11 +43,30 @@ class Reporter:
         self._section, self._since, self._told_section, self._told = "", 0.0, "", 0.0
         self._steps = 0
         self._longest: dict[str, float] = {}
-        with contextlib.suppress(OSError):
-            opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            opened.setblocking(False)
-            opened.connect(f"\0{name}")
-            self._socket = opened
+        self._tried = float("-inf")
+        self._connect()
+
+    def _connect(self) -> None:
+        """To the node's end; where others crowd its door, again at a later message."""
+        now = time.monotonic()
+        if now - self._tried < _AGAIN_S:
+            return
+        self._tried = now
+        opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        opened.setblocking(False)
+        try:
+            opened.connect(f"\0{self._name}")
+        except BlockingIOError:
+            opened.close()
+        except OSError:  # nobody is there
+            opened.close()
+            self._tried = float("inf")
+        else:
+            # Anybody may take a name where ours does not listen.
+            if pid_if_ours(opened) is None:
+                opened.close()
+            else:
+                self._socket = opened
 
     def report(self, section: str, step: int | None = None, *, probe_s: float | None = None) -> None:
         """From now on the rank is in this section; `probe_s`: what a fixed piece of work took."""
@@ -56,7 +77,11 @@ class Reporter:
         self._section, self._since = section, now
         is_due = section != self._told_section or now - self._told >= _EVERY_S or probe_s is not None
         # A child that a rank forks (a data worker) is not the rank.
-        if self._socket is None or not is_due or os.getpid() != self._owner:
+        if not is_due or os.getpid() != self._owner:
+            return
+        if self._socket is None:
+            self._connect()
+        if self._socket is None:
             return
         message: dict[str, Any] = {"rank": self._rank, "section": section, "step": step}
         message |= {"longest": self._longest, "dump": self._dump, "probe_s": probe_s}
