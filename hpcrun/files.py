@@ -156,6 +156,17 @@ def is_sheltered(status: os.stat_result) -> bool:
     return status.st_uid in (0, os.geteuid()) and not may_write
 
 
+def read_tail(path: Path, most_bytes: int) -> bytes:
+    """The last bytes of a regular file, nothing where there is none; errors as open_regular raises them."""
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(max(0, os.fstat(descriptor).st_size - most_bytes))
+        return file.read(most_bytes)
+
+
 def is_private(status: os.stat_result) -> bool:
     """Whether this is ours and nobody else may write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -27,6 +27,9 @@ from hpcrun.checkpoint.reader import Buffers, ChunkReader
 from hpcrun.files import UntrustedFileError, open_own, open_regular
 from hpcrun.specs.saves import Saved
 
+MOST_MANIFEST_BYTES = 4 << 30
+"""No list of tensors is longer."""
+
 
 class Generation(ChunkReader):
     """A committed step that is opened for reading; opening it makes the cheap checks."""
@@ -124,7 +127,7 @@ def check_sizes(saved: Saved) -> None:
 
 def read_tail(path: Path, part: Part, number: int, generation: bytes) -> list[tuple[Piece, Place]]:
     """The chunks of a part that was just written, from its file alone; DamagedError if it is not there."""
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path, follow=True), "rb") as file:
         file.seek(part.start + part.size_bytes - HEADER_BYTES)
         end = Place(number, part.size_bytes - HEADER_BYTES)
         at, _ = unpack_header(file.read(HEADER_BYTES), END, end, generation)
@@ -143,3 +146,5 @@ def _content(path: Path, size_bytes: int) -> bytes:
             return file.read(size_bytes + 1)
     except FileNotFoundError:
         raise DamagedError(f"{path}: is missing") from None
+    except UntrustedFileError as error:
+        raise DamagedError(str(error)) from None

@@ -190,7 +190,7 @@ def play(
     from hpcrun.launch.rehearsal.scenario import Play, check_victims, load_scenario
 
     scenes = load_scenario(scenario)
-    run = find_run(name)
+    run = find_run(name, use="plan" if dry_run else "act")
     require_running(run)
     aims = check_victims(run, scenes)
     plans = [
@@ -225,7 +225,7 @@ def _do(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool, as
     fault, problems = read_fault({"do": do, **values})
     if fault is None:
         raise UsageError("\n".join(_on_the_command_line(one) for one in problems))
-    run = find_run(name)
+    run = find_run(name, use="plan" if dry_run else "act")
     chaos.require_running(run)
     aimed = chaos.aim(run, fault)
     if dry_run:

@@ -231,13 +231,13 @@ def gc(
 
     from hpcrun.checkpoint.commit import find_garbage, remove
     from hpcrun.launch.record.runs import look_at_all
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job_of
     from hpcrun.specs.rundir import find_run
 
-    found = find_run(run)
+    found = find_run(run, use="plan" if dry_run else "act")
     (state,) = look_at_all([found])
     if keep is None or keep_every is None:
-        rule = load_job(found.spec).spec.checkpoint
+        rule = load_job_of(found).spec.checkpoint
         keep = rule.keep if keep is None else keep
         keep_every = rule.keep_every if keep_every is None else keep_every
     garbage, kept = find_garbage(

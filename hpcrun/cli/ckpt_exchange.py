@@ -113,7 +113,7 @@ def import_state(
     read: Callable[..., Saved] = getattr(importing, f"import_{kind}")
     total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
     if run is not None:
-        found = find_run(run)
+        found = find_run(run, use="act")
         refuse_while_running(found, "import", believe=is_over)
         spec = _job_of(found)
         with progress(str(source), total) as show:
@@ -172,9 +172,9 @@ def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, li
 
 
 def _job_of(run: RunDir) -> JobSpec:
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job_of
 
-    return load_job(run.spec).spec
+    return load_job_of(run).spec
 
 
 def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:

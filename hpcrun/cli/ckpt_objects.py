@@ -44,10 +44,11 @@ def upload(
     from hpcrun.errors import EXIT_CHECK_FAILED
     from hpcrun.specs.rundir import find_run
 
-    found, saved = find_run(run), choose(run, step)
+    found = find_run(run, use="plan" if dry_run else "act")
+    saved = choose(str(found.path), step)
     size = sum(saved.file_bytes)
     with _store_of(found, url, endpoint) as store:
-        target = f"{store.url}/{copy_place(found.id, saved.step, saved.generation)}".rstrip("/")
+        target = f"{store.url}/{copy_place(found.run_id, saved.step, saved.generation)}".rstrip("/")
         told: dict[str, Any] = {"dry_run": dry_run, "step": saved.step, "generation": saved.generation}
         told |= {"url": target, "size_bytes": size}
         if dry_run:
@@ -56,10 +57,10 @@ def upload(
             print_json(told) if as_json else print(line)
             return
         with progress(f"step {saved.step}", size) as show:
-            sent = send(store, found.id, saved, show=show)
+            sent = send(store, found.run_id, saved, show=show)
         told |= vars(sent) | {"verified": verify, "damages": []}
         if verify:
-            (copy,) = [one for one in list_copies(store, found.id)[0] if one.url == target]
+            (copy,) = [one for one in list_copies(store, found.run_id)[0] if one.url == target]
             with progress(f"reading back step {saved.step}", size) as show:
                 told["damages"] = damages(store, copy, show)
     if as_json:
@@ -86,7 +87,7 @@ def download(
     from hpcrun.checkpoint.objects import download as home
     from hpcrun.specs.rundir import find_run
 
-    found = find_run(run)
+    found = find_run(run, use="plan" if dry_run else "act")
     refuse_while_running(found, "download", believe=is_over)
     with _store_of(found, url, endpoint) as store:
         copy = _choose_copy(store, found, step)
@@ -122,7 +123,7 @@ def look(
         if url is None and _of_job(found) is None:
             return [], [], None
         with _store_of(found, url, endpoint) as store:
-            return *list_copies(store, found.id), None
+            return *list_copies(store, found.run_id), None
     except HpcrunError as error:
         if url is not None:
             raise
@@ -140,7 +141,7 @@ def copies_of(
         if url is None and _of_job(run) is None:
             return [], None
         store = stack.enter_context(_store_of(run, url, endpoint))
-        return [(store, copy) for copy in list_copies(store, run.id)[0]], None
+        return [(store, copy) for copy in list_copies(store, run.run_id)[0]], None
     except HpcrunError as error:
         if url is not None:
             raise
@@ -156,7 +157,7 @@ def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | N
 
     found, results = find_run(run), list[dict[str, Any]]()
     with _store_of(found, url, endpoint) as store:
-        copies, broken = list_copies(store, found.id)
+        copies, broken = list_copies(store, found.run_id)
         for copy in reversed([one for one in copies if step in (None, one.saved.step)]):
             with progress(f"step {copy.saved.step}", sum(copy.saved.file_bytes)) as show:
                 wrong = damages(store, copy, show)
@@ -201,7 +202,7 @@ def _choose_copy(store: Store, run: RunDir, step: int | None) -> ObjectCopy:
     from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import UsageError
 
-    copies, _ = list_copies(store, run.id)
+    copies, _ = list_copies(store, run.run_id)
     chosen = [one for one in copies if one.problem is None and step in (None, one.saved.step)]
     if not chosen:
         known = ", ".join(f"{one.saved.step}{' (damaged)' * bool(one.problem)}" for one in copies) or "none"
@@ -212,9 +213,9 @@ def _choose_copy(store: Store, run: RunDir, step: int | None) -> ObjectCopy:
 
 def _of_job(run: RunDir) -> tuple[str, str | None] | None:
     """URL and endpoint from the run's job."""
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job_of
 
-    wanted = load_job(run.spec).spec.checkpoint.object if run.spec.exists() else None
+    wanted = load_job_of(run).spec.checkpoint.object if run.spec.exists() else None
     return None if wanted is None else (wanted.url, wanted.endpoint)
 
 

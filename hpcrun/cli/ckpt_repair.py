@@ -50,7 +50,7 @@ def repair(
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
     from hpcrun.specs.rundir import find_run
 
-    found = find_run(run)
+    found = find_run(run, use="plan" if dry_run else "act")
     if not dry_run:
         refuse_while_running(found, "repair", believe=is_over)
     for directory in others or ():
@@ -96,10 +96,10 @@ def _repair(
 def holdings_of(run: RunDir) -> list[Holding]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
     from hpcrun.checkpoint.restore.nearby import holdings_here
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job_of
 
-    local = load_job(run.spec).spec.checkpoint.local if run.spec.exists() else None
-    return holdings_here(run.id, local)
+    local = load_job_of(run).spec.checkpoint.local if run.spec.exists() else None
+    return holdings_here(run.run_id, local)
 
 
 def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:

@@ -77,8 +77,9 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
     """
     from hpcrun.errors import UsageError
     from hpcrun.launch.record.runs import look_at_all
+    from hpcrun.specs.provenance import read_provenance
 
-    if not run.attempts() and not run.job.exists():
+    if not run.attempts() and read_provenance(run) is None:
         return  # it was never started
     (state,) = look_at_all([run])
     if state.is_over or (believe and state.state == "unknown"):

@@ -141,7 +141,7 @@ def stop(
 def _each(names: list[str], ask_one: Callable[[RunDir], None]) -> int:
     """Ask every run, whatever becomes of those before; the worst exit code."""
     code = EXIT_DONE
-    for run in find_runs(names):
+    for run in find_runs(names, use="act"):
         try:
             ask_one(run)
         except HpcrunError as error:

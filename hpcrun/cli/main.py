@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -62,6 +63,9 @@ VERBS = {
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; every error that a person can act on is one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a record may hold half a character
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -319,7 +319,7 @@ def cancel(
     from hpcrun.launch.record import cancel as stopping
 
     code, told = EXIT_DONE, []
-    for run in find_runs(names):
+    for run in find_runs(names, use="act"):
         lines, trouble = [], None
         try:
             lines = stopping.cancel(run, now=now)
@@ -394,4 +394,7 @@ def _pairs(values: dict[str, Any] | None) -> str:
 
 
 def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (ValueError, OverflowError, OSError):
+        return f"time {seconds}"

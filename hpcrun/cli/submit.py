@@ -89,7 +89,7 @@ def submit(
         job=job,
         overrides=_with_cluster(overrides, cluster),
         command=None if context.obj is None else tuple(context.obj),
-        resume=None if resume is None else find_run(resume),
+        resume=None if resume is None else find_run(resume, use="plan" if dry_run else "act"),
         only_failed=only_failed,
         after=_runs(after),
         after_any=_runs(after_any),

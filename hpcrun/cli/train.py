@@ -109,7 +109,7 @@ def _print_spec(
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
 
-    earlier = find_run(resume) if resume is not None else None
+    earlier = find_run(resume, use="plan") if resume is not None else None
     prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
     env, command = Masker().mask_record(prepared.spec.env), prepared.spec.command
     words = None if command is None else Masker().mask_words(command)
@@ -145,7 +145,7 @@ def _supervise(
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
 
-        earlier = find_run(resume) if resume is not None else None
+        earlier = find_run(resume, use="act") if resume is not None else None
         if earlier is not None:
             _refuse_one_that_goes_on(earlier)
         prepared = prepare(job, overrides, resume=earlier, command=command)

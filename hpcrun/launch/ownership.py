@@ -86,7 +86,7 @@ def is_running_here(run: RunDir) -> bool:
 def sweep_leftovers(run: RunDir) -> list[str]:
     """End what a killed supervisor's attempts have left on this host; a line for each thing found."""
     notes = []
-    strays = process.processes_with_env(RUN_ID_VARIABLE, run.id)
+    strays = process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
     if strays:
         process.kill_all(strays)
         notes.append(f"ended {len(strays)} processes that an earlier attempt had left")

@@ -15,7 +15,7 @@ from hpcrun.launch.launchable import check_root
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import ResolvedJob, load_job
+from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.saves import saved_steps
@@ -105,7 +105,7 @@ def _load_again(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
         for key, causes in _FOLLOWS_LAYOUT.items()
         if key not in given and any(name.startswith(cause) for name in given for cause in causes)
     ]
-    resolved = load_job(run.spec, [*released, *overrides])
+    resolved = load_job_of(run, [*released, *overrides])
     ended, steps = run.read_exit() or {}, resolved.spec.train.steps
     step = ended.get("step")
     if ended.get("status") == "done" and isinstance(step, int) and step >= steps:

@@ -23,7 +23,9 @@ from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt
 
 RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
-"""Set by the supervisor in everything it starts: it marks the processes of a run."""
+"""Set by the supervisor in everything it starts: the identity by which the processes of a run are known."""
+RUN_DIR_VARIABLE = "HPCRUN_RUN_DIR"
+"""Set beside it: where the run is."""
 ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
 """The same for an attempt: set in its launcher and its ranks."""
 DRAIN_VARIABLE = "HPCRUN_DRAIN"

@@ -10,7 +10,7 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
 from hpcrun.launch.settings import settle
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site
 from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
@@ -44,7 +44,8 @@ def environment_of_ranks(
     interfaces = {node: one.interface for node, one in points.items() if one.interface}
     ours = settle(attempt, spec, site.cluster, placement, environ | own, note, interfaces)
     meeting = _meeting(points, placement, nodes) if spec.command is not None else {}
-    marks = {RUN_ID_VARIABLE: attempt.run.id, ATTEMPT_VARIABLE: str(attempt.number)}
+    marks = {RUN_ID_VARIABLE: attempt.run.run_id, RUN_DIR_VARIABLE: str(attempt.run.path)}
+    marks[ATTEMPT_VARIABLE] = str(attempt.number)
     # Nobody can take a name that nobody can guess.
     marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
     return ours | environ | own | meeting | read_secrets(spec.secrets) | marks

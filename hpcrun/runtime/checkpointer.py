@@ -18,7 +18,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.errors import UsageError
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.launch.world import World, detect_world
 from hpcrun.runtime import checkpoint
 from hpcrun.runtime.behind import SavesBehind
@@ -50,8 +49,8 @@ from hpcrun.runtime.trees import (
     unpack,
 )
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
-from hpcrun.specs.load import load_job
-from hpcrun.specs.rundir import RunDir, find_run
+from hpcrun.specs.load import load_job_of
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 
 _count = itertools.count()
@@ -280,9 +279,9 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
 
 def _section_of(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
     """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
-    if run.id != environ.get(RUN_ID_VARIABLE) or not run.spec.exists():
+    if str(run.path) != environ.get(RUN_DIR_VARIABLE) or not run.spec.exists():
         return {}
-    section = load_job(run.spec).spec.checkpoint
+    section = load_job_of(run).spec.checkpoint
     # When to save is the script's own affair.
     return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
 
@@ -302,10 +301,8 @@ def _spec(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSp
 
 def _run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
     """The directory as a run's, and whether an agent's worker is there that writes to just that one."""
-    own: RunDir | None = None
-    if RUN_ID_VARIABLE in environ:
-        with suppress(UsageError):
-            own = find_run(environ[RUN_ID_VARIABLE])
+    told = environ.get(RUN_DIR_VARIABLE)
+    own = RunDir(Path(told)) if told else None
     if directory is None:
         if own is None:
             raise UsageError("Checkpointer: a directory is needed outside a run of hpcrun")

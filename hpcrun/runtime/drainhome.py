@@ -56,7 +56,7 @@ class OwnHome:
         self._leads = control.local_rank == 0
         # Directories of the same name must not share an arena.
         self._node = f"{control.node}-{xxh3_64_hexdigest(str(run).encode())[:8]}"
-        self._run_id = RunDir(run).id
+        self._run_id = RunDir(run).run_id
         self._child: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
 

@@ -23,7 +23,7 @@ from hpcrun.runtime import torchformat
 from hpcrun.runtime.hf import write_hf
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.runtime.planning import load_into
-from hpcrun.specs.load import load_job, render_portable
+from hpcrun.specs.load import load_job_of, render_portable
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved
@@ -47,7 +47,7 @@ def export_hf(
     """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all."""
     if dtype not in DTYPES:
         raise UsageError(f"--dtype {dtype}: not known; use {', '.join(DTYPES)}")
-    spec = load_job(run.spec).spec.model
+    spec = load_job_of(run).spec.model
     if spec is None:
         raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
     shapes = {f"model.{name}": shape for name, shape in parameter_shapes(spec).items()}

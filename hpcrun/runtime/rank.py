@@ -29,10 +29,10 @@ from hpcrun.runtime.loop import Trainer
 from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_nodes
 from hpcrun.runtime.place import check_places, placed_gpu
 from hpcrun.specs.corpus import inspect_corpus
-from hpcrun.specs.load import ResolvedJob, flatten, load_job, render_job
+from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.replicas import read_plan
-from hpcrun.specs.rundir import Attempt, RunDir, create_run, find_run
+from hpcrun.specs.rundir import Attempt, RunDir, Use, create_run, find_run
 
 
 def main(run_dir: str, number: int, requests: shim.Requests) -> int:
@@ -44,7 +44,7 @@ def main(run_dir: str, number: int, requests: shim.Requests) -> int:
 
 def _planned(attempt: Attempt) -> ResolvedJob:
     """The job with the plan of this attempt, which may have fewer replicas than the job's own."""
-    resolved = load_job(attempt.run.spec)
+    resolved = load_job_of(attempt.run)
     plan = read_plan(attempt.plan, resolved.spec, resolved.training_plan)
     return ResolvedJob(resolved.spec, plan)
 
@@ -61,7 +61,9 @@ def join(
     prepared, problem = None, None
     try:
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
-        earlier = find_run(resume) if resume is not None else None
+        # Who gives a copy its own identity is one rank.
+        use: Use = "act" if control.rank == 0 else "plan"
+        earlier = find_run(resume, use=use) if resume is not None else None
         prepared = prepare(job, overrides, resume=earlier, world_size=control.size, until=until)
         if prepared.plan is None:
             raise UsageError(

@@ -19,6 +19,7 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.portable import portable_part
 from hpcrun.specs.resolve import defaults, resolve
 from hpcrun.specs.resources import SweepSpec
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import combinations
 from hpcrun.specs.yaml import Document, load_document, parse_document, parse_value, render_document
 
@@ -92,6 +93,11 @@ def load_job(
         document.values["command"] = list(command)
         document.places["command"] = _COMMAND_LINE
     return _resolve(document, overrides, path.absolute().parent if path else Path.cwd())
+
+
+def load_job_of(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
+    """The job of a run, whose directory may be anybody's."""
+    return _resolve(load_document(run.spec, follow=False), overrides, run.path)
 
 
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:

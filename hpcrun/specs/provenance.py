@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
+from hpcrun.specs.identity import Identity, parse_identity, read_identity
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -64,6 +65,8 @@ class Provenance:
     submissions: list[Submission] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
     """The caller's variables, such as SBATCH_ACCOUNT, that have said what the job left open."""
+    identity: Identity | None = None
+    """None where it is of before there were identities, or is not written down yet."""
 
     def submitted(self, *more: Submission) -> Provenance:
         """The same with further submissions."""
@@ -84,20 +87,47 @@ def attempts_of(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:
     return {name: attempts[-1].number for name, attempts in counted.items() if attempts}
 
 
+_TEXTS = ("kind", "name", "user", "host", "directory", "hpcrun", "python")
+_TEXTS_OR_NONE = ("commit", "cluster", "template")
+
+
+def _is_sound(record: Provenance) -> bool:
+    """Whether its values are of the kinds that they are declared as; submissions are looked at on use."""
+    values = vars(record)
+    numbers = (record.ranks, record.created, 0 if record.steps is None else record.steps)
+    return (
+        all(isinstance(values[name], str) for name in _TEXTS)
+        and all(values[name] is None or isinstance(values[name], str) for name in _TEXTS_OR_NONE)
+        and all(isinstance(value, int | float) for value in numbers)
+        and isinstance(record.argv, list)
+        and all(isinstance(word, str) for word in record.argv)
+    )
+
+
 def write_provenance(run: RunDir, record: Provenance) -> None:
-    """Put the record in its place."""
-    write_json(run.job, asdict(record))
+    """Put the record in its place; a record without an identity leaves the run the one it has."""
+    values = asdict(replace(record, identity=None))
+    del values["identity"]
+    identity = record.identity or read_identity(run.path)
+    write_json(run.job, (asdict(identity) if identity else {}) | values)
 
 
 def read_provenance(run: RunDir) -> Provenance | None:
     """The record of a run, or None without one; UsageError when it is damaged."""
     found = read_json(run.job)
-    if found is None:
+    # A run that has just been made, or that others' launchers started, has an identity alone.
+    if found is None or (isinstance(found, dict) and found.keys() <= {"run_id", "made_at"}):
         return None
-    known = {one.name for one in fields(Provenance)}
+    known = {one.name for one in fields(Provenance)} - {"identity"}
     try:
         values: dict[str, Any] = {key: value for key, value in found.items() if key in known}
         values["submissions"] = [Submission(**one) for one in values.get("submissions", [])]
-        return Provenance(**values)
+        values["identity"] = parse_identity(found)
+        record = Provenance(**values)
     except (TypeError, AttributeError):
         raise UsageError(f"{run.job}: is no record of this version of hpcrun; start a new run") from None
+    except UsageError as error:
+        raise UsageError(f"{run.job}: is damaged: {error}") from None
+    if not _is_sound(record):
+        raise UsageError(f"{run.job}: is damaged: a value is not of the kind that it has to be")
+    return record

@@ -12,6 +12,8 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.files import aside_name, open_regular, read_regular
 
+_MOST_LINES_BYTES, _PIECE_BYTES = 4 << 30, 16 << 20
+
 
 def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file aside, sync it and rename it, so that a reader sees the old or the new, never a part."""
@@ -96,23 +98,34 @@ class LineReader:
     def read(self, most: int = -1) -> list[dict[str, Any]]:
         """The whole records that came since the last call, of `most` bytes at most where that is given."""
         try:
-            with os.fdopen(open_regular(self.path), "rb") as file:
-                file.seek(self.offset)
-                data = file.read(most)
+            descriptor = open_regular(self.path)
         except FileNotFoundError:
             return []
-        # What is longer than all that may be read at once is no record of ours.
-        end = data.rfind(b"\n") + 1 or (len(data) if len(data) == most else 0)
-        self.offset += end
-        records = []
-        for line in data[:end].splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                records.append(record)
+        records: list[dict[str, Any]] = []
+        with os.fdopen(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_size - self.offset > _MOST_LINES_BYTES:
+                raise UsageError(f"{self.path}: is larger than {_MOST_LINES_BYTES >> 30} GiB; remove it")
+            piece = most if most >= 0 else _PIECE_BYTES
+            while True:
+                file.seek(self.offset)
+                data = file.read(piece)
+                # What is longer than all that may be read at once is no record of ours.
+                end = data.rfind(b"\n") + 1 or (len(data) if len(data) == piece else 0)
+                self.offset += end
+                records += _records(data[:end])
+                if len(data) < piece or most >= 0:
+                    break
         return records
+
+
+def _records(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            yield record
 
 
 def last_of_each_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ falls), and those that are left hold more each. Saves are read on any layout, so
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -71,7 +72,7 @@ def read_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
     if found is None:
         raise UsageError(f"{path}: is missing; start the run again")
     try:
-        plan = Plan.model_validate_json(path.read_bytes())
+        plan = Plan.model_validate_json(json.dumps(found))
     except (ValidationError, OSError):
         raise UsageError(f"{path}: is no plan of this version of hpcrun; start the run again") from None
     dp = plan.degrees.dp

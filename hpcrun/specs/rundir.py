@@ -1,24 +1,48 @@
-"""RunDir: the contract of names inside a run directory, and how a run is found again."""
+"""RunDir: the contract of names inside a run directory, how one is made, and how it is found again."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hpcrun.errors import UsageError
+from hpcrun.files import make_directories
+from hpcrun.specs.attempt import Attempt
+from hpcrun.specs.branch import become_itself, require_identity
+from hpcrun.specs.identity import Identity, digest_of, parse_identity, read_identity, write_identity
+from hpcrun.specs.owner import is_mine, require_mine, warn_of_open_root
 from hpcrun.specs.profiles import profile_roots
 from hpcrun.specs.records import read_json
 
+__all__ = [
+    "Attempt",
+    "RunDir",
+    "Use",
+    "all_runs",
+    "create_run",
+    "find_run",
+    "find_runs",
+    "runs_root",
+    "runs_roots",
+]
+
+Use = Literal["read", "plan", "act"]
+"""What a verb does with a run: reads it, says what it would do, or changes it, its jobs or its processes."""
 _JOB = re.compile(r"([0-9]{1,10})(?:_([0-9]{1,9})|\+[0-9]{1,6})?")
 """A job, an element of an array, or a component of a heterogeneous job."""
 _STAMP = re.compile(r"-[0-9]{4}-[0-9]{6}-[0-9a-f]{6}")
 """What create_run puts behind a run's name."""
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+"""Of an attempt, or an element of a sweep."""
+_run_ids: dict[Path, str] = {}
+"""Read once: a supervisor knows who it is also where its directory cannot be read any more."""
 
 
 def runs_roots() -> list[Path]:
@@ -38,105 +62,6 @@ def runs_root() -> Path:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """The files of one attempt of a run."""
-
-    run: RunDir
-    number: int
-
-    @property
-    def path(self) -> Path:
-        """The attempt's directory."""
-        return self.run.path / "attempts" / str(self.number)
-
-    @property
-    def plan(self) -> Path:
-        """The parallel layout of this attempt."""
-        return self.path / "plan.json"
-
-    @property
-    def supervisor(self) -> Path:
-        """Who watches this attempt: host, pid, Slurm job."""
-        return self.path / "supervisor.json"
-
-    @property
-    def placement(self) -> Path:
-        """Which node each rank stands on."""
-        return self.path / "placement.json"
-
-    @property
-    def settings(self) -> Path:
-        """The communication settings of the ranks, with their reasons."""
-        return self.path / "settings.json"
-
-    @property
-    def hosts(self) -> Path:
-        """The node of each rank, a line a rank, for launchers."""
-        return self.path / "hosts"
-
-    @property
-    def outcome(self) -> Path:
-        """How this attempt ended, and whether the job was queued again for it."""
-        return self.path / "outcome.json"
-
-    @property
-    def restore(self) -> Path:
-        """What the ranks of this attempt go on from; absent where they find it in the run directory."""
-        return self.path / "restore.json"
-
-    @property
-    def peers(self) -> Path:
-        """How ranks reach what other nodes hold in memory, and the secret for it."""
-        return self.path / "peers.json"
-
-    @property
-    def unrestored(self) -> Path:
-        """Written by rank 0 where that generation has proved not to be whole after all."""
-        return self.path / "unrestored.json"
-
-    @property
-    def launcher_log(self) -> Path:
-        """What mpiexec itself printed."""
-        return self.path / "logs" / "launcher.log"
-
-    @property
-    def result(self) -> Path:
-        """Written by rank 0 after every rank has agreed that the attempt ended well."""
-        return self.path / "result.json"
-
-    def log(self, rank: int) -> Path:
-        """Standard output and error of a rank."""
-        return self.path / "logs" / f"rank-{rank}.log"
-
-    def rank_record(self, rank: int) -> Path:
-        """Who a rank is: pid, node, what it leaves in /dev/shm."""
-        return self.path / "ranks" / f"rank-{rank}.json"
-
-    def exit_record(self, rank: int) -> Path:
-        """How a command ended on a rank, by its own account."""
-        return self.path / "ranks" / f"rank-{rank}.exit.json"
-
-    def error_record(self, rank: int) -> Path:
-        """Why a rank gave up, in its own words."""
-        return self.path / "ranks" / f"rank-{rank}.error.json"
-
-    @property
-    def stacks(self) -> Path:
-        """Where ranks write their stacks when they hang, a file a rank."""
-        return self.path / "stacks"
-
-    def stack(self, rank: int) -> Path:
-        """The stacks of one rank."""
-        return self.stacks / f"rank-{rank}.txt"
-
-    def create(self) -> Attempt:
-        """Make the directories."""
-        for name in ("logs", "ranks", "stacks"):
-            (self.path / name).mkdir(parents=True, exist_ok=True, mode=0o700)
-        return self
-
-
-@dataclass(frozen=True)
 class RunDir:
     """One run: everything that outlives a process stands here."""
 
@@ -151,7 +76,28 @@ class RunDir:
     @property
     def sweep_of_element(self) -> RunDir | None:
         """The sweep that this run is an element of; None for a run of its own."""
-        return RunDir(self.path.parents[1]) if self.path.parent.name == "elements" else None
+        is_element = self.path.parent.name == "elements" and _NUMBER.fullmatch(self.path.name)
+        return RunDir(self.path.parents[1]) if is_element else None
+
+    @property
+    def run_id(self) -> str:
+        """The identity of the run, which its processes, memory, local saves and objects are marked with.
+
+        A directory that is no run of ours, such as that of a script's saves, is known by its path.
+        """
+        if (sweep := self.sweep_of_element) is not None:
+            return f"{sweep.run_id}/{self.path.name}"
+        if self.path not in _run_ids:
+            identity = read_identity(self.path)
+            if identity is None:
+                return digest_of(self.path)
+            _run_ids[self.path] = identity.run_id
+        return _run_ids[self.path]
+
+    def identify(self, identity: Identity, **values: Any) -> None:
+        """Give the run an identity; `values` is what else job.json says."""
+        write_identity(self.path, identity, **values)
+        _run_ids[self.path] = identity.run_id
 
     @property
     def spec(self) -> Path:
@@ -269,8 +215,11 @@ class RunDir:
     def attempts(self) -> list[Attempt]:
         """All attempts so far, oldest first."""
         folder = self.path / "attempts"
-        numbers = sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
-        return [Attempt(self, number) for number in numbers]
+        try:
+            names = os.listdir(folder)  # noqa: PTH208 - names alone
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [Attempt(self, number) for number in sorted(int(n) for n in names if _NUMBER.fullmatch(n))]
 
     def coming_attempt(self) -> Attempt:
         """The attempt after the newest one, of which nothing is there yet."""
@@ -293,74 +242,143 @@ def create_run(name: str, root: Path | None = None) -> RunDir:
     stamp = time.strftime("%m%d-%H%M%S")
     path = root / f"{name}-{stamp}-{os.urandom(3).hex()}"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_directories(root, 0o755)
+        warn_of_open_root(root)
         path.mkdir(mode=0o700)
-        (path / "checkpoints").mkdir(mode=0o700)
+        run = RunDir(path)
+        run.checkpoints.mkdir(mode=0o700)
+        run.identify(Identity.new(path))
     except OSError as error:
         raise UsageError(
             f"{root}: cannot make a run directory here: {error.strerror}; set HPCRUN_ROOT to a directory"
             " that you may write"
         ) from None
-    return RunDir(path)
+    return run
 
 
 def all_runs(root: Path | None = None) -> Iterator[RunDir]:
-    """Every run directory under the root (default: under all roots), oldest first."""
+    """The user's own run directories under the root (default: under all roots), oldest first.
+
+    What other people keep under a shared root is none of ours, and a link is no run.
+    """
     found = []
     for place in [root] if root else runs_roots():
-        # What other people keep under a shared root is none of ours.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            for path in place.iterdir():
-                with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                    found.append(((path / "spec.yaml").stat().st_mtime, path))
+            warn_of_open_root(place)
+            with os.scandir(place) as entries:
+                found += [(time, place / name) for time, name in filter(None, map(_own_run, entries))]
     for _, path in sorted(found):
         yield RunDir(path)
 
 
-def find_runs(words: Iterable[str]) -> list[RunDir]:
+def _own_run(entry: os.DirEntry[str]) -> tuple[float, str] | None:
+    """When a run of the user's own was made, and its name; None for anything else."""
+    try:
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        return os.lstat(f"{entry.path}/spec.yaml").st_mtime, entry.name
+    except PermissionError:  # of our own: whoever looks at it says what is wrong
+        return status.st_mtime, entry.name
+    except OSError:
+        return None
+
+
+def find_runs(words: Iterable[str], *, use: Use = "read") -> list[RunDir]:
     """The same as find_run for several words, with one look at the root."""
     among = list(all_runs())
-    return [find_run(word, among=among) for word in words]
+    return [find_run(word, among=among, use=use) for word in words]
 
 
-def find_run(word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None) -> RunDir:
+def find_run(
+    word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None, use: Use = "read"
+) -> RunDir:
     """RUN on the command line: a run directory, a run's id, its name or its beginning, or a Slurm job's id.
 
-    RUN/NUMBER and JOB_NUMBER are elements of a sweep. UsageError where this is no run, or several. `among`:
-    all runs under the root, where they are known already.
+    RUN/NUMBER and JOB_NUMBER are elements of a sweep. Only a path leads to a run that is not the user's own,
+    and only to read it. A copy of a run gets an identity of its own with `use="act"`. UsageError where this
+    is no run, or several, or none that may be used so. `among`: all runs under the root, where they are known
+    already.
     """
     if not word.strip():
         raise UsageError("an empty word names no run; `hpcrun list` shows the runs")
-    # os.path's look-up says no where pathlib's raises: a name that is too long, a place closed to us.
-    if os.path.isfile(f"{word}/spec.yaml"):  # noqa: PTH113
-        return RunDir(Path(word).resolve())
-    name, slash, number = word.partition("/")
-    if slash and number.isdecimal() and name:
-        return _element(find_run(name, root, among=among), int(number))
+    run, is_named_by_path = _look_up(word, root, among)
+    if use != "read":
+        require_mine(run, is_named_by_path=is_named_by_path)
+        require_identity(run)
+    if use == "act":
+        become_itself(run)
+    return run
+
+
+def _look_up(word: str, root: Path | None, among: Sequence[RunDir] | None) -> tuple[RunDir, bool]:
+    """The run, and whether the word is a path, so that it may be anybody's."""
+    name, slash, number = word.rpartition("/")
+    if not slash:
+        return _by_name(word, root, among), False
+    if _NUMBER.fullmatch(number) and name.strip("./"):
+        try:
+            sweep, is_path = _look_up(name, root, among)
+            return _element(sweep, int(number)), is_path
+        except UsageError:
+            if not _is_run(word):
+                raise
+    if not _is_run(word):
+        raise _no_such_run(word, root, all_runs(root) if among is None else among)
+    return RunDir(Path(word).resolve()), True
+
+
+def _is_run(word: str) -> bool:
+    """Whether a path is a run directory."""
+    try:
+        os.lstat(f"{word}/spec.yaml")
+    except PermissionError as error:
+        raise UsageError(f"{word}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError):  # also a name that is too long, or no name at all
+        return False
+    return True
+
+
+def _by_name(word: str, root: Path | None, among: Sequence[RunDir] | None) -> RunDir:
     runs = list(all_runs(root)) if among is None else among
+    # Others may have changed what others can write: it is what was meant only where nothing else is.
+    mine = [run for run in runs if is_mine(run.path)]
+    for candidates in (mine, runs):
+        if found := _named(word, candidates):
+            return found
+    raise _no_such_run(word, root, runs)
+
+
+def _named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
     exact = [run for run in runs if run.id == word]
     if exact:
         return exact[0]
     if (job := _JOB.fullmatch(word)) and (found := _run_of_job(runs, int(job[1]), job[2])):
         return found
+    if is_mine(Path(word)) and _is_run(word):
+        return RunDir(Path(word).resolve())
     # A name that is whole comes before longer ones that begin like it.
     named = [run for run in runs if _STAMP.fullmatch(run.id.removeprefix(word)) and run.id.startswith(word)]
     matches = named or [run for run in runs if run.id.startswith(word)]
-    if len(matches) == 1:
-        return matches[0]
+    if len(matches) > 1:
+        raise UsageError(
+            f"{word}: names {len(matches)} runs: {', '.join(run.id for run in matches[-5:])}; say which"
+        )
+    return matches[0] if matches else None
+
+
+def _no_such_run(word: str, root: Path | None, runs: Iterable[RunDir]) -> UsageError:
     where = root or ", ".join(map(str, runs_roots()))
-    if not matches:
-        known = ", ".join(run.id for run in runs[-3:]) or "none"
-        raise UsageError(f"{word}: no such run under {where} (newest: {known}); see `hpcrun list`")
-    raise UsageError(
-        f"{word}: names {len(matches)} runs: {', '.join(run.id for run in matches[-5:])}; say which"
-    )
+    known = ", ".join(run.id for run in list(runs)[-3:]) or "none"
+    path = f"; to read the directory of that name write ./{word}" if "/" not in word and _is_run(word) else ""
+    return UsageError(f"{word}: no such run under {where} (newest: {known}); see `hpcrun list`{path}")
 
 
 def _element(sweep: RunDir, number: int) -> RunDir:
     element = sweep.element(number)
-    if element.path.is_dir():
-        return element
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(element.path.lstat().st_mode):
+            return element
     if not sweep.sweep.is_file():
         raise UsageError(f"{sweep.id}/{number}: {sweep.id} is no sweep, so it has no elements")
     listed = read_json(sweep.sweep)
@@ -382,8 +400,11 @@ def _run_of_job(runs: Sequence[RunDir], job: int, index: str | None) -> RunDir |
 def _offset_of_job(run: RunDir, job: int) -> int | None:
     """Element of the sweep less index of the array, where the run was submitted as this job; else None."""
     # A damaged record is a matter of the run that it belongs to.
-    with contextlib.suppress(UsageError, AttributeError, TypeError, ValueError):
-        for one in reversed((read_json(run.job) or {}).get("submissions", [])):
+    with contextlib.suppress(UsageError, OSError, AttributeError, TypeError, ValueError):
+        record = read_json(run.job) or {}
+        for one in reversed(record.get("submissions", [])):
             if one.get("job") == job:
-                return int(one.get("offset", 0))
+                identity = parse_identity(record)
+                # A copy tells of the jobs of the run that it was copied from.
+                return int(one.get("offset", 0)) if identity is None or identity.is_at(run.path) else None
     return None

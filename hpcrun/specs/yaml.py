@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.files import read_regular
 
 MAX_VALUES = 20_000
 """A document that unfolds to more is a mistake or an attack (aliases of aliases)."""
@@ -66,6 +67,10 @@ for _kind, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_CORE + _kind, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
+_STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+"""What a shell puts in the place of a file."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A parsed mapping, and where each of its (dotted) keys stands."""
@@ -80,9 +85,9 @@ class Document:
         return self.places.get(key, "")
 
 
-def load_document(path: Path) -> Document:
-    """Read a YAML file into a Document; UsageError when it cannot be read."""
-    return parse_document(_read(path), str(path))
+def load_document(path: Path, *, follow: bool = True) -> Document:
+    """Read a YAML file into a Document; UsageError when it cannot be read, or is a link not to follow."""
+    return parse_document(_read(path, follow=follow), str(path))
 
 
 def load_list(path: Path) -> Document:
@@ -90,9 +95,11 @@ def load_list(path: Path) -> Document:
     return parse_list(_read(path), str(path))
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, *, follow: bool = True) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        if follow and str(path).startswith(_STREAMS):
+            return path.read_text(encoding="utf-8")
+        return read_regular(path, follow=follow).decode("utf-8")
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     except UnicodeDecodeError:

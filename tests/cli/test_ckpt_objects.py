@@ -55,7 +55,7 @@ def done(runs_root: Path, store: str) -> RunDir:
 
 def test_a_step_goes_there_and_back(done: RunDir, store: str) -> None:
     generation = read_saves(done.checkpoints)[0][-1].generation
-    place = f"{store}/{done.id}/step-00000004.{generation}"
+    place = f"{store}/{done.run_id}/step-00000004.{generation}"
     planned = said("upload", done.path, "--dry-run")
     assert planned.startswith(f"would copy step 4 to {place}: 2 objects, ")
     assert not Path(store.removeprefix("file://")).exists()
@@ -81,7 +81,7 @@ def test_ls_shows_copies_beside_saves(done: RunDir, store: str) -> None:
         (2, "object", "complete"),
         (4, "durable", "complete"),
     ]
-    assert steps[1]["path"].startswith(f"{store}/{done.id}/step-00000002.")
+    assert steps[1]["path"].startswith(f"{store}/{done.run_id}/step-00000002.")
     (manifest,) = Path(store.removeprefix("file://")).rglob("manifest.json")
     manifest.unlink()
     assert "  object  2 ranks  damaged  " in said("ls", done.path)
@@ -156,7 +156,7 @@ def test_repair_fetches_what_is_damaged_and_no_more(done: RunDir, store: str) ->
     data[200] ^= 1
     (step / "data-00001.bin").write_bytes(data)
     (one,) = told("repair", done.path)["repairs"]
-    url = f"{store}/{done.id}/step-00000004.{one['generation']}"
+    url = f"{store}/{done.run_id}/step-00000004.{one['generation']}"
     assert [what["from"].rstrip("/") for what in one["mended"]] == [url, url]
     assert {path.name: path.read_bytes() for path in step.iterdir()} == whole
     (fetched,) = [size for name, size in one["taken_bytes"].items() if name.startswith("file:")]

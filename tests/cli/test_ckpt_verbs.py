@@ -18,7 +18,7 @@ from hpcrun.cli import ckpt_repair
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.specs.load import load_job, render_job
-from hpcrun.specs.records import write_json
+from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.saves import RECORD
 from hpcrun.specs.shipped import shipped
@@ -183,7 +183,7 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(saved_run: RunDir
 def test_gc_leaves_what_a_run_may_be_writing(saved_run: RunDir) -> None:
     saved_run.exit.unlink()
     job = {"pid": 1, "start_ticks": 0, "host": "elsewhere", "steps": 10}
-    write_json(saved_run.job, job)
+    write_json(saved_run.job, read_json(saved_run.job) | job)
     leftover = saved_run.checkpoints / ".step-00000003.1"
     leftover.mkdir()
     result = run("gc", saved_run.path)

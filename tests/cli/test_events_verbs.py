@@ -173,7 +173,7 @@ def test_a_run_of_very_many_steps_has_a_quick_status(
 
 def test_of_a_run_that_nobody_knows_to_go_on_no_time_passes(run: RunDir, capsys: Capture) -> None:
     run.exit.unlink()
-    for path in (run.spec, run.events, run.metrics):
+    for path in (run.spec, run.job, run.events, run.metrics):
         os.utime(path, (T0 + 20, T0 + 20))
     assert call("status", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)

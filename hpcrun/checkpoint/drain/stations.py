@@ -122,7 +122,7 @@ def _local(around: Surroundings) -> Station | None:
     directory = around.spec.local
     if directory is None:
         return None
-    return LocalStation(str(directory), around.run.id, around.node, around.pacer.rest, around.say)
+    return LocalStation(str(directory), around.run.run_id, around.node, around.pacer.rest, around.say)
 
 
 _DIRECT = ("ext4", "xfs")
@@ -152,7 +152,7 @@ def _object(around: Surroundings) -> Station | None:
     spec = around.spec.object
     if spec is None:
         return None
-    return ObjectStation(spec, around.run.id, around.run.checkpoints, hurry=around.hurry)
+    return ObjectStation(spec, around.run.run_id, around.run.checkpoints, hurry=around.hurry)
 
 
 def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:

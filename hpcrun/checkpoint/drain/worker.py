@@ -200,7 +200,7 @@ class Worker:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
         run = RunDir(Path(order["run"]))
         if self._drain is None:
-            folder = make_folder(self._root, run.path, run.id, str(order["node"]), self._say)
+            folder = make_folder(self._root, run.path, run.run_id, str(order["node"]), self._say)
             self._take_over(open_folder(folder))
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
             self._guests = Guests(self._drain.arena, self._answer)

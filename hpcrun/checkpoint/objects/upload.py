@@ -33,6 +33,7 @@ from hpcrun.checkpoint.objects.catalogue import (
 from hpcrun.checkpoint.objects.store import PIECE_BYTES, Listed, Presence, Store
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import UntrustedFileError, open_regular
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved
 
 Show = Callable[[int], None]
@@ -73,9 +74,11 @@ class FileSource:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_regular(path, follow=True)
         except FileNotFoundError:
             raise DamagedError(f"{path}: is missing") from None
+        except UntrustedFileError as error:
+            raise DamagedError(str(error)) from None
         self.size_bytes = os.fstat(self._descriptor).st_size
 
     def read(self, at: int, size_bytes: int) -> bytes:

@@ -36,7 +36,8 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.levels import Holding
-from hpcrun.files import UntrustedFileError, open_own
+from hpcrun.checkpoint.read import MOST_MANIFEST_BYTES
+from hpcrun.files import UntrustedFileError, open_own, open_regular, read_regular
 from hpcrun.specs.saves import Saved, read_save
 
 
@@ -78,8 +79,8 @@ class DirectoryCopy:
     def manifest(self) -> bytes | None:
         """The manifest, as it is found there."""
         try:
-            return (self.path / MANIFEST).read_bytes()
-        except OSError:
+            return read_regular(self.path / MANIFEST, MOST_MANIFEST_BYTES, follow=True)
+        except (OSError, UntrustedFileError):
             return None
 
     def record(self) -> Saved | None:
@@ -199,7 +200,7 @@ def digests_of(
 def read_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> bool:
     """Fill a buffer from a file, which must be ours where `is_own`; False where it cannot be filled."""
     try:
-        descriptor = open_own(path) if is_own else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_own(path) if is_own else open_regular(path, follow=True)
     except (OSError, UntrustedFileError):
         return False
     try:

@@ -116,7 +116,7 @@ class ComeBack:
         """Nobody leads the run: its end is written down here, or the job queued again, as it wants it."""
         run, spec = self._run, self._spec
         sweep_leftovers(run)
-        remove_folder(arena_folder(SHM, run.id, self._host))
+        remove_folder(arena_folder(SHM, run.run_id, self._host))
         attempts = run.attempts()
         outcome = Succession(None, self._host, self._fall.signal_name).last_attempt(run, ())
         if outcome is None:

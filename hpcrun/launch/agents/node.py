@@ -132,7 +132,7 @@ class NodeRanks:
     def _candidates(self) -> list[ProcessId]:
         if self.below is not None:
             return process.descendants(self.below)
-        return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
+        return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.run_id)
 
     def heard(self) -> Iterator[OnNode]:
         """Where the ranks say they are, those that have spoken since the last call, and who is stopped."""
@@ -180,7 +180,7 @@ class NodeRanks:
     def _processes(self, spared: set[int]) -> list[ProcessId]:
         """All living processes of the attempt: below the launcher, and those that left that tree."""
         found = {*process.descendants(self.below)} if self.below is not None else set()
-        marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.id)
+        marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.run_id)
         number = str(self._attempt.number)
         found |= {one for one in marked if process.started_with(one.pid, ATTEMPT_VARIABLE) == number}
         # Whoever has lost his parents becomes our child, whatever session and environment he has.

@@ -32,7 +32,7 @@ from hpcrun.launch.health.checked import (
 )
 from hpcrun.launch.health.gpuhealth import gpu_health
 from hpcrun.launch.health.xids import XidAction, recent_xids
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.shm import stale_segments
 from hpcrun.process import ProcessId
 from hpcrun.specs.rundir import RunDir
@@ -178,15 +178,15 @@ def leftovers(place: Place) -> list[Checked]:
         found = process.identify(pid) if RUN_ID_VARIABLE in environ and pid not in kept else None
         if found is None:
             continue
-        if environ[RUN_ID_VARIABLE] != place.run.id:
-            others.setdefault(environ[RUN_ID_VARIABLE], []).append(found)
+        if environ[RUN_ID_VARIABLE] != place.run.run_id:
+            others.setdefault(environ.get(RUN_DIR_VARIABLE, ""), []).append(found)
         elif environ.get(ATTEMPT_VARIABLE, "").isdigit() and int(environ[ATTEMPT_VARIABLE]) < place.attempt:
             ours.append(found)
     told = [_ended(ours)] if ours else []
-    for run_id, processes in sorted(others.items()):
-        if _is_dead(place.run, run_id):
+    for path, processes in sorted(others.items()):
+        if path and _is_dead(run := RunDir(Path(path))):
             pids = " ".join(str(one.pid) for one in processes[:_SHOWN])
-            text = f"{run_id} has ended, and left processes here ({len(processes)}): {pids}"
+            text = f"{run.id} has ended, and left processes here ({len(processes)}): {pids}"
             told.append(Checked("leftovers", "warn", text))
     return told or [Checked("leftovers")]
 
@@ -224,12 +224,8 @@ def _own_pids() -> Iterator[int]:
                     yield int(entry.name)
 
 
-def _is_dead(here: RunDir, run_id: str) -> bool:
-    """Whether another run below the same root has ended, or its supervisor has been silent for long."""
-    root = (here.sweep_of_element or here).path.parent
-    name, _, element = run_id.partition("/")
-    run = RunDir(root / name)
-    run = run.element(int(element)) if element.isdigit() else run
+def _is_dead(run: RunDir) -> bool:
+    """Whether another run has ended, or its supervisor has been silent for long."""
     with contextlib.suppress(OSError):
         now = clock_of(root)
         if run.exit.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.files import open_regular
 from hpcrun.launch.record.runs import RunState, look_at_all
 from hpcrun.launch.record.view import View
 from hpcrun.specs.provenance import read_provenance
@@ -17,6 +19,7 @@ from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _PIECE = 65536
+_MOST_LOG_BYTES = 16 << 30
 
 
 @dataclass(frozen=True)
@@ -210,7 +213,11 @@ class _File:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self) -> Iterator[str]:
-        with self._path.open("rb") as file:
+        with os.fdopen(open_regular(self._path), "rb") as file:
+            if os.fstat(file.fileno()).st_size - self._offset > _MOST_LOG_BYTES:
+                raise UsageError(
+                    f"{self._path}: is larger than {_MOST_LOG_BYTES >> 30} GiB; use less or tail"
+                )
             file.seek(self._offset)
             while data := file.read(_PIECE):
                 self._offset += len(data)

@@ -11,11 +11,12 @@ from typing import Any, get_args
 
 from hpcrun.checkpoint.levels import Level
 from hpcrun.checkpoint.policy.rates import Kind, Seen
-from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError
+from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
+from hpcrun.files import read_regular
 from hpcrun.launch.record.ledger import read_ledger
 from hpcrun.launch.record.timeline import Record, Timeline, timelines
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import load_job
+from hpcrun.specs.load import load_job_of
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -63,8 +64,8 @@ def seen(runs: Iterable[RunDir], cluster: str | None) -> Seen:
     """
     total = Seen()
     for run in list(runs)[-MOST_RUNS:]:
-        if _cluster_of(run) == cluster and not run.chaos.exists():
-            with suppress(HpcrunError, OSError):  # of a damaged record others complain
+        with suppress(HpcrunError, OSError):  # of a damaged record others complain
+            if _cluster_of(run) == cluster and not run.chaos.exists():
                 total += of_attempts(
                     timelines(read_lines(run.events), ()), {one.number: _nodes(one) for one in run.attempts()}
                 )
@@ -111,11 +112,10 @@ def _nodes(attempt: Attempt) -> int:
 def _cluster_of(run: RunDir) -> str | None:
     """The name in the profile that the run was submitted with."""
     try:
-        found = _NAME.search(
-            (run.sweep_of_element or run).cluster.read_text(encoding="utf-8", errors="replace")
-        )
-    except OSError:
+        text = read_regular((run.sweep_of_element or run).cluster).decode(errors="replace")
+    except (OSError, UsageError):
         return None
+    found = _NAME.search(text)
     return found[1] if found else None
 
 
@@ -125,7 +125,7 @@ def alike(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
     found = []
     for run in reversed(named[-_MOST_ALIKE:]):
         with suppress(HpcrunError, OSError):
-            if _shape(load_job(run.spec).spec) == _shape(spec):
+            if _shape(load_job_of(run).spec) == _shape(spec):
                 found.append(run)
     return found
 

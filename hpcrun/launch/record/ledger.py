@@ -134,7 +134,8 @@ def read_ledger(run: RunDir, *, now: float | None = None) -> Ledger:
     for attempt in run.attempts():
         ended: Record = {}
         with suppress(UsageError):  # a damaged one says nothing
-            ended = read_json(attempt.outcome) or {}
+            found = read_json(attempt.outcome)
+            ended = found if isinstance(found, dict) else {}
         if (cause := ended.get("requeued")) and attempt.number not in told:
             stamp = {"time": ended.get("ended"), "attempt": attempt.number}
             events.append({**stamp, "event": "requeue", "cause": cause})

@@ -232,7 +232,7 @@ def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
     """The values that must not get out, as far as they can be known here."""
     from hpcrun.specs.cluster import load_cluster
     from hpcrun.specs.fields import given
-    from hpcrun.specs.load import load_job
+    from hpcrun.specs.load import load_job_of
     from hpcrun.specs.secrets import read_secrets
 
     for attempt in run.attempts():
@@ -240,7 +240,7 @@ def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
     yield from _written_secrets(run.leader)
     environments: list[Mapping[str, str]] = [os.environ]
     with suppress(HpcrunError, OSError):
-        spec = load_job(run.spec).spec
+        spec = load_job_of(run).spec
         environments.append(given(spec.env))
         for name, path in spec.secrets.items():
             with suppress(SpecError):

@@ -129,8 +129,8 @@ def look_at_all(runs: Sequence[RunDir], *, ask: bool = True) -> list[RunState]:
 
 def _parts(run: RunDir) -> list[RunDir]:
     """The elements of a sweep; any other run, and a sweep whose record is damaged, is its own one part."""
-    if run.sweep.is_file():
-        with suppress(UsageError):
+    with suppress(UsageError, OSError):
+        if run.sweep.is_file():
             return elements_of(run)
     return [run]
 
@@ -220,8 +220,8 @@ def _states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
                 unclear[run] = view, question
             else:
                 states[run] = _state(view, state, message)
-        except UsageError as error:
-            states[run] = RunState(run, "unknown", str(error), changed=_changed(run))
+        except (UsageError, OSError) as error:
+            states[run] = RunState(run, "unknown", _words(error), changed=_changed(run))
     if unclear:
         from hpcrun.slurm.queue import ask_jobs
 
@@ -231,10 +231,17 @@ def _states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
     return [states[run] for run in runs]
 
 
+def _words(error: UsageError | OSError) -> str:
+    told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return told.partition("\n")[0]
+
+
 def _by_records(view: View) -> tuple[str, str, Question | None]:
     """State and message as far as the directory and this host know, and what has to be asked of Slurm."""
     if view.ended:
         return view.ended["status"], view.ended.get("message") or "", None
+    if view.original is not None:
+        return "interrupted", f"a copy of {view.original}, not started yet; {_resume(view)}", None
     if view.is_alive_here:
         # The process of a sweep runs one element after another.
         waits = view.run.sweep_of_element is not None and not view.has_begun
@@ -347,8 +354,6 @@ def _id(job: tuple[int, int | None, str] | None) -> str | None:
 def _changed(run: RunDir) -> float:
     newest = 0.0
     for path in (run.spec, run.job, run.events, run.metrics, run.exit):
-        try:
-            newest = max(newest, path.stat().st_mtime)
-        except FileNotFoundError:
-            continue
+        with suppress(OSError):
+            newest = max(newest, path.lstat().st_mtime)
     return newest

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hpcrun import process
 from hpcrun.errors import UsageError
+from hpcrun.files import read_tail
 from hpcrun.specs.provenance import Provenance, Submission
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -77,6 +78,11 @@ class View:
                 self._supervised = attempt.number
                 break
         self.submission = _newest_submission(run, origin)
+        identity, owner = origin.identity if origin else None, run.sweep_of_element or run
+        self.original = None if identity is None or identity.is_at(owner.path) else identity.made_at.path
+        """Of a copy that nobody has started yet: the run whose processes and jobs its records tell of."""
+        if self.original is not None:
+            self.supervisor, self.submission = {}, None
         self._before = self.submission.attempts_before(run) if self.submission else 0
         self.ended = self._fenced(run.read_exit())
 
@@ -163,13 +169,13 @@ class View:
         """The last step, its loss, and the last loss of an evaluation."""
         step: dict[str, Any] | None = None
         evaluated: float | None = None
-        for line in reversed(_tail(self.run.metrics).splitlines()):
+        for line in reversed(read_tail(self.run.metrics, _TAIL_BYTES).splitlines()):
             # Where lines are many, reading them all as JSON would be most of the work.
             if step is not None and (evaluated is not None or b'"eval_loss"' not in line):
                 continue
             try:
                 record = json.loads(line)
-            except ValueError:  # torn, or cut where the tail begins
+            except (ValueError, RecursionError):  # torn, or cut where the tail begins
                 continue
             if not isinstance(record, dict):
                 continue
@@ -197,7 +203,9 @@ class View:
     def last_words(self) -> str:
         """The last line that the batch shell printed: of trouble before our supervisor only this is left."""
         for path in reversed(self.batch_logs()):
-            lines = [line.strip() for line in _tail(path).decode(errors="replace").splitlines()]
+            lines = [
+                line.strip() for line in read_tail(path, _TAIL_BYTES).decode(errors="replace").splitlines()
+            ]
             if said := [line for line in lines if line]:
                 return said[-1][:_WORDS]
         return ""
@@ -241,12 +249,3 @@ def _holds(one: Submission, element: int) -> bool:
     from hpcrun.slurm.ids import parse_elements
 
     return any(element - one.offset in indices for indices in parse_elements(one.array)[0])
-
-
-def _tail(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            return file.read()
-    except FileNotFoundError:
-        return b""

@@ -22,12 +22,12 @@ from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.rehearsal.faults import Fault
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.submit.script import python_of
 from hpcrun.launch.world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.specs.cluster import load_cluster
-from hpcrun.specs.load import load_job
+from hpcrun.specs.load import load_job_of
 from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import LineWriter, read_json
 from hpcrun.specs.rundir import RunDir
@@ -183,7 +183,7 @@ class Strike:
         self._waiting, self._over = b"", False
         self._said: list[dict[str, Any]] = []
         environ = with_our_package(step_environment(without_world(os.environ)))
-        for name in (RUN_ID_VARIABLE, ATTEMPT_VARIABLE):
+        for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE, ATTEMPT_VARIABLE):
             environ.pop(name, None)
         words = aimed.command()
         try:
@@ -330,5 +330,5 @@ def _python_of(run: RunDir) -> str:
     owner = run.sweep_of_element or run
     with suppress(HpcrunError):
         cluster = load_cluster(owner.cluster) if owner.cluster.exists() else None
-        return python_of(load_job(run.spec).spec, cluster)
+        return python_of(load_job_of(run).spec, cluster)
     return sys.executable

@@ -132,7 +132,7 @@ def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
     """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
     found = [*_parent_of_supervisor(order), *_supervisor(order), *_agents(run, order)]
     found += [one for top in list(found) for one in process.descendants(top)]
-    found += process.processes_with_env(RUN_ID_VARIABLE, run.id)
+    found += process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
     ours = {os.getpid(), *_ancestors()}
     all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_ours(one)]
     if not all_of_it:
@@ -207,7 +207,7 @@ def _trees(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> list[
 
 def _is_of(attempt: Attempt, one: ProcessId) -> bool:
     marks = process.environment_of(one.pid)
-    wanted = (attempt.run.id, str(attempt.number))
+    wanted = (attempt.run.run_id, str(attempt.number))
     return _is_ours(one) and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == wanted
 
 

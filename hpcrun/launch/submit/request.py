@@ -38,7 +38,7 @@ from hpcrun.slurm.versions import Version, parse_version
 from hpcrun.specs.badnodes import merged_exclude
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import ResolvedJob, load_job
+from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
 from hpcrun.specs.plan import contradictions
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
@@ -361,7 +361,7 @@ def _load(request: Request, note: Note) -> ResolvedJob:
             raise UsageError(f"{run.id} is no sweep, so --only-failed does not apply; leave it out")
         prepared = prepare.prepare(None, request.overrides, resume=run, until="plan")
         return ResolvedJob(prepared.spec, prepared.plan)
-    resolved = load_job(sweep.spec, request.overrides)
+    resolved = load_job_of(sweep, request.overrides)
     if [one.overrides for one in resolved.elements] != read_sweep(sweep):
         raise UsageError(f"{sweep.id}: the sweep's own keys cannot be changed; submit it as a new run")
     return resolved

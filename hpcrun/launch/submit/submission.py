@@ -16,6 +16,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
+from hpcrun.files import read_regular
 from hpcrun.launch import ownership
 from hpcrun.launch.submit.request import Job, Note, Request
 from hpcrun.launch.submit.snapshot import record_origin
@@ -158,7 +159,7 @@ def _directory(job: Job) -> Iterator[RunDir]:
     try:
         files = [run.exit, run.spec, run.cluster, run.job, run.script, run.after]
         files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
-        before |= {path: path.read_text(encoding="utf-8") for path in files if job.resume and path.exists()}
+        before |= {path: read_regular(path).decode() for path in files if job.resume and path.exists()}
         _fill(job, run)
         yield run
         handed_over = True

@@ -57,12 +57,14 @@ class FarAway:
             return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
 
     def _copies(self) -> list[Copy]:
-        found = meanwhile(self._rest, lambda: list_saves(self._spec.url, self._run.id, self._spec.endpoint))
+        found = meanwhile(
+            self._rest, lambda: list_saves(self._spec.url, self._run.run_id, self._spec.endpoint)
+        )
         return [Copy(one.stamp, one.url) for one in found]
 
     def _bring(self, generation: str) -> str:
         url, endpoint = self._spec.url, self._spec.endpoint
-        return str(bring_home(url, endpoint, self._run.id, generation, self._run.checkpoints).path)
+        return str(bring_home(url, endpoint, self._run.run_id, generation, self._run.checkpoints).path)
 
     def _has_stored(self) -> bool:
         """Whether an earlier attempt has told of a copy."""

@@ -21,7 +21,7 @@ from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
 
@@ -60,7 +60,8 @@ class DrainHost:
         self._address = address
         self._run, self._node, self._say, self._command = run, node, say, tuple(command or COMMAND)
         self._environ = without_world(environ)
-        for name in (RUN_ID_VARIABLE, ATTEMPT_VARIABLE):  # by which the processes of an attempt are known
+        # By these the processes of an attempt are known.
+        for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE, ATTEMPT_VARIABLE):
             self._environ.pop(name, None)
         self._child: subprocess.Popen[bytes] | None = None
         self._selector = selectors.EpollSelector()
@@ -120,7 +121,7 @@ class DrainHost:
             child.wait()
             child.stdout.close()
         if self._began:
-            remove_folder(arena_folder(SHM, self._run.id, self._node))
+            remove_folder(arena_folder(SHM, self._run.run_id, self._node))
         self._selector.close()
 
     def _start(self) -> None:

@@ -321,7 +321,7 @@ class Keeper:
 
 def socket_mark(run: RunDir) -> str:
     """The socket of a node's drain worker, NODE_MARK for the node."""
-    return str(usual_folder(SHM, run.id, NODE_MARK) / SOCKET)
+    return str(usual_folder(SHM, run.run_id, NODE_MARK) / SOCKET)
 
 
 def _is_of(holding: Holding, stamp: Stamp, members: object) -> bool:

@@ -1,0 +1,110 @@
+"""A run's identity: a uuid in job.json, with the place where it was made, by which a copy is noticed.
+
+Processes, memory, local saves and objects are marked with it. A name would not do: a copy of a run directory
+may have the same name, and runs of one name may lie under several roots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.records import read_json, write_json
+
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run directory is: its path and, as a renamed directory keeps it, its inode."""
+
+    host: str
+    path: str
+    device: int
+    inode: int
+
+    def is_same_inode(self, other: Place) -> bool:
+        """Whether both may be one directory. A device's number says something on its own host alone."""
+        return self.inode == other.inode and (self.device == other.device or self.host != other.host)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which run a directory is."""
+
+    run_id: str
+    made_at: Place
+
+    @classmethod
+    def new(cls, folder: Path) -> Identity:
+        """One for a run that is made in this directory, or for a copy that has become a run of its own."""
+        return cls(uuid.uuid4().hex, place_of(folder))
+
+    def is_at(self, folder: Path) -> bool:
+        """Whether the run itself is in this directory, and not a copy of it.
+
+        A directory that was moved is still the run, unless the run is where it was made.
+        """
+        here = place_of(folder)
+        if here.path == self.made_at.path:
+            return True
+        return here.is_same_inode(self.made_at) and not self._is_elsewhere(here)
+
+    def _is_elsewhere(self, here: Place) -> bool:
+        """Whether another directory lies where the run was made, and is that run."""
+        folder = Path(self.made_at.path)
+        try:
+            there, found = place_of(folder), read_identity(folder)
+        except (OSError, UsageError):
+            return False
+        return (there.device, there.inode) != (here.device, here.inode) and bool(
+            found and found.run_id == self.run_id
+        )
+
+
+def place_of(folder: Path) -> Place:
+    """Where a directory is now; OSError where there is none."""
+    path = folder.resolve()
+    status = path.stat()
+    return Place(os.uname().nodename, str(path), status.st_dev, status.st_ino)
+
+
+def parse_identity(record: Any) -> Identity | None:
+    """What job.json says; None for a run of before there were identities, UsageError for a damaged one."""
+    if not isinstance(record, dict) or "run_id" not in record:
+        return None
+    run_id, place = record["run_id"], record.get("made_at") or {}
+    try:
+        made_at = Place(str(place["host"]), str(place["path"]), int(place["device"]), int(place["inode"]))
+    except (TypeError, KeyError, ValueError, OverflowError):
+        raise UsageError("made_at is not the place of a directory") from None
+    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
+        raise UsageError("run_id is not 32 hexadecimal digits")
+    return Identity(run_id, made_at)
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """The identity of the run in a directory; None without one, UsageError where job.json is damaged."""
+    path = folder / _FILE
+    record = read_json(path)
+    try:
+        return parse_identity(record)
+    except UsageError as error:
+        raise UsageError(f"{path}: is damaged: {error}") from None
+
+
+def write_identity(folder: Path, identity: Identity, **values: Any) -> None:
+    """Write job.json anew: the identity, and these values."""
+    write_json(folder / _FILE, {**values, **asdict(identity)})
+
+
+def digest_of(folder: Path) -> str:
+    """What stands for the identity of a directory that is no run of ours, as that of a script's saves."""
+    return hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=16).hexdigest()
