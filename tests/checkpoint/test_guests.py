@@ -88,7 +88,7 @@ def test_what_a_lost_node_had_is_gone_on_from_out_of_a_spare_s_memory(four: Neig
     part = lost.parts[0]
     again = copied(four.hosts["a"], lost.stamp, "s")
     assert again["nodes"] == ["s"]
-    seen = [one for one in holdings_here(four.run.id, None, four.root) if one.node == "s"]
+    seen = [one for one in holdings_here(four.run.run_id, None, four.root) if one.node == "s"]
     assert part.number in [one.number for holding in seen for one in holding.parts]
 
 

@@ -77,7 +77,7 @@ class Host(Talk):
     @property
     def arena(self) -> Path:
         """Its folder."""
-        return arena_folder(self.root, self.run.id, self.node)
+        return arena_folder(self.root, self.run.run_id, self.node)
 
     def holdings(self) -> list[dict[str, Any]]:
         """All that the node has."""

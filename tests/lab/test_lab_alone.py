@@ -13,7 +13,7 @@ from tests.lab.desk import Desk, records, story
 from tests.lab.test_lab_levels import JOB, events, stored
 from tests.lab.test_lab_spares import outcomes
 
-LEFT = "grep -zl HPCRUN_RUN_ID={} /proc/[0-9]*/environ 2>/dev/null; true"
+LEFT = "grep -zl 'HPCRUN_RUN_DIR=.*/{}' /proc/[0-9]*/environ 2>/dev/null; true"
 
 
 def losses(run: RunDir) -> dict[int, float]:

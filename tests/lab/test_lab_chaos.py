@@ -78,7 +78,7 @@ def test_a_run_outlives_an_agent_and_its_supervisor_but_not_what_brings_one_back
         return bool(json.loads(desk.hpcrun("status", run.id, "--json").stdout)["state"] == "failed")
 
     desk.until(is_over, run)
-    look = "grep -zl HPCRUN_RUN_ID=played /proc/[0-9]*/environ 2>/dev/null; true"
+    look = "grep -zl 'HPCRUN_RUN_DIR=.*/played' /proc/[0-9]*/environ 2>/dev/null; true"
     assert {node.name: node.run(["sh", "-c", look]).stdout for node in desk.lab.nodes} == dict.fromkeys(
         [node.name for node in desk.lab.nodes], ""
     )

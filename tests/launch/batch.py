@@ -108,7 +108,7 @@ def over(job: Job) -> Iterator[Job]:
         (job.place / "mark").touch()
         job.command.terminate()
         job.command.wait(60)
-        assert process.processes_with_env("HPCRUN_RUN_ID", job.run.id) == []
+        assert process.processes_with_env("HPCRUN_RUN_ID", job.run.run_id) == []
 
 
 def pretended_nodes(place: Path, names: str) -> dict[str, str]:

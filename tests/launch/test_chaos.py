@@ -82,7 +82,7 @@ def running(place: Path, crashes: int) -> Iterator[Live]:
     finally:
         child.terminate()
         child.wait()
-        until(lambda: process.processes_with_env("HPCRUN_RUN_ID", path.name) == [])
+        until(lambda: process.processes_with_env("HPCRUN_RUN_ID", RunDir(path).run_id) == [])
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_the_supervisor_goes_and_nothing_stays(live: Live, fault: Fault) -> None
     assert live.supervisor.wait(30) == -signal.SIGKILL
     if fault.do == "vanish":
         assert live.record(0)["pid"] in record["pids"]
-    until(lambda: process.processes_with_env("HPCRUN_RUN_ID", live.run.id) == [])
+    until(lambda: process.processes_with_env("HPCRUN_RUN_ID", live.run.run_id) == [])
     with pytest.raises(UsageError, match=r"is dead .*there is nothing to rehearse on"):
         require_running(live.run)
 

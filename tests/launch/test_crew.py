@@ -69,7 +69,12 @@ class Place:
         nodes.watch(attempt, Placement(placed), f"hpcrun-{os.urandom(8).hex()}")
         for rank, node in enumerate(placed):
             mark = self.run.path / f"pid-{number}-{rank}"
-            words = ["env", f"HPCRUN_RUN_ID={self.run.id}", f"HPCRUN_ATTEMPT={number}", f"PMI_RANK={rank}"]
+            words = [
+                "env",
+                f"HPCRUN_RUN_ID={self.run.run_id}",
+                f"HPCRUN_ATTEMPT={number}",
+                f"PMI_RANK={rank}",
+            ]
             nodes.start(node, [*words, sys.executable, "-c", RANK, str(mark)], self.run.path / "log")
             until(lambda mark=mark: mark.exists() and mark.read_text() != "")  # type: ignore[misc]
         return [int((self.run.path / f"pid-{number}-{rank}").read_text()) for rank in range(len(placed))]
@@ -122,7 +127,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         child.wait()
         assert child.stdin is not None
         child.stdin.close()
-    process.kill_all(process.processes_with_env("HPCRUN_RUN_ID", made.run.id))
+    process.kill_all(process.processes_with_env("HPCRUN_RUN_ID", made.run.run_id))
 
 
 def is_alive(pid: int) -> bool:

@@ -35,7 +35,7 @@ class Far:
         for step in (5, 10):
             saved = save(self.run.checkpoints, step)
             with open_store(self.url) as store:
-                upload(store, self.run.id, saved)
+                upload(store, self.run.run_id, saved)
 
     def prepare(self, number: int, url: str = "") -> None:
         section = CheckpointSpec.model_validate({"object": {"url": url or self.url}})
@@ -71,7 +71,7 @@ def test_where_nothing_is_left_the_newest_copy_is_brought_home(far: Far) -> None
 
 def test_a_damaged_copy_leads_to_the_one_before(far: Far) -> None:
     shutil.rmtree(far.run.checkpoints)
-    (copy,) = [one for one in list_saves(far.url, far.run.id) if one.saved.step == 10]
+    (copy,) = [one for one in list_saves(far.url, far.run.run_id) if one.saved.step == 10]
     (path,) = Path(copy.url.removeprefix("local://")).glob("data-*.bin.*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

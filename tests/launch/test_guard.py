@@ -101,7 +101,7 @@ def test_a_supervisor_that_is_killed_again_and_again_is_given_up_with_a_record(j
     assert ended is not None
     assert ended["exit_code"] == 5
     assert f"4 supervisors in a row were killed on {HOST}" in ended["message"]
-    assert process.processes_with_env("HPCRUN_RUN_ID", job.run.id) == []
+    assert process.processes_with_env("HPCRUN_RUN_ID", job.run.run_id) == []
 
 
 def test_one_that_is_killed_before_it_has_begun_is_as_if_it_had_not_been(
@@ -168,4 +168,4 @@ def test_without_a_retry_block_the_run_ends_with_its_supervisor(tmp_path: Path, 
     ended = found.run.read_exit()
     assert ended is not None
     assert f"the supervisor on {HOST} was killed by SIGKILL" in json.dumps(ended)
-    assert process.processes_with_env("HPCRUN_RUN_ID", found.run.id) == []
+    assert process.processes_with_env("HPCRUN_RUN_ID", found.run.run_id) == []

@@ -114,7 +114,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def test_the_first_attempt_has_workers_and_nothing_to_go_on_from(site: Site) -> None:
     assert site.prepare() is None
-    assert site.environ["HPCRUN_DRAIN"].endswith("/run/{node}/drain.sock")
+    assert site.environ["HPCRUN_DRAIN"].endswith(f"/{site.run.run_id}/{{node}}/drain.sock")
     peers = json.loads(site.run.attempt(1).peers.read_text())
     assert set(peers["nodes"]) == {*NODES, "spare"}
     last = site.orders("b", "configure")[-1]

@@ -338,7 +338,7 @@ def children() -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_processes_that_an_earlier_attempt_left_are_ended_and_others_are_not(
     place: Place, children: list[subprocess.Popen[bytes]]
 ) -> None:
-    ours = {"HPCRUN_RUN_ID": place.run.id}
+    ours = {"HPCRUN_RUN_ID": place.run.run_id}
     children += [
         start(**ours, HPCRUN_ATTEMPT="1"),
         start(**ours, HPCRUN_ATTEMPT="2"),
@@ -358,7 +358,7 @@ def test_processes_of_a_run_that_has_ended_are_told_and_let_live(
 ) -> None:
     other = RunDir(place.run.path.parent / "old-1128-120000-abcdef")
     other.path.mkdir()
-    children.append(start(HPCRUN_RUN_ID=other.id))
+    children.append(start(HPCRUN_RUN_ID=other.run_id, HPCRUN_RUN_DIR=str(other.path)))
     assert probes.leftovers(place) == [Checked("leftovers")], "nobody knows that it has ended"
     write_json(other.exit, {"status": "done"})
     assert probes.leftovers(place) == [Checked("leftovers")], "they may be about to end"

@@ -70,7 +70,7 @@ def test_ranks_get_a_clean_environment(site: Site, monkeypatch: pytest.MonkeyPat
         "OMP_NUM_THREADS": str(threads),
         "SLURM_PROCID": None,
         "HYDRA_HOST_FILE": None,
-        "HPCRUN_RUN_ID": run.id,
+        "HPCRUN_RUN_ID": run.run_id,
         "FROM_JOB": "yes",
     }
 
@@ -89,7 +89,7 @@ def test_a_killed_rank_is_named_and_takes_everything_with_it(site: Site) -> None
         f"rank 2 on node {NODE} (pid {killed[0]}) was killed by signal 9 (SIGKILL); log: {log}"
     )
     assert (outcome.status, outcome.exit_code) == ("failed", 5)
-    assert process.processes_with_env("HPCRUN_RUN_ID", outcome.run.id) == []
+    assert process.processes_with_env("HPCRUN_RUN_ID", outcome.run.run_id) == []
 
 
 def test_a_rank_killed_before_it_could_say_who_it_is(site: Site) -> None:
@@ -291,16 +291,16 @@ def test_ranks_die_with_a_killed_supervisor_and_its_leftovers_are_swept(
         assert supervisor.stdout is not None
         assert supervisor.stdout.readline() == "ready\n"
         run = site.only_run
-        assert len(process.processes_with_env("HPCRUN_RUN_ID", run.id)) >= 2
+        assert len(process.processes_with_env("HPCRUN_RUN_ID", run.run_id)) >= 2
         if proxy_first:
             # What would end the ranks for Hydra is gone, and the supervisor has no time to do it.
             supervisor.send_signal(signal.SIGSTOP)
             os.kill(parent_of(ranks_of(run)[0]["pid"]), signal.SIGKILL)
         supervisor.kill()
     deadline = time.monotonic() + 10
-    while process.processes_with_env("HPCRUN_RUN_ID", run.id) and time.monotonic() < deadline:
+    while process.processes_with_env("HPCRUN_RUN_ID", run.run_id) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert process.processes_with_env("HPCRUN_RUN_ID", run.id) == []
+    assert process.processes_with_env("HPCRUN_RUN_ID", run.run_id) == []
     segments = [Path(path) for path in ranks_of(run)[0]["shm"]]
     assert any(path.exists() for path in segments), "nobody is left who could have removed it"
     stranger = Path("/dev/shm/mpich_shm_of_somebody_else")

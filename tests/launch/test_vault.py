@@ -38,7 +38,7 @@ class Listener:
         self.said: list[dict[str, Any]] = []
         run = RunDir(tmp_path / "run")
         run.path.mkdir()
-        environ = os.environ | {"HPCRUN_RUN_ID": run.id, "HPCRUN_ATTEMPT": "1"}
+        environ = os.environ | {"HPCRUN_RUN_ID": run.run_id, "HPCRUN_ATTEMPT": "1"}
         command = (sys.executable, str(PROGRAM), str(tmp_path))
         self.host = DrainHost(run, "n1", self.said.append, environ, command)
 

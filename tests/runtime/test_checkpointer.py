@@ -131,7 +131,7 @@ def test_inside_a_run_what_its_job_says_of_saves_holds(
     run = create_run("own")
     job = JobSpec.model_validate({"name": "own", "command": ["true"], "checkpoint": section})
     run.spec.write_text(render_job(job))
-    monkeypatch.setenv("HPCRUN_RUN_ID", run.id)
+    monkeypatch.setenv("HPCRUN_RUN_DIR", str(run.path))
     with hpcrun.Checkpointer() as saves:
         for step in (1, 2, 3, 4):
             saves.save(step, {"weight": torch.full((8,), float(step))})

@@ -201,7 +201,7 @@ def test_no_umask_and_no_setgid_directory_opens_a_run(tmp_path: Path) -> None:
     root.mkdir()
     root.chmod(0o2775)
     job = tmp_path / "job.yaml"
-    job.write_text("name: open\ncommand: ['true']\ncluster: local\nsweep: {list: [{env.A: "1"}, {env.A: "2"}]}\n")
+    job.write_text("name: open\ncommand: ['true']\ncluster: local\nsweep: {list: [{env.A: x}, {env.A: y}]}\n")
     single = tmp_path / "single.yaml"
     single.write_text("name: single\ncommand: ['true']\ncluster: local\n")
     environ = os.environ | {"HPCRUN_ROOT": str(root / "made/below")}
