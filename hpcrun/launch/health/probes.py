@@ -184,7 +184,7 @@ def leftovers(place: Place) -> list[Checked]:
             ours.append(found)
     told = [_ended(ours)] if ours else []
     for path, processes in sorted(others.items()):
-        if path and _is_dead(run := RunDir(Path(path))):
+        if path and _is_dead(place.run, run := RunDir(Path(path))):
             pids = " ".join(str(one.pid) for one in processes[:_SHOWN])
             text = f"{run.id} has ended, and left processes here ({len(processes)}): {pids}"
             told.append(Checked("leftovers", "warn", text))
@@ -224,10 +224,10 @@ def _own_pids() -> Iterator[int]:
                     yield int(entry.name)
 
 
-def _is_dead(run: RunDir) -> bool:
+def _is_dead(here: RunDir, run: RunDir) -> bool:
     """Whether another run has ended, or its supervisor has been silent for long."""
     with contextlib.suppress(OSError):
-        now = clock_of(root)
+        now = clock_of(here.path)
         if run.exit.exists():
             return now - run.exit.stat().st_mtime > LEADERLESS_S
         return now - run.lease.stat().st_mtime > 10 * LEADERLESS_S and not is_led(run)

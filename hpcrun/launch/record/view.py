@@ -82,7 +82,7 @@ class View:
         self.original = None if identity is None or identity.is_at(owner.path) else identity.made_at.path
         """Of a copy that nobody has started yet: the run whose processes and jobs its records tell of."""
         if self.original is not None:
-            self.supervisor, self.submission = {}, None
+            self.supervisor, self.submission, self._supervised = {}, None, 0
         self._before = self.submission.attempts_before(run) if self.submission else 0
         self.ended = self._fenced(run.read_exit())
 
