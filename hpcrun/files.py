@@ -16,6 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from hpcrun.errors import UsageError
 
@@ -165,6 +166,12 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         file.seek(max(0, os.fstat(descriptor).st_size - most_bytes))
         return file.read(most_bytes)
+
+
+def append_to(path: Path) -> IO[bytes]:
+    """A file of a run opened for more at its end; one that is made is nobody else's, whatever the umask."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, 0o600), "ab")
 
 
 def is_private(status: os.stat_result) -> bool:

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 from hpcrun import process
 from hpcrun.errors import SiteError
+from hpcrun.files import append_to
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.hydra import find_mpiexec, wait_statuses
@@ -61,7 +62,7 @@ class Launcher(Protocol):
 
 def _popen(argv: Sequence[str], launch: Launch, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a launcher; its own words, and the ranks' before they have logs of their own, go to its log."""
-    with launch.attempt.launcher_log.open("ab") as output:
+    with append_to(launch.attempt.launcher_log) as output:
         try:
             return subprocess.Popen(
                 argv,

@@ -21,6 +21,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.fabric.inventory import try_inventory
+from hpcrun.files import append_to
 from hpcrun.launch.agents.heir import Heir
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.agents.uplink import Uplink
@@ -215,7 +216,7 @@ class Agent:
         if self._ranks is None:
             return
         self._ranks.below = process.identify(os.getpid())
-        with log.open("ab") as output:
+        with append_to(log) as output:
             child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,

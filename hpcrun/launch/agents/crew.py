@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
+from hpcrun.files import append_to
 from hpcrun.launch.agents.lease import LEADERLESS_S, RENEW_S, FencedError, Leader, Leadership
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.agents.wire import Gate, Guest, Session
@@ -214,7 +215,7 @@ class Crew:
     def _launch(
         self, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        with log.open("ab") as output:
+        with append_to(log) as output:
             child = process.hold(
                 subprocess.Popen(
                     command,

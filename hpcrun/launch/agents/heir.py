@@ -9,6 +9,7 @@ import time
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
+from hpcrun.files import append_to
 from hpcrun.launch.agents.lease import RENEW_S, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.allocation import Allocation, batch_identity
@@ -62,7 +63,7 @@ class Heir:
         say(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
         self._began = time.monotonic()
         log = self._run.agent_logs / f"takeover-{epoch}.log"
-        with log.open("ab") as output:
+        with append_to(log) as output:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcrun", "_takeover", str(self._run.path), str(epoch)],
                 stdin=subprocess.DEVNULL,

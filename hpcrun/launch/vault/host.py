@@ -21,6 +21,7 @@ from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
+from hpcrun.files import append_to
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.world import without_world
 from hpcrun.specs.rundir import RunDir
@@ -127,7 +128,7 @@ class DrainHost:
     def _start(self) -> None:
         folder = self._run.agent_logs
         folder.mkdir(exist_ok=True, mode=0o700)
-        with (folder / f"drain-{self._node}.log").open("ab") as log:
+        with append_to(folder / f"drain-{self._node}.log") as log:
             child = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
