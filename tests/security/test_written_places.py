@@ -18,7 +18,14 @@ WRITERS = {
     *("mkstemp", "TemporaryFile", "NamedTemporaryFile", "TemporaryDirectory", "SpooledTemporaryFile"),
     *("copy", "copy2", "copyfile", "copytree", "move", "chmod", "chown", "lchown", "utime"),
     *("LineWriter", "make_directories", "AsideFile", "remove_tree", "remove_empty", "EventFileWriter"),
-    *("export_chrome_trace", "FileSystemWriter", "move_temporary_file", "append_line", "write_private"),
+    *(
+        "export_chrome_trace",
+        "FileSystemWriter",
+        "move_temporary_file",
+        "append_line",
+        "write_private",
+        "append_to",
+    ),
 }
 """Names of calls that write; `replace`, `open` and `os.open` are looked at more closely."""
 KNOWN = {
@@ -92,11 +99,14 @@ KNOWN = {
             "BackgroundExecutor._internal_process_submissions BackgroundExecutor._submit_command "
             "TemplateExecutor._send dump_private place write_private"
         ),
+        "specs/attempt": "Attempt.create",
+        "specs/branch": "_forget_processes _note_end _unshare",
+        "specs/identity": "write_identity",
         "specs/placement": "write_placement",
         "specs/predecessors": "write_predecessors",
         "specs/provenance": "write_provenance",
         "specs/records": "LineWriter.__init__ write_json write_whole",
-        "specs/rundir": "Attempt.create create_run",
+        "specs/rundir": "create_run",
         "specs/settings": "write_settings",
         "specs/sweep": "write_sweep",
     },
@@ -115,7 +125,7 @@ KNOWN = {
         "checkpoint/parity/station": "ParityStation._encode ParityStation._go_through ParityStation.store",
         "files": (
             "Folder.folder Folder.remove_empty Folder.remove_tree Folder.rename Folder.unlink "
-            "Folder.write_whole clock_of make_directories open_output write_output"
+            "Folder.write_whole append_to clock_of make_directories open_output write_output"
         ),
         "launch/health/probes": "_new_file",
         "launch/outlets/shown": "ShownFile.remove ShownFile.write remove_stale",
