@@ -130,7 +130,7 @@ def test_a_worker_and_its_ranks_meet_where_the_name_is_taken() -> None:
             assert Path(ready["socket"]).stat().st_mode & 0o777 == 0o600
         finally:
             host.kill()
-        os.environ["HPCRUN_DRAIN"] = str(TOP / "r" / "n1" / "drain.sock")
+        os.environ["HPCRUN_DRAIN"] = str(TOP / run.run_id / "n1" / "drain.sock")
         from hpcrun.runtime.control import LoneControl
         from hpcrun.runtime.drainhome import AgentHome, OwnHome
         from hpcrun.runtime.drainlink import DrainLink
