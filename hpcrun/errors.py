@@ -46,6 +46,10 @@ class RanksDiedError(HpcrunError):
     exit_code = EXIT_RANKS_DIED
 
 
+class FunctionError(HpcrunError):
+    """A function that was submitted gave no result; the message holds its traceback, where it raised."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One mistake in a spec: where it stands, which key, and what is allowed there."""

@@ -222,6 +222,11 @@ def _supervise(folder: str, fall: Fall | None) -> int:
     return int(task.run_submitted(folder, fall))
 
 
+def _make_call() -> int:
+    """The internal verb `_call`: a rank of a function's run; see its module."""
+    return int(importlib.import_module("hpcrun.launch.call").main())
+
+
 def _strike(run_dir: str, order: str) -> int:
     """The internal verb `_chaos RUN ORDER`: what a rehearsal starts where its victim is."""
     import json
@@ -256,6 +261,7 @@ _INTERNAL: dict[str, Callable[..., int]] = {
     "_rank": _be_rank,
     "_agent": _be_agent,
     "_task": _be_task,
+    "_call": _make_call,
     "_chaos": _strike,
     "_beside": _be_beside,
     "_reach": _be_reached,

@@ -115,7 +115,9 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 75 ]; then
     if [ "$status" -gt 128 ]; then how="was killed by signal $((status - 128))"; fi
     code={died}
     if [ "$status" -eq 93 ]; then code=93; fi
-    give_up "the command $how; log: $quoted/logs/rank-$RANK.log" "$code"
+    # A function has said more of its end than its exit code does.
+    [ -e "$attempt/ranks/rank-$RANK.error.json" ] ||
+        give_up "the command $how; log: $quoted/logs/rank-$RANK.log" "$code"
 fi
 record exit.json "{{\\"rank\\": $RANK, \\"exit_code\\": $status}}"
 exit "$status"

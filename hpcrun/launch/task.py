@@ -85,6 +85,7 @@ def run_submitted(folder: str, fall: Fall | None = None) -> int:
     _falls.extend([] if fall is None else [fall])
     # It loads numpy where there is one, which a login node is spared.
     process_job = importlib.import_module("submitit.core.submission").process_job
+    _prove_pickle(folder)
     try:
         process_job(folder)
     except OSError:
@@ -115,6 +116,25 @@ def why_stray(folder: Path) -> str | None:
             return f"{found}: it ends here, and {run.id} is left alone; {remedy}"
         time.sleep(0.2)
     return None
+
+
+def _prove_pickle(folder: str) -> None:
+    """Wait for the job's pickle, which may come after the job; UsageError where others could have written it.
+
+    What an attempt that was killed has left of its own result is removed: submitit refuses to write over it.
+    """
+    os.environ["SUBMITIT_FOLDER"] = folder
+    paths = importlib.import_module("submitit.core.job_environment").JobEnvironment().paths
+    paths.result_pickle.with_suffix(".pkl.save_tmp").unlink(missing_ok=True)
+    end = time.monotonic() + _PICKLE_S
+    while not paths.submitted_pickle.exists():
+        if time.monotonic() > end:
+            raise SiteError(
+                f"{paths.submitted_pickle}: did not appear in {_PICKLE_S:g} s; is the folder on a file system"
+                " that this node shares with the one that submitted?"
+            )
+        time.sleep(0.1)
+    importlib.import_module("hpcrun.slurm.executor").check_private(paths.submitted_pickle)
 
 
 def run_task(run_path: str, fall: Fall | None = None) -> int:

@@ -80,7 +80,6 @@ class ScriptContext(_Value):
     requeue: bool = Field(default=False, description="the job may be queued again under its own id")
     array: ArrayContext | None = Field(default=None, description="null unless this is an array")
     ranks_per_node: int = Field(default=1, ge=1, description="ranks on each node")
-    srun_options: list[Line] = Field(default=[], description="words for srun, where the template calls it")
     container: ContainerContext | None = Field(default=None, description="null: ranks run on the host")
     modules: list[Module] = Field(default=[], description="environment modules to load, in order")
     module_purge: bool = Field(default=False, description="`module purge` first")
@@ -189,7 +188,6 @@ def fixture(
             "requeue": True,
             "array": ArrayContext(indices="0-39%8", offset=1000) if is_array else None,
             "ranks_per_node": 4,
-            "srun_options": ["--gpu-bind=none"] if _extends(layers, "function") else [],
             "container": ContainerContext(
                 runtime=runtime, image="/images/pytorch.sif", mounts=["/scratch:/scratch"], gpus=True
             ),
@@ -211,8 +209,6 @@ class _Script:
     text: str
     lines: tuple[tuple[int, str], ...]
     context: ScriptContext
-    by_srun: bool
-    """Whether srun starts submitit's tasks, instead of the batch shell the supervisor."""
     launch_at: int | None
     """Index into `lines` of the line that launches; None where it is not there once."""
 
@@ -227,7 +223,7 @@ class _Script:
         return "" if self.launch_at is None else self.lines[self.launch_at][1].strip()
 
 
-def _parse_script(text: str, context: ScriptContext, by_srun: bool) -> _Script:
+def _parse_script(text: str, context: ScriptContext) -> _Script:
     lines: list[tuple[int, str]] = []
     begun: tuple[int, str] | None = None
     for number, line in enumerate(text.split("\n"), start=1):
@@ -237,7 +233,7 @@ def _parse_script(text: str, context: ScriptContext, by_srun: bool) -> _Script:
             lines.append((first, before + line))
     words = quoted_words(context.launch)
     at = [i for i, (_, line) in enumerate(lines) if words in line and not line.lstrip().startswith("#")]
-    return _Script(text, tuple(lines), context, by_srun, at[0] if len(at) == 1 else None)
+    return _Script(text, tuple(lines), context, at[0] if len(at) == 1 else None)
 
 
 Rule = Callable[[_Script], Iterator[tuple[str, str]]]
@@ -288,13 +284,12 @@ def _directives(script: _Script) -> Iterator[tuple[str, str]]:
 
 
 def _signals(script: _Script) -> Iterator[tuple[str, str]]:
-    context, under_srun = script.context, script.by_srun
-    given = script.options.get("signal", "")
-    wanted = f"{'' if under_srun else 'B:'}{context.signal}@{context.grace_s}"
+    context, given = script.context, script.options.get("signal", "")
+    wanted = f"B:{context.signal}@{context.grace_s}"
     if given != wanted:
-        reason = "srun's tasks get it, not the batch shell" if under_srun else "the batch shell must get it"
+        reason = "the batch shell must get it"
         yield "directives", f"--signal={given or '(none)'} must be --signal={wanted}: {reason}"
-    if under_srun or script.launch_at is None:
+    if script.launch_at is None:
         return
     traps = [line for _, line in script.lines[: script.launch_at] if re.match(r"\s*trap\s", line)]
     after = [line for _, line in script.lines[script.launch_at + 1 :]]
@@ -313,15 +308,10 @@ def _launch(script: _Script) -> Iterator[tuple[str, str]]:
         yield "environment", "`export SUBMITIT_EXECUTOR=slurm` is missing: the job would not find itself"
     if script.launch_at is None:
         yield "launch", "{{ launch }} must stand in it once, as a command of its own"
-    elif not script.by_srun and script.command.split()[0] in ("srun", "mpirun", "mpiexec"):
+    elif script.command.split()[0] in ("srun", "mpirun", "mpiexec"):
         yield (
             "launch",
             "the command is the supervisor: it runs once, in the batch shell, without srun or mpirun",
-        )
-    elif script.by_srun and quoted_words([script.context.stdout]) not in script.text:
-        yield (
-            "launch",
-            f"srun must write to the job's pattern: --output {quoted_words([script.context.stdout])}",
         )
 
 
@@ -388,7 +378,7 @@ def check(
 
 def check_script(library: Library, template: Template, context: ScriptContext, text: str) -> list[Problem]:
     """In what a template's script for one job breaks the contract, or bash cannot read it."""
-    script = _parse_script(text, context, _extends(library.chain(template), "function"))
+    script = _parse_script(text, context)
     unheard = [Problem("", what, place) for place, what in library.unheard(template)]
     return unheard + [
         _problem(library, template, context, where, what) for rule in _RULES for where, what in rule(script)

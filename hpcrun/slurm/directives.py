@@ -91,12 +91,6 @@ def partition_of(job: JobSpec, cluster: ClusterSpec | None) -> PartitionSpec:
     return _partition(cluster, job.resources.partition or (cluster.default_partition if cluster else None))
 
 
-def srun_options_of(job: JobSpec, cluster: ClusterSpec | None) -> list[str]:
-    """Words for srun: every rank sees all GPUs of its node, or ranks could not reach each other's."""
-    bind = _gpus(cluster).bind
-    return [f"--gpu-bind={bind}"] if bind and gpus_of(job, cluster) else []
-
-
 def _gpus(cluster: ClusterSpec | None) -> GpuSpec:
     return cluster.gpus if cluster else GpuSpec()
 

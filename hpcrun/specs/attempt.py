@@ -91,6 +91,10 @@ class Attempt:
         """How a command ended on a rank, by its own account."""
         return self.path / "ranks" / f"rank-{rank}.exit.json"
 
+    def call_result(self, rank: int) -> Path:
+        """Of a function: what it returned on a rank, or its traceback."""
+        return self.path / "ranks" / f"rank-{rank}.result.pkl"
+
     def error_record(self, rank: int) -> Path:
         """Why a rank gave up, in its own words."""
         return self.path / "ranks" / f"rank-{rank}.error.json"

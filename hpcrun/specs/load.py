@@ -100,6 +100,11 @@ def load_job_of(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
     return _resolve(load_document(run.spec, follow=False), overrides, run.path)
 
 
+def resolve_job(document: Document, base: Path) -> ResolvedJob:
+    """The same for values that stand in no file of ours; relative paths in them are below `base`."""
+    return _resolve(document, (), base)
+
+
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:
     """The same for text that is already in memory; paths are relative to the working directory."""
     return _resolve(parse_document(text, name), overrides, Path.cwd())

@@ -140,6 +140,16 @@ class RunDir:
         return self.path / "sweep.json"
 
     @property
+    def call(self) -> Path:
+        """The function and its arguments, in a run of a function."""
+        return self.path / "call.pkl"
+
+    @property
+    def saved_call(self) -> Path:
+        """What the function's own `checkpoint` has left: the call that the next attempt makes instead."""
+        return self.path / "call-saved.pkl"
+
+    @property
     def agent_logs(self) -> Path:
         """What the agents of the nodes have complained about."""
         return self.path / "agents"

@@ -16,12 +16,14 @@ HEAD = """
 import json, os, sys, time
 from pathlib import Path
 import hpcrun
-from hpcrun.slurm.executor import TemplateJob
 
 def say(**values):
     print(json.dumps(values, default=str))
 
 def look(names):
+    if "RANK" in names:
+        print("rank", os.environ["RANK"])
+        return [os.uname().nodename, *(os.environ[name] for name in names)]
     return [os.environ.get(name) for name in names]
 """
 SETUP = """{% extends "shipped/function.sbatch.j2" %}
@@ -70,7 +72,7 @@ os.environ.pop("LC_ALL")  # which is how the lab runs commands
 names = ["FromProfile", "MiXed", "FROM_SITE", "SLURM_ARRAY_JOB_ID", "PMIX_RANK", "LC_ALL", "mine"]
 spec = {"name": "look", "env": {"MiXed": "a 'b'"}, "resources": {"time": "5m", "mem": "100M"}}
 job = hpcrun.submit(look, names, spec=spec)
-say(result=job.result(), script=job.paths.submission_file.read_text(), state=job.state)
+say(result=job.result(), script=job.run.script.read_text(), state=job.state)
 """,
         mine="kept",
         **inside,
@@ -96,22 +98,22 @@ say(error=str(job.exception()))
 def test_every_task_on_every_node_has_a_result(program: Program) -> None:
     found = program(
         """
-names = ["SLURM_PROCID", "SLURMD_NODENAME", "SLURM_LOCALID"]
+names = ["RANK", "LOCAL_RANK"]
 job = hpcrun.submit(look, names, spec={"resources": {"nodes": 2, "ranks_per_node": 2}})
 results = job.results()
-say(results=results, one=job.task(3).result(), logs=[job.task(k).stdout() is not None for k in range(4)])
+say(results=results, logs=[job.stdout(k) for k in range(4)])
 """
     )
-    assert [(rank, local) for rank, _, local in found["results"]] == [
+    assert [(rank, local) for _, rank, local in found["results"]] == [
         ("0", "0"),
         ("1", "1"),
         ("2", "0"),
         ("3", "1"),
     ]
-    nodes = [node for _, node, _ in found["results"]]
+    nodes = [node for node, _, _ in found["results"]]
     assert (nodes[0], nodes[2]) == (nodes[1], nodes[3])
     assert nodes[0] != nodes[2]
-    assert (found["one"], found["logs"]) == (found["results"][3], [True] * 4)
+    assert found["logs"] == [f"rank {k}\n" for k in range(4)]
 
 
 def test_an_array_keeps_the_site_s_template(program: Program) -> None:
@@ -121,79 +123,90 @@ def both(a, b):
     return [a * b, *look(["FROM_SITE", "SLURM_ARRAY_TASK_ID"])]
 jobs = hpcrun.submit_array(both, [2, 3, 4], [10, 20, 30])
 results = [job.result() for job in jobs]
-say(results=results, ids=[job.job_id for job in jobs], log=jobs[2].stdout() is not None)
+say(results=results, ids=[job.job_id for job in jobs], runs=[job.run.id for job in jobs])
 """
     )
     assert found["results"] == [[20, "yes", "0"], [60, "yes", "1"], [120, "yes", "2"]]
     number = found["ids"][0].partition("_")[0]
     assert found["ids"] == [f"{number}_{k}" for k in range(3)]
-    assert found["log"] is True
+    assert [one.partition("/")[2] for one in found["runs"]] == ["0", "1", "2"]
 
 
-def test_a_job_can_be_cancelled(program: Program) -> None:
+def test_a_function_that_is_asked_to_stop_ends_in_order(program: Program) -> None:
     found = program(
         """
-TemplateJob._wait_for_result_s = 0
-job = hpcrun.submit(time.sleep, 600)
-while job.get_info()["State"] != "RUNNING":
+def work(place):
+    try:
+        Path(place, "up").touch()
+        time.sleep(600)
+    finally:
+        Path(place, "closed").touch()
+place = Path(os.environ["HPCRUN_ROOT"])
+job = hpcrun.submit(work, str(place))
+while not (place / "up").exists():
     time.sleep(0.1)
+state = job.state
 job.cancel()
+say(error=str(job.exception()), states=[state, job.state], closed=(place / "closed").exists())
 job.cancel()
-say(error=str(job.exception()), state=job.state)
 """
     )
-    assert found["state"] == "CANCELLED"
-    assert "has not produced any output (state: CANCELLED)" in found["error"]
+    assert found["states"] == ["running", "interrupted"]
+    assert "stopped by SIGTERM, as asked, without a save" in found["error"]
+    assert found["closed"]
 
 
-def test_a_job_that_is_killed_is_not_waited_for(program: Program) -> None:
+def test_one_call_that_fails_fails_alone_and_only_it_is_made_again(program: Program, lab: Lab) -> None:
     found = program(
         """
-TemplateJob._wait_for_result_s = 0
-job = hpcrun.submit(os._exit, 9)
-say(error=str(job.exception()), state=job.state)
+def work(number, place):
+    if number == 1 and not Path(place, "mended").exists():
+        os._exit(9)
+    return number
+place = Path(os.environ["HPCRUN_ROOT"])
+jobs = hpcrun.submit_array(work, [0, 1, 2], [str(place)] * 3)
+errors = [str(job.exception()) for job in jobs]
+Path(place, "mended").touch()
+import subprocess
+words = [sys.executable, "-m", "hpcrun", "submit", "--only-failed", "--resume"]
+again = subprocess.run([*words, jobs[0].run.sweep_of_element.id], capture_output=True, text=True)
+say(errors=errors, again=again.stderr + again.stdout, results=[job.result() for job in jobs])
 """
     )
-    assert found["state"] == "FAILED"
-    assert "state: FAILED" in found["error"]
+    assert (found["errors"][0], found["errors"][2]) == ("None", "None")
+    assert "is failed: rank 0 on node" in found["errors"][1]
+    assert "ended with exit code 9" in found["errors"][1]
+    assert found["results"] == [0, 1, 2], found["again"]
 
 
-def test_a_job_that_slurm_forgot_is_not_waited_for(program: Program) -> None:
+def test_a_function_that_can_save_goes_on_as_often_as_its_budget_says(program: Program) -> None:
     found = program(
         """
-TemplateJob._wait_for_result_s = 0
-folder = Path(os.environ["HPCRUN_ROOT"])
-folder.mkdir()
-say(error=str(TemplateJob(folder, "99999").exception()))
-"""
-    )
-    assert "(state: VANISHED)" in found["error"]
-
-
-def test_a_function_that_can_save_itself_goes_on_after_a_time_limit(program: Program) -> None:
-    found = program(
-        """
+import subprocess
 class Counter:
-    def __call__(self, start, go):
-        if start:
-            return [start, os.environ["SLURM_RESTART_COUNT"]]
-        Path(go).touch()
+    def __call__(self, start, place):
+        Path(place, f"up-{start}").touch()
         time.sleep(600)
 
-    def checkpoint(self, start, go):
-        from submitit.core.utils import DelayedSubmission
-        return DelayedSubmission(self, start + 7, go)
+    def checkpoint(self, start, place):
+        from submitit.helpers import DelayedSubmission
+        return DelayedSubmission(self, start + 7, place)
 
-go = Path(os.environ["HPCRUN_ROOT"]) / "go"
-job = hpcrun.submit(Counter(), 0, str(go))
-while not go.exists():
-    time.sleep(0.1)
-job._interrupt(timeout=True)
-say(result=job.result(), script=job.paths.submission_file.read_text())
+place = Path(os.environ["HPCRUN_ROOT"])
+spec = {"resources": {"time": "2m"}, "retry": {"time_limit": 1, "grace": "30s"}}
+job = hpcrun.submit(Counter(), 0, str(place), spec=spec)
+for start in (0, 7):
+    while not (place / f"up-{start}").exists():
+        time.sleep(0.1)
+    # As Slurm does before the limit.
+    subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True)
+say(error=str(job.exception()), script=job.run.script.read_text(), attempts=len(job.run.attempts()))
 """
     )
-    assert found["result"] == [7, "1"]
     assert "#SBATCH --requeue\n" in found["script"]
+    assert found["attempts"] == 2
+    assert " is saved: saved; go on with: hpcrun submit --resume function-" in found["error"]
+    assert "not tried again: retry.time_limit allows 1, and 1 have been used" in found["error"]
 
 
 def test_a_refusal_is_told_in_sbatch_s_own_words_and_nothing_is_left(program: Program) -> None:
@@ -221,8 +234,8 @@ def test_nodes_that_are_gone_do_not_stop_a_job(program: Program) -> None:
         """
 job = hpcrun.submit(dict, spec={"resources": {"exclude": "n[01-02],gone7"}})
 job.result()
-say(script=job.paths.submission_file.read_text(), nodes=job.get_info()["NodeList"])
+say(script=job.run.script.read_text(), nodes=job.run.attempt(1).hosts.read_text().split())
 """
     )
     assert "#SBATCH --exclude=n[01-02]\n" in found["script"].replace("\\", "")
-    assert found["nodes"] not in ("n01", "n02")
+    assert not {"n01", "n02"} & set(found["nodes"])

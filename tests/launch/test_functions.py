@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from submitit import Job
-from submitit.core.utils import DelayedSubmission, FailedJobError, JobPaths, pickle_load
+from submitit.helpers import DelayedSubmission
 
 import hpcrun
-from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
+from hpcrun import process
+from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, UsageError
+from hpcrun.launch.record.ask import save
+from hpcrun.launch.record.runs import look_at
+from hpcrun.launch.submit.functions import FunctionJob
+from hpcrun.launch.submit.request import Request
+from hpcrun.launch.submit.submission import submit
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import all_runs
 from tests.slurm.fakes import Fake, calls, stand_ins
@@ -24,10 +30,14 @@ LOCAL = {"cluster": "local"}
 
 
 @pytest.fixture(autouse=True)
-def no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine's user and site have set up is not what is tested."""
+def no_profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What this machine's user and site have set up is not what is tested; supervisors are let end."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
+    yield
+    end = time.monotonic() + 60
+    while process.descendants(os.getpid()) and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def test_importing_the_package_loads_nothing_of_it() -> None:
@@ -42,22 +52,29 @@ def test_importing_the_package_loads_nothing_of_it() -> None:
 
 
 def test_a_function_runs_here_and_gives_its_result() -> None:
-    job: Job[dict[str, int]] = hpcrun.submit(dict, [("a", 1)], b=2, spec=LOCAL | {"name": "pairs"})
+    job: FunctionJob[dict[str, int]] = hpcrun.submit(dict, [("a", 1)], b=2, spec=LOCAL | {"name": "pairs"})
     assert job.result() == {"a": 1, "b": 2}
     (run,) = all_runs()
     assert run.id.startswith("pairs-")
-    assert Path(job.paths.folder) == run.submitit
+    assert job.run == run
     record = read_provenance(run)
     assert record is not None
     (submission,) = record.submissions
-    assert (record.cluster, submission.pid, submission.job) == ("local", int(job.job_id), None)
+    assert (record.kind, record.cluster, submission.job) == ("function", "local", None)
+    assert submission.pid == int(job.job_id)
     assert submission.start_ticks
+    ended = run.read_exit()
+    assert ended is not None
+    assert (ended["status"], ended["exit_code"], ended["attempt"]) == ("done", 0, 1)
+    assert (job.state, job.exception()) == ("done", None)
 
 
-def test_each_task_has_a_result_of_its_own_and_the_spec_s_environment() -> None:
+def test_each_rank_has_a_result_of_its_own_and_the_spec_s_environment() -> None:
     spec = LOCAL | {"resources": {"ranks_per_node": 2}, "env": {"MiXed": "a b"}}
-    job = hpcrun.submit(_environment, "SUBMITIT_LOCAL_GLOBALID", "MiXed", spec=spec)
+    job = hpcrun.submit(_environment, "RANK", "MiXed", spec=spec)
     assert job.results() == [["0", "a b"], ["1", "a b"]]
+    with pytest.raises(UsageError, match=r"runs 2 times; use results\(\)"):
+        job.result()
 
 
 def test_what_the_spec_unsets_or_denies_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +112,8 @@ def test_a_function_is_called_once_for_each_set_of_arguments() -> None:
     jobs = hpcrun.submit_array(divmod, [7, 8], iter([2, 3]), spec=LOCAL)
     assert [job.result() for job in jobs] == [(3, 1), (2, 2)]
     (run,) = all_runs()
-    record = read_provenance(run)
-    assert record is not None
-    assert [one.pid for one in record.submissions] == [int(job.job_id) for job in jobs]
+    assert [job.run for job in jobs] == [run.element(0), run.element(1)]
+    assert look_at(run).elements == {"done": 2}
 
 
 def test_no_arguments_are_no_jobs(runs_root: Path) -> None:
@@ -106,8 +122,163 @@ def test_no_arguments_are_no_jobs(runs_root: Path) -> None:
 
 
 def test_a_function_s_traceback_reaches_the_caller() -> None:
-    job = hpcrun.submit(divmod, 1, 0, spec=LOCAL)
-    with pytest.raises(FailedJobError, match="ZeroDivisionError"):
+    job = hpcrun.submit(_deep, spec=LOCAL)
+    with pytest.raises(FunctionError, match=r"in _deep\n.*\nValueError: no such luck") as raised:
+        job.result()
+    assert "launch/call.py" not in str(raised.value), "our own lines are of no interest"
+    state = look_at(job.run)
+    assert (state.state, state.exit_code) == ("failed", 5)
+    assert "rank 0 on node" in state.message
+    assert "ValueError: no such luck; log: " in state.message
+
+
+def _deep() -> None:
+    raise ValueError("no such luck")
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "state", "said"),
+    [
+        (os._exit, (9,), "failed", "ended with exit code 9"),
+        (os.abort, (), "failed", "was killed by signal 6"),
+        (sys.exit, (3,), "failed", "ended with exit code 3"),
+        (threading.Lock, (), "failed", "cannot pickle"),
+        (sys.exit, (75,), "saved", "go on with: hpcrun"),
+    ],
+)
+def test_a_function_that_does_not_return_has_no_result(
+    fn: Any, arguments: tuple[Any, ...], state: str, said: str
+) -> None:
+    job = hpcrun.submit(fn, *arguments, spec=LOCAL)
+    error = job.exception()
+    assert said in str(error)
+    assert job.state == state
+
+
+def test_a_program_that_ends_itself_well_gives_nothing() -> None:
+    assert hpcrun.submit(sys.exit, spec=LOCAL).result() is None
+
+
+PROGRAM = """
+import os, subprocess, sys, time
+from pathlib import Path
+import hpcrun, beside_the_script
+place = Path(sys.argv[1])
+
+class Mine(beside_the_script.Thing):
+    pass
+
+def work(number, place):
+    print("at work", number)
+    if number == 2 and not Path(place, "mended").exists():
+        raise ValueError("no luck")
+    return Mine(beside_the_script.double(number))
+
+if __name__ == "__main__":
+    os.chdir("/")  # the job is not started where the script is
+    jobs = hpcrun.submit_array(work, [1, 2], [str(place)] * 2, spec={"cluster": "local"})
+    errors = [job.exception() for job in jobs]
+    assert errors[0] is None and "ValueError: no luck" in str(errors[1]), errors
+    assert jobs[0].stdout() == "at work 1\\n", jobs[0].stdout()
+    assert jobs[0].result().value == 2
+    place.joinpath("mended").touch()
+    words = [sys.executable, "-m", "hpcrun", "submit", "--only-failed", "--resume"]
+    subprocess.run([*words, jobs[0].run.sweep_of_element.id], check=True, capture_output=True)
+    print(jobs[1].result().value, len(jobs[0].run.attempts()), len(jobs[1].run.attempts()))
+"""
+
+
+def test_modules_beside_the_script_are_found_and_only_what_failed_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_script.py").write_text(
+        "class Thing:\n    def __init__(self, value):\n        self.value = value\n\n\n"
+        "def double(number):\n    return 2 * number\n",
+        encoding="utf-8",
+    )
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("4 1 2\n", 0), done.stderr
+
+
+class Counter:
+    """A function that can save itself, as submitit has it."""
+
+    def __call__(self, start: int, place: str) -> int:
+        if start:
+            return start
+        Path(place, "up").touch()
+        time.sleep(600)
+        return 0
+
+    def checkpoint(self, start: int, place: str) -> DelayedSubmission:
+        return DelayedSubmission(self, start + 7, place)
+
+
+def test_a_function_that_can_save_goes_on_from_there(tmp_path: Path) -> None:
+    job = hpcrun.submit(Counter(), 0, str(tmp_path), spec=LOCAL)
+    until(tmp_path / "up")
+    assert not job.done()
+    job.cancel()
+    assert "is saved: saved; go on with: hpcrun " in str(job.exception())
+    submit(Request(resume=job.run), lambda _: None)
+    assert job.result() == 7
+
+
+def test_a_function_that_is_asked_to_stop_is_interrupted_and_closes_what_it_has_open(tmp_path: Path) -> None:
+    job = hpcrun.submit(_sleep, str(tmp_path), spec=LOCAL)
+    until(tmp_path / "up")
+    with pytest.raises(UsageError, match="is a function, which nobody can ask to save"):
+        save(job.run)
+    job.cancel()
+    assert "stopped by SIGTERM, as asked, without a save" in str(job.exception())
+    assert (job.state, look_at(job.run).exit_code) == ("interrupted", 130)
+    assert (tmp_path / "closed").exists()
+    job.cancel()
+
+
+def _sleep(place: str) -> None:
+    Path(place, "up").touch()
+    try:
+        time.sleep(600)
+    finally:
+        Path(place, "closed").touch()
+
+
+def until(path: Path) -> None:
+    end = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_call_that_others_could_have_written_is_not_made(tmp_path: Path) -> None:
+    job = hpcrun.submit(_touch, str(tmp_path / "made"), spec=LOCAL)
+    job.result()
+    (tmp_path / "made").unlink()
+    for path, mode in ((job.run.call, 0o622), (job.run.path, 0o770)):
+        path.chmod(mode)
+        submit(Request(resume=job.run), lambda _: None)
+        assert "can be written by others" in str(job.exception())
+        path.chmod(0o700)
+    link = tmp_path / "link"
+    job.run.call.rename(link)
+    job.run.call.symlink_to(link)
+    submit(Request(resume=job.run), lambda _: None)
+    assert "is a symbolic link, which is not followed" in str(job.exception())
+    assert not (tmp_path / "made").exists()
+
+
+def _touch(path: str) -> None:
+    Path(path).touch()
+
+
+def test_a_result_that_others_could_have_written_is_not_loaded() -> None:
+    job = hpcrun.submit(divmod, 7, 2, spec=LOCAL)
+    job.wait()
+    job.run.attempt(1).call_result(0).chmod(0o622)
+    with pytest.raises(UsageError, match="can be written by others"):
         job.result()
 
 
@@ -146,7 +317,7 @@ def test_mistakes_in_a_file_are_told_with_their_line(tmp_path: Path) -> None:
 
 
 def test_several_nodes_need_slurm() -> None:
-    with pytest.raises(SiteError, match=r"resources\.nodes: 2"):
+    with pytest.raises(SpecError, match=r"spec resources\.nodes: 2 nodes are asked for, but this would run"):
         hpcrun.submit(divmod, 7, 2, spec=LOCAL | {"resources": {"nodes": 2}})
 
 
@@ -200,9 +371,8 @@ def test_a_call_that_cannot_be_recorded_is_cancelled(
 
     put("sbatch", "12;blue")
     cancelled = put("scancel", "")
-    # The origin, which is written before, has come by its own way to this.
-    importlib.import_module("hpcrun.launch.submit.snapshot")
-    monkeypatch.setattr("hpcrun.specs.provenance.write_provenance", full)
+    # Not of the snapshot, which writes the origin before.
+    monkeypatch.setattr("hpcrun.launch.submit.submission.write_provenance", full)
     with pytest.raises((SiteError, KeyboardInterrupt)):
         hpcrun.submit_array(divmod, [7, 8], [2, 3])
     assert calls(cancelled) == ["-M blue 12"]
@@ -253,7 +423,7 @@ def test_a_function_is_checked_against_the_cluster(
     live(put)
     hpcrun.submit(divmod, 7, 2, spec={"resources": {"time": "30m", "mem": "1G"}})
     (run,) = all_runs()
-    script = (run.submitit / "12_submission.sh").read_text(encoding="utf-8")
+    script = run.script.read_text(encoding="utf-8")
     assert "--mem" not in script
     assert "resources.mem: left out: this partition counts no memory" in caplog.messages
     assert "which compute nodes seldom share" in caplog.text, "pytest's folder is in /tmp"
@@ -275,46 +445,3 @@ def test_a_root_that_cannot_be_used_is_not_made(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="no folder for a job"):
         hpcrun.submit(divmod, 7, 2, spec=LOCAL)
     assert not (tmp_path / "a%j").exists()
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    """Where job 7, a call of divmod, looks for what it is to do."""
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o700)
-    found = JobPaths(folder, "7", 0)
-    found.submitted_pickle.touch(mode=0o600)
-    DelayedSubmission(divmod, 7, 2).dump(found.submitted_pickle)
-    return found
-
-
-def run_task(paths: JobPaths) -> subprocess.CompletedProcess[str]:
-    """What the script of a job runs, as the only task of job 7."""
-    slurm = {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}
-    return subprocess.run(
-        [sys.executable, "-m", "hpcrun.launch.submit.functions", str(paths.folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | slurm,
-        timeout=60,
-    )
-
-
-def test_a_task_puts_its_result_down_whatever_a_killed_attempt_left(paths: JobPaths) -> None:
-    half = paths.result_pickle.with_suffix(".pkl.save_tmp")
-    half.write_bytes(b"half")
-    paths.submitted_pickle.with_suffix(".pkl.save_tmp").write_bytes(b"half")
-    done = run_task(paths)
-    assert done.returncode == 0, done.stderr
-    assert pickle_load(paths.result_pickle) == ("success", (3, 1))
-    assert not list(paths.folder.glob("*.save_tmp"))
-
-
-def test_a_task_does_not_load_what_others_could_have_written(paths: JobPaths) -> None:
-    paths.submitted_pickle.chmod(0o622)
-    done = run_task(paths)
-    assert done.returncode == 1
-    assert "can be written by others" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not paths.result_pickle.exists()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.directives import Directives, directives_of, gpus_of, srun_options_of
+from hpcrun.slurm.directives import Directives, directives_of, gpus_of
 from hpcrun.slurm.versions import Version
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -295,11 +295,7 @@ def test_a_part_of_the_network_for_oneself() -> None:
     assert "no other job" in about(found, "--exclusive=topo: ")
 
 
-def test_ranks_see_the_gpus_of_their_neighbours() -> None:
-    assert srun_options_of(job(), site()) == ["--gpu-bind=none"]
-    assert srun_options_of(job(gpus_per_node=2), None) == ["--gpu-bind=none"]
-    assert srun_options_of(job(), None) == []
-    assert srun_options_of(job(), site(gpus={"bind": None})) == []
+def test_the_gpus_of_a_node() -> None:
     assert (gpus_of(job(), site()), gpus_of(job(partition="cpu"), site()), gpus_of(job(), None)) == (4, 0, 0)
 
 

@@ -144,7 +144,6 @@ def test_nothing_in_a_value_is_run_and_every_value_arrives(name: str, bench: Ben
         directives=directives,
         modules=[line for line in lines if line[0] not in " -"],
         env={f"V{i}": value for i, value in enumerate(values)},
-        srun_options=["--comment=" + line for line in lines],
         container={
             "runtime": "pyxis" if "pyxis" in name else "apptainer",
             "image": lines[0],
@@ -166,9 +165,6 @@ def test_nothing_in_a_value_is_run_and_every_value_arrives(name: str, bench: Ben
     for option, value in directives.items():
         assert [f"--{option}={value}"] in told
     assert [f"--output={run_dir}/%j_0_log.out"] in told
-    if name == "function":
-        assert bench.words("srun")[:3] == ["--unbuffered", "--output", f"{run_dir}/%j_%t_log.out"]
-        assert [word for word in job.srun_options if word not in bench.words("srun")] == []
 
 
 @pytest.mark.parametrize("value", BROKEN)

@@ -304,8 +304,6 @@ def _in_words(view: View, record: JobRecord) -> tuple[str, str]:
             said = " ".join((record.state.name, record.state.detail))
             return "unknown", f"Slurm shows a state that is not known here: {said}"
     name = record.state.name
-    if record.state.succeeded and view.origin and str(view.origin.kind) == "function":
-        return "done", ""
     state = "cancelled" if name == "CANCELLED" else "failed"
     detail = f" {record.state.detail}" if record.state.detail else ""
     code = f" with exit code {record.exit_code}" if record.exit_code is not None else ""

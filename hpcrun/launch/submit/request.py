@@ -57,6 +57,10 @@ class Request:
     """What a person asks to have submitted."""
 
     job: Path | None = None
+    resolved: ResolvedJob | None = None
+    """The job itself, where it stands in no file."""
+    furnish: Callable[[RunDir], None] | None = None
+    """Puts a function's calls into the new run's directory."""
     overrides: tuple[str, ...] = ()
     command: tuple[str, ...] | None = None
     resume: RunDir | None = None
@@ -81,9 +85,7 @@ class Job:
         self.resolved = _load(request, note)
         self.resume = request.resume and (request.resume.sweep_of_element or request.resume)
         spec = self.resolved.spec
-        self.cluster: ClusterSpec | None = None
-        if spec.cluster != "local":
-            self.cluster = find_cluster(None if spec.cluster == "default" else spec.cluster)
+        self.cluster = profile_of(spec)
         if spec.cluster == "default" and self.cluster is None:
             raise self.resolved.mistake("cluster", "there is no profile; see `hpcrun cluster draft`")
         nowhere = self.cluster is None and request.slurm_version is None and shutil.which("sbatch") is None
@@ -96,6 +98,12 @@ class Job:
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
         self.dependencies, self.after = _dependencies(request, self.cluster, note)
+
+    @cached_property
+    def is_function(self) -> bool:
+        """Whether its program is a function that was submitted from Python."""
+        record = read_provenance(self.resume) if self.resume else None
+        return self.request.furnish is not None or (record is not None and record.kind == "function")
 
     @property
     def cluster_name(self) -> str:
@@ -111,7 +119,8 @@ class Job:
     def template(self) -> Template:
         """The request's, else the one for jobs of this kind."""
         spec, asked = self.resolved.spec, self.request.template
-        found = self.library.find(asked or template_name(spec, self.cluster))
+        usual = "function" if self.is_function else template_name(spec, self.cluster)
+        found = self.library.find(asked or usual)
         kinds = {layer.name.removesuffix(SUFFIX) for layer in self.library.chain(found)}
         if "array" in kinds and spec.sweep is None:
             raise UsageError(f"--template {asked}: is for a sweep, and the job has none; leave it out")
@@ -298,6 +307,13 @@ class Job:
         return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
 
 
+def profile_of(spec: JobSpec) -> ClusterSpec | None:
+    """The profile that a job names, else the default one; None without one, and for a job that runs here."""
+    if spec.cluster == "local":
+        return None
+    return find_cluster(None if spec.cluster == "default" else spec.cluster)
+
+
 def _clashes(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
     """What the caller's variables have said and other parts of the job contradict: it was sound before."""
     for one in contradictions(spec) if inputs.resources else ():
@@ -342,6 +358,8 @@ def without_uncounted_memory(
 
 def _load(request: Request, note: Note) -> ResolvedJob:
     run = request.resume
+    if request.resolved is not None:
+        return request.resolved
     if run is None:
         if request.only_failed:
             raise UsageError("--only-failed goes with --resume RUN, of a sweep")

@@ -15,7 +15,7 @@ import hpcrun
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.process import python_path
 from hpcrun.slurm.contract import ContainerContext, ScriptContext, from_profile
-from hpcrun.slurm.directives import directives_of, gpus_of, srun_options_of
+from hpcrun.slurm.directives import directives_of, gpus_of
 from hpcrun.slurm.precheck import expand_place
 from hpcrun.slurm.versions import Version
 from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
@@ -25,6 +25,9 @@ from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.resources import OWN_OPTIONS, RetrySpec
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.units import parse_time
+
+CALL = ("-u", "-P", "-m", "hpcrun", "_call")
+"""What follows the interpreter in the command of a function's ranks; see launch.call."""
 
 
 def template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
@@ -81,7 +84,6 @@ def script_context(
         "requeue": job.retries is not None,
         "grace_s": _grace_s(job),
         "ranks_per_node": job.ranks_per_node,
-        "srun_options": srun_options_of(job, cluster),
         "modules": [*site.get("modules", []), *job.modules],
         "env": _with_source_tree(given(env)),
         "env_unset": taken_away(env),

@@ -189,7 +189,8 @@ def _record(job: Job, run: RunDir) -> Provenance:
     found = read_provenance(run)
     if found is None:
         found = record_origin(run, spec, cluster=name, template=template)
-        return replace(found, inputs=dict(job.inputs.sources))
+        found = replace(found, inputs=dict(job.inputs.sources))
+        return replace(found, kind="function", steps=None) if job.is_function else found
     steps = None if spec.command else spec.train.steps
     path = None if template is None else str(template)
     inputs = dict(job.inputs.sources)
@@ -206,8 +207,13 @@ def _fill(job: Job, run: RunDir) -> None:
     write_predecessors(run, job.after, _attempts_before(job, run))
     # While a job waits or runs there is no record of its end.
     run.exit.unlink(missing_ok=True)
-    if not job.resolved.elements:
-        return
+    if job.resolved.elements:
+        _fill_elements(job, run)
+    if job.request.furnish is not None:
+        job.request.furnish(run)
+
+
+def _fill_elements(job: Job, run: RunDir) -> None:
     if job.resume is None:
         write_sweep(run, [one.overrides for one in job.resolved.elements])
         (run.path / "elements").mkdir(mode=0o700)

@@ -1,0 +1,221 @@
+"""A Python function as a run's program: the call as a private file, the rank that makes it, its result."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from hpcrun.errors import EXIT_DONE, EXIT_SAVED, FunctionError, UsageError
+from hpcrun.files import Folder, is_private, open_regular
+from hpcrun.launch.endurance import say
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, exit_code_of, report_error
+from hpcrun.specs.rundir import Attempt, RunDir
+
+_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_INSTALLED = {"site-packages", "dist-packages"}
+_NOT_PICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, its arguments, and where Python looks for the modules that they need."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    paths: Sequence[str]
+    """Put before sys.path, first of all: the modules beside the script that submitted are found there."""
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the function has a `checkpoint` that gives the call to go on with."""
+        return callable(getattr(self.function, "checkpoint", None))
+
+    def write(self, path: Path) -> None:
+        """Put the call into a file that only the user can read; UsageError for what cannot be pickled."""
+        try:
+            body = _pickled((self.function, tuple(self.args), dict(self.kwargs)))
+        except _NOT_PICKLABLE as error:
+            name = getattr(self.function, "__name__", type(self.function).__name__)
+            raise UsageError(
+                f"{name}: function and arguments must be picklable, to be sent to the job: {error}; leave"
+                " out what lives in this process only, such as locks, open files and connections"
+            ) from None
+        # In two layers: where modules are found has to be known before anything of the user's is loaded.
+        _write_private(path, pickle.dumps((list(self.paths), body)))
+
+    def saved(self) -> Call:
+        """The call to go on with, as the function's `checkpoint` gives it."""
+        after = self.function.checkpoint(*self.args, **self.kwargs)  # type: ignore[attr-defined]
+        try:
+            return Call(after.function, after.args, after.kwargs, self.paths)
+        except AttributeError:
+            raise UsageError(
+                f"checkpoint: gave a {type(after).__name__}; return"
+                " submitit.helpers.DelayedSubmission(function, *args)"
+            ) from None
+
+
+def load_call(path: Path) -> Call:
+    """Load a call, and have Python find its modules; UsageError where others could have written it."""
+    paths, body = pickle.loads(_read_private(path))
+    sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
+    function, args, kwargs = pickle.loads(body)
+    return Call(function, args, kwargs, paths)
+
+
+def paths_of_modules() -> list[str]:
+    """Where this process finds modules that its interpreter alone does not, such as the script's directory.
+
+    Not what is installed for this interpreter: the job's may be another one.
+    """
+    own = tuple(f"{place}{os.sep}lib" for place in {sys.prefix, sys.base_prefix, sys.exec_prefix})
+    found = []
+    for place in [*sys.path[:1], *filter(None, sys.path[1:])]:
+        with suppress(FileNotFoundError):  # a relative one, and the working directory is gone
+            found.append(os.path.abspath(place))  # noqa: PTH100 - an empty one is the working directory
+    return list(
+        dict.fromkeys(
+            one for one in found if not one.startswith(own) and not _INSTALLED.intersection(Path(one).parts)
+        )
+    )
+
+
+def result_of(attempt: Attempt, rank: int) -> Any:
+    """What the function returned on a rank; FunctionError where it raised, OSError where it said nothing."""
+    value, error = pickle.loads(_read_private(attempt.call_result(rank)))
+    if error is not None:
+        run = attempt.run.id
+        raise FunctionError(f"{run}: the function raised on rank {rank}:\n{error.rstrip()}")
+    return value
+
+
+class _Interruptions:
+    """Signals that ask the function to save or to stop, answered between two lines of it."""
+
+    def __init__(self, run: RunDir, rank: int) -> None:
+        self.call: Call | None = None
+        self._run, self._rank, self._owner = run, rank, os.getpid()
+        for number in _REQUESTS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # in a process that the function has forked
+            if number != signal.SIGUSR1:
+                os._exit(128 + number)
+            return
+        can_save = self.call is not None and self.call.can_save
+        if number != signal.SIGUSR1:
+            # The first request is the one that is answered.
+            self.ignore()
+        if can_save:
+            self._save()
+        elif number == signal.SIGUSR1:
+            say("asked to save, but this function has no checkpoint method")
+        if number != signal.SIGUSR1:
+            # Not os._exit: what the function holds open is closed on the way out.
+            raise SystemExit(EXIT_SAVED if can_save else 128 + number)
+
+    def _save(self) -> None:
+        assert self.call is not None
+        # As in submitit: rank 0's is the call of all.
+        if self._rank == 0:
+            self.call.saved().write(self._run.saved_call)
+
+    def ignore(self) -> None:
+        """Nothing can be asked for any more."""
+        for number in _REQUESTS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def main() -> int:
+    """The internal verb `_call`: a rank of a run of a function."""
+    try:
+        run, number = RunDir(Path(os.environ[RUN_DIR_VARIABLE])), int(os.environ[ATTEMPT_VARIABLE])
+        rank = int(os.environ["RANK"])
+    except (KeyError, ValueError):
+        raise UsageError("_call: is started by hpcrun, as a rank of a function's run; not by hand") from None
+    attempt = run.attempt(number)
+    requests = _Interruptions(run, rank)
+    try:
+        call = load_call(run.saved_call if run.saved_call.exists() else run.call)
+        requests.call = call
+        value = _value_of(call)
+        requests.ignore()
+        _write_private(attempt.call_result(rank), _pickled((value, None)))
+        return EXIT_DONE
+    except SystemExit as leave:
+        return _leave(leave)
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's function
+        requests.ignore()
+        return _give_up(attempt, rank, error)
+
+
+def _value_of(call: Call) -> Any:
+    try:
+        return call.function(*call.args, **call.kwargs)
+    except SystemExit as leave:
+        # A program's way to say that all is well.
+        if leave.code in (None, EXIT_DONE):
+            return None
+        raise
+
+
+def _leave(leave: SystemExit) -> int:
+    if isinstance(leave.code, int):
+        return leave.code
+    say(str(leave.code))
+    return 1
+
+
+def _give_up(attempt: Attempt, rank: int, error: BaseException) -> int:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next  # our own lines are of no interest
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    with suppress(OSError):
+        sys.stderr.write(text)
+    code = exit_code_of(error)
+    try:
+        _write_private(attempt.call_result(rank), pickle.dumps((None, text)))
+    finally:
+        report_error(attempt, rank, error)
+    return code
+
+
+def _pickled(value: object) -> bytes:
+    found: bytes = importlib.import_module("cloudpickle").dumps(value)
+    return found
+
+
+def _write_private(path: Path, data: bytes) -> None:
+    with Folder.below(path.parent) as folder:
+        folder.write_whole(path.name, data)
+
+
+def _read_private(path: Path) -> bytes:
+    """Whoever can write a pickle runs code as the one who loads it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        for place, status in ((path.parent, path.parent.lstat()), (path, os.fstat(file.fileno()))):
+            if not is_private(status):
+                _refuse(place, status)
+        return file.read()
+
+
+def _refuse(path: Path, status: os.stat_result) -> NoReturn:
+    if status.st_uid != os.geteuid():
+        raise UsageError(f"{path}: belongs to user {status.st_uid}, not to you; it is not loaded")
+    raise UsageError(
+        f"{path}: can be written by others (mode {status.st_mode & 0o777:o}), so it is not loaded;"
+        f" `chmod go-w` it if you trust what is in it"
+    )
