@@ -23,6 +23,7 @@ LEVELS = (
         "files",
         "address",
         "masking",
+        "here",
     },
     {"specs"},
     {"slurm"},

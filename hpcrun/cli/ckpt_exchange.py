@@ -139,20 +139,15 @@ def _print_left_out(source: Path, keys: list[str]) -> None:
 
 def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[RunDir, Saved]:
     """A run that holds nothing but the imported save; none at all where the import fails."""
-    import shutil
     from dataclasses import replace
 
     from hpcrun.specs.load import render_job
     from hpcrun.specs.records import write_whole
-    from hpcrun.specs.rundir import create_run
+    from hpcrun.specs.rundir import new_run
 
-    made = create_run(resolved.spec.name)
-    try:
+    with new_run(resolved.spec.name) as made:
         saved = read(made.checkpoints)
         write_whole(made.spec, render_job(resolved.spec))
-    except BaseException:
-        shutil.rmtree(made.path, ignore_errors=True)
-        raise
     return made, replace(saved, path=made.checkpoints / saved.path.name)
 
 

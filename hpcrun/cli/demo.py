@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
+from hpcrun.here import from_here
 from hpcrun.launch.inbox import Inbox
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def _print_summary(result: Demonstration, seconds: float) -> None:
 def _demo_job() -> str:
     from hpcrun.specs.shipped import shipped
 
-    job = shipped("jobs/demo.yaml")
-    return os.path.relpath(job) if job.is_relative_to(Path.cwd()) else str(job)
+    return from_here(shipped("jobs/demo.yaml"))
 
 
 def _plot(resumed: Curve, undisturbed: Curve, stopped_at: int) -> str:

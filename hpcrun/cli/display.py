@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcrun.cli.terminal import plain, raw
+from hpcrun.here import from_here
 from hpcrun.launch.watch.savelines import describe_save
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ def command_name() -> str:
         return "hpcrun"
     if not ours.exists():
         return f"{sys.executable} -m hpcrun"
-    return os.path.relpath(ours) if ours.is_relative_to(Path.cwd()) else str(ours)
+    return from_here(ours)
 
 
 def short(number: float) -> str:

@@ -11,6 +11,7 @@ import typer
 from hpcrun.cli import lemons
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import write_output
+from hpcrun.here import user_name
 
 if TYPE_CHECKING:
     from hpcrun.launch.submit.forecast import Forecast, Network
@@ -134,7 +135,6 @@ def avoid(
     as_json: _Json = False,
 ) -> None:
     """Keep jobs away from nodes; without NODES: which are kept away from, and why."""
-    import getpass
     import time
 
     from hpcrun.specs.badnodes import add_bad_node, bad_node_files, load_bad_nodes, parse_until
@@ -144,7 +144,7 @@ def avoid(
         if not reason:
             raise UsageError("--reason is missing; say why, for whoever reads the list")
         path = files["site" if site else "user"]
-        add_bad_node(path, nodes, reason, parse_until(until, now), now=now, by=getpass.getuser())
+        add_bad_node(path, nodes, reason, parse_until(until, now), now=now, by=user_name())
         print(path)
         return
     found = load_bad_nodes(files.values())

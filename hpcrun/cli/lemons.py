@@ -10,6 +10,7 @@ import typer
 
 from hpcrun.errors import UsageError
 from hpcrun.files import write_output
+from hpcrun.here import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,14 +78,13 @@ def drain(
     as_json: _Json = False,
 ) -> None:
     """A text that asks the admin to drain nodes: what was seen there, when, in which jobs, and the logs."""
-    import getpass
     import time
 
     from hpcrun.launch.health.drainrequest import drain_request, post, read_webhook
 
     url = None if webhook is None else read_webhook(webhook)
     now = time.time()
-    request = drain_request(_chosen(_scores(now), nodes), getpass.getuser(), now)
+    request = drain_request(_chosen(_scores(now), nodes), user_name(), now)
     if out is not None:
         try:
             write_output(out, request["text"])

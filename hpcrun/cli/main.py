@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
-from hpcrun import __version__
+from hpcrun import __version__, here
+from hpcrun.cli.streams import Streams
 from hpcrun.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -32,22 +32,29 @@ class Verb(NamedTuple):
     help: str
     holds_signals: bool = False
     """Signals wait while the module is loaded; it opens an Inbox, or lets them through."""
+    output: Literal["is read", "is told", "is needed"] = "is needed"
+    """is read: the command ends with its reader · is told: what it has done stands, whoever hears of it ·
+    is needed: output that is lost for want of room is a failure."""
 
 
 VERBS = {
-    "train": Verb("hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True),
-    "submit": Verb("hpcrun.cli.submit", "hand a job over to the cluster; --dry-run shows the script"),
-    "list": Verb("hpcrun.cli.runs", "the runs, and how far each has come"),
-    "status": Verb("hpcrun.cli.runs", "what a run is doing, or how it ended"),
-    "describe": Verb("hpcrun.cli.runs", "everything that is known of a run"),
-    "wait": Verb("hpcrun.cli.runs", "wait until runs are over; the exit code is theirs"),
-    "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it"),
-    "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop"),
-    "save": Verb("hpcrun.cli.events", "ask a run to save now, and to go on"),
-    "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has"),
-    "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it"),
-    "postmortem": Verb("hpcrun.cli.events", "one tar with what an engineer asks for, without secrets"),
-    "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own"),
+    "train": Verb("hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True, "is told"),
+    "submit": Verb(
+        "hpcrun.cli.submit", "hand a job over to the cluster; --dry-run shows the script", False, "is told"
+    ),
+    "list": Verb("hpcrun.cli.runs", "the runs, and how far each has come", False, "is read"),
+    "status": Verb("hpcrun.cli.runs", "what a run is doing, or how it ended", False, "is read"),
+    "describe": Verb("hpcrun.cli.runs", "everything that is known of a run", False, "is read"),
+    "wait": Verb("hpcrun.cli.runs", "wait until runs are over; the exit code is theirs", False, "is told"),
+    "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it", False, "is read"),
+    "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop", False, "is told"),
+    "save": Verb("hpcrun.cli.events", "ask a run to save now, and to go on", False, "is told"),
+    "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has", False, "is told"),
+    "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it", False, "is read"),
+    "postmortem": Verb(
+        "hpcrun.cli.events", "one tar with what an engineer asks for, without secrets", False, "is told"
+    ),
+    "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own", False, "is told"),
     "metrics": Verb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
     "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
     "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, prove, repair, compare, clean up, move"),
@@ -56,19 +63,23 @@ VERBS = {
     "tune": Verb("hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"),
     "doctor": Verb("hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"),
     "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
-    "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare"),
+    "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare", False, "is told"),
 }
+
+
+_SHOWING = {"--help", "--dry-run", "--print-spec", "--print-schema"}
+"""With these, every verb does nothing but print."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; every error that a person can act on is one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a record may hold half a character
+    streams = Streams()
+    output = _what_for(arguments)
+    if output == "is read":
+        streams.end_with_reader()
     try:
         code = _run(arguments)
-        sys.stdout.flush()
     except HpcrunError as error:
         _complain(str(error))
         code = error.exit_code
@@ -76,31 +87,38 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has seen enough.
-        _drop_output()
         code = EXIT_DONE
     except OSError as error:
         if arguments[:1] and arguments[0] in _INTERNAL:  # their logs are read by those who look for a cause
             raise
         _complain(_words(error))
         code = EXIT_SITE
+    if lost := streams.lost():
+        _complain(lost)
+        code = code if output == "is told" else code or EXIT_SITE
     sys.exit(code)
 
 
+def _what_for(arguments: list[str]) -> Literal["is read", "is told", "is needed"]:
+    """What becomes of a command whose output nobody takes; see Verb."""
+    verb, *rest = arguments or [""]
+    if verb in _INTERNAL:
+        return "is told"
+    own = rest[: rest.index("--")] if "--" in rest else rest
+    is_shown = not _SHOWING.isdisjoint(own)
+    return VERBS[verb].output if verb in VERBS and not is_shown else "is needed"
+
+
 def _words(error: OSError) -> str:
-    """What the system refused, and where; what cannot be printed is dropped."""
-    place = error.filename
-    try:
-        sys.stdout.flush()
-    except OSError:
-        _drop_output()
-        place = place or "standard output"
+    """What the system refused, and where."""
     told = error.strerror or str(error) or type(error).__name__
-    return f"{place}: {told}" if place else told
-
-
-def _drop_output() -> None:
-    """What is still buffered must not complain at the exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.filename:
+        return f"{error.filename}: {told}"
+    try:
+        here.working_directory()
+    except SiteError as gone:  # which the system does not name
+        return str(gone)
+    return told
 
 
 def _run(arguments: list[str]) -> int:

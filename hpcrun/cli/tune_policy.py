@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import UsageError
+from hpcrun.here import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ def add(
     stated = Stated(
         _assignments(settings),
         when or time.strftime("%Y-%m-%d"),
-        by or getpass.getuser(),
+        by or user_name(),
         nodes,
         ranks_per_node,
         nccl,

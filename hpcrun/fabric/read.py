@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Level, flat, plural
 from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
 from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
+from hpcrun.here import expand_path
 from hpcrun.hostlist import expand, fold, in_order
 from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
@@ -230,7 +230,7 @@ def _text(file: Path) -> str:
 
 def _from_profile(spec: TopologySpec, live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     if spec.source == "file" and spec.file is not None:
-        file = Path(os.path.expandvars(spec.file)).expanduser()
+        file = Path(expand_path(spec.file))
         return read_topology(_text(file), name=str(file))
     if spec.source == "table" and spec.table is not None:
         return from_table(spec.table, "topology.table")

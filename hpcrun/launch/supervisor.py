@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError
+from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import FencedError, LeaderWriter
 from hpcrun.launch.agents.nodes import Nodes
@@ -39,7 +39,7 @@ from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole
-from hpcrun.specs.rundir import Attempt, RunDir, create_run
+from hpcrun.specs.rundir import Attempt, RunDir, new_run
 
 _NAP_S = 0.2
 _SECOND_START = 0.2
@@ -79,16 +79,34 @@ class Supervisor:
         # Before there is a directory: what cannot work leaves nothing behind.
         self._site.per_node(prepared.spec)
         launcher = self._site.launcher(prepared.spec)
-        run = prepared.resume or create_run(prepared.spec.name)
-        if prepared.resume is None:
-            record_origin(run, prepared.spec)
-        note = self._observer.note
+        run = prepared.resume or self._new_run()
+        try:
+            outcome = self._lead(run, launcher)
+        except (HpcrunError, OSError, KeyboardInterrupt) as error:
+            # A new run is nobody else's, and says how it has ended, also where it has not come to an attempt.
+            if prepared.resume is None and not isinstance(error, FencedError) and run.read_exit() is None:
+                is_asked = isinstance(error, KeyboardInterrupt)
+                code = EXIT_INTERRUPTED if is_asked else getattr(error, "exit_code", EXIT_SITE)
+                record_exit(run, "interrupted" if is_asked else "failed", code, str(error) or "interrupted")
+            raise
+        self._observer.finished(outcome)
+        return outcome
+
+    def _new_run(self) -> RunDir:
+        """The directory of a new run, with all that makes it one; nothing where that cannot be written."""
+        with new_run(self._prepared.spec.name) as run:
+            write_whole(run.spec, render_job(self._prepared.spec))
+            record_origin(run, self._prepared.spec)
+        return run
+
+    def _lead(self, run: RunDir, launcher: Launcher) -> Outcome:
+        prepared, note = self._prepared, self._observer.note
         has_epoch = self._succession is not None and self._succession.epoch is not None
         owned = succeed(run) if has_epoch else own(run, self._site.allocation, note)
         with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
                 with self._site.nodes(run, prepared.spec, self._succession) as nodes:
-                    outcome = self._attempts(run, launcher, nodes)
+                    return self._attempts(run, launcher, nodes)
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
                 hand_over()
@@ -102,8 +120,6 @@ class Supervisor:
             except KeyboardInterrupt:
                 record_exit(run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started")
                 raise
-        self._observer.finished(outcome)
-        return outcome
 
     def _is_told_to_end(self) -> bool:
         """Whether we got a signal because Slurm ends the job: then nobody needs us to keep it."""

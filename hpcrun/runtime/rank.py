@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -32,7 +33,7 @@ from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.replicas import read_plan
-from hpcrun.specs.rundir import Attempt, RunDir, Use, create_run, find_run
+from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
 
 
 def main(run_dir: str, number: int, requests: shim.Requests) -> int:
@@ -97,10 +98,11 @@ def _refuse(control: Control, rank: int, code: int, text: str) -> int:
 
 
 def _open_run(prepared: Prepared) -> list[Any]:
-    run = prepared.resume or create_run(prepared.spec.name)
-    attempt = run.next_attempt()
-    write_whole(run.spec, render_job(prepared.spec))
-    write_whole(attempt.plan, prepared.training_plan.model_dump_json(indent=2) + "\n")
+    earlier = prepared.resume
+    with new_run(prepared.spec.name) if earlier is None else contextlib.nullcontext(earlier) as run:
+        attempt = run.next_attempt()
+        write_whole(run.spec, render_job(prepared.spec))
+        write_whole(attempt.plan, prepared.training_plan.model_dump_json(indent=2) + "\n")
     return [str(run.path), attempt.number]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrun.here import expand_path
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.directives import GPU_FAMILY, gpus_of, partition_of
 from hpcrun.slurm.limits import Partition, takes_gpu_family
@@ -320,8 +321,7 @@ def _is_under(path: Path, place: Path) -> bool:
 
 def expand_place(text: str) -> str:
     """A path of the profile with `~` and `$VARS` replaced from the environment."""
-    # Unlike Path.expanduser, this one does not raise where there is no home.
-    return os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111
+    return expand_path(text)
 
 
 def file_system_of(path: Path, mounts: str) -> str:

@@ -24,6 +24,7 @@ from sys import byteorder
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrun.errors import UsageError
+from hpcrun.here import expand_path
 
 if TYPE_CHECKING:
     from hpcrun.specs.data import DataSpec
@@ -246,7 +247,7 @@ def _field(path: Path, content: dict[str, Any], name: str, kind: type, *, option
 def inspect_corpus(data: DataSpec) -> Corpus:
     """Look at a job's data and say what is there; UsageError, in one line, when it cannot be trained on."""
     if data.tokens is not None:
-        return _inspect_tokens(data, Path(data.tokens).expanduser())
+        return _inspect_tokens(data, Path(expand_path(data.tokens)))
     assert data.text is not None
     return _inspect_text(data, data.text)
 
@@ -356,7 +357,7 @@ def list_text(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
         root, ignored = Path(sysconfig.get_path("stdlib")), _NOT_STDLIB
         patterns.append("*.py")
     else:
-        root = Path(text).expanduser()
+        root = Path(expand_path(text))
     if not stat.S_ISDIR(_status(root).st_mode):
         return root.parent, [CorpusFile(root.name, _regular_file_size(root))]
     files = [

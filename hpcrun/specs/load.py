@@ -11,6 +11,7 @@ from typing import Any
 
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.files import read_regular
+from hpcrun.here import absolute, working_directory
 from hpcrun.specs.corpus import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.mistakes import show
@@ -92,7 +93,7 @@ def load_job(
     if command is not None:
         document.values["command"] = list(command)
         document.places["command"] = _COMMAND_LINE
-    return _resolve(document, overrides, path.absolute().parent if path else Path.cwd())
+    return _resolve(document, overrides, absolute(path).parent if path else working_directory())
 
 
 def load_job_of(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
@@ -107,7 +108,7 @@ def resolve_job(document: Document, base: Path) -> ResolvedJob:
 
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:
     """The same for text that is already in memory; paths are relative to the working directory."""
-    return _resolve(parse_document(text, name), overrides, Path.cwd())
+    return _resolve(parse_document(text, name), overrides, working_directory())
 
 
 def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
@@ -123,7 +124,7 @@ def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
             [Problem("command", f"{text}; give your own job with --job", document.where("command"))]
         )
     kept.pop("name", None)
-    return _resolve(Document(kept, document.places), [f"name={name}"], path.absolute().parent), dropped
+    return _resolve(Document(kept, document.places), [f"name={name}"], absolute(path).parent), dropped
 
 
 def _foreign_text(path: Path) -> str:
@@ -245,7 +246,7 @@ def _override(document: Document, override: str) -> list[Problem]:
     for below in [key for key in document.places if key.startswith(f"{dotted}.")]:
         del document.places[below]
     # Every other path is absolute already.
-    _make_absolute(document.values, Path.cwd())
+    _make_absolute(document.values, working_directory())
     return []
 
 

@@ -17,6 +17,7 @@ from typing import BinaryIO, Protocol
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import aside_name, check_output
+from hpcrun.here import expand_path
 from hpcrun.specs.corpus import (
     BYTE_VOCAB,
     ITEM_SIZE,
@@ -142,7 +143,7 @@ def prepare(
         raise UsageError(f"{out}: there is no directory {out.parent}; create it first")
     if tokenizer == "bytes" and eos:
         raise UsageError("--eos is for a tokenizer.json; with bytes a document ends with a 0 byte")
-    encoder: _Encoder = _Bytes() if tokenizer == "bytes" else _Tokenizer(Path(tokenizer).expanduser(), eos)
+    encoder: _Encoder = _Bytes() if tokenizer == "bytes" else _Tokenizer(Path(expand_path(tokenizer)), eos)
     dtype = _fitting_dtype(dtype, encoder.vocab)
     documents = _documents(sources, pattern, out)
     tokens_at_least = _size(documents) // encoder.bytes_a_token_at_most + len(documents)

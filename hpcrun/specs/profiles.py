@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import Problem, SpecError
+from hpcrun.here import expand_path
 from hpcrun.specs.shipped import shipped
 
 
@@ -14,8 +15,7 @@ def config_directories() -> dict[str, Path]:
     """Where people keep templates and profiles, nearest first: user, site, shipped; they need not exist."""
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return {
-        # unlike Path.expanduser, this one does not raise where there is no home
-        "user": Path(os.path.expanduser(config)) / "hpcrun",  # noqa: PTH111
+        "user": Path(expand_path(config)) / "hpcrun",
         "site": Path(os.environ.get("HPCRUN_SITE") or "/etc/hpcrun"),
         "shipped": shipped("jobs/demo.yaml").parents[1],
     }
@@ -61,7 +61,7 @@ def _root(values: dict[str, Any], where: str) -> Path | None:
     given = values.get("root")
     if not isinstance(given, str):
         return None
-    path = os.path.expandvars(os.path.expanduser(given))  # noqa: PTH111 - see above
+    path = expand_path(given)
     if not os.path.isabs(path):  # noqa: PTH117
         text = f"{given!r} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
         raise SpecError([Problem("root", text, where)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.files import make_directories
+from hpcrun.here import absolute
 from hpcrun.specs.attempt import Attempt
 from hpcrun.specs.branch import become_itself, require_identity
 from hpcrun.specs.identity import Identity, digest_of, parse_identity, read_identity, write_identity
@@ -51,9 +53,9 @@ def runs_roots() -> list[Path]:
     First the default profile's, which is ./runs where it names none.
     """
     if root := os.environ.get("HPCRUN_ROOT"):
-        return [Path(root).absolute()]
+        return [absolute(root)]
     first, *others = profile_roots()
-    return list(dict.fromkeys([first or Path("runs").absolute(), *filter(None, others)]))
+    return list(dict.fromkeys([first or absolute("runs"), *filter(None, others)]))
 
 
 def runs_root() -> Path:
@@ -251,6 +253,7 @@ def create_run(name: str, root: Path | None = None) -> RunDir:
     root = root or runs_root()
     stamp = time.strftime("%m%d-%H%M%S")
     path = root / f"{name}-{stamp}-{os.urandom(3).hex()}"
+    is_whole = False
     try:
         make_directories(root, 0o755)
         warn_of_open_root(root)
@@ -258,12 +261,29 @@ def create_run(name: str, root: Path | None = None) -> RunDir:
         run = RunDir(path)
         run.checkpoints.mkdir(mode=0o700)
         run.identify(Identity.new(path))
+        is_whole = True
     except OSError as error:
         raise UsageError(
             f"{root}: cannot make a run directory here: {error.strerror}; set HPCRUN_ROOT to a directory"
             " that you may write"
         ) from None
+    finally:
+        if not is_whole:
+            shutil.rmtree(path, ignore_errors=True)
     return run
+
+
+@contextlib.contextmanager
+def new_run(name: str, root: Path | None = None) -> Iterator[RunDir]:
+    """A new run directory for a body that fills it: where that fails, or is interrupted, it is gone again."""
+    run = create_run(name, root)
+    is_whole = False
+    try:
+        yield run
+        is_whole = True
+    finally:
+        if not is_whole:
+            shutil.rmtree(run.path, ignore_errors=True)
 
 
 def all_runs(root: Path | None = None) -> Iterator[RunDir]:

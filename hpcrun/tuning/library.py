@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrun.errors import UsageError
+from hpcrun.here import expand_path
 from hpcrun.tuning.registry import Version, parse_version, show_version
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def library_of_job(
 ) -> Found:
     """The same for a job: of its python, or of its profile's."""
     named = spec.python or (cluster.python.path if cluster else None)
-    python = Path(os.path.expandvars(named)).expanduser() if named else None
+    python = Path(expand_path(named)) if named else None
     return find_library(given, python=python, environ=environ, is_contained=spec.container is not None)
 
 

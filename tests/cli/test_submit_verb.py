@@ -108,7 +108,7 @@ def test_template_and_cluster(
     assert hpcrun("job.yaml", "--dry-run", "--cluster", "two", "--template", "function") == 0
     out = capsys.readouterr().out
     assert "#SBATCH --account=of-two\n" in out
-    assert "step=(srun --unbuffered" in out
+    assert "--array" not in out
     assert hpcrun("job.yaml", "--dry-run") == 2
     assert "which is the cluster? name one of one, two" in capsys.readouterr().err
     assert hpcrun("job.yaml", "cluster=one", "--dry-run", "--cluster", "two") == 2

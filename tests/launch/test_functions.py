@@ -202,6 +202,20 @@ def test_modules_beside_the_script_are_found_and_only_what_failed_is_made_again(
     assert (done.stdout, done.returncode) == ("4 1 2\n", 0), done.stderr
 
 
+CLOSED = """
+import sys
+from pathlib import Path
+import hpcrun
+Path(sys.argv[1]).write_text(str(hpcrun.submit(divmod, 7, 2, spec={"cluster": "local"}).result()))
+"""
+
+
+def test_a_program_without_descriptors_has_its_result(tmp_path: Path) -> None:
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", CLOSED, str(tmp_path / "told")]
+    assert subprocess.run(words, check=False, timeout=120).returncode == 0
+    assert (tmp_path / "told").read_text(encoding="utf-8") == "(3, 1)"
+
+
 class Counter:
     """A function that can save itself, as submitit has it."""
 

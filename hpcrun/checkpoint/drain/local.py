@@ -26,6 +26,7 @@ from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.write import write_image
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, make_directories
+from hpcrun.here import expand_path
 
 _ASIDE = ".aside"
 
@@ -47,7 +48,7 @@ class LocalStation:
 
         `written` gets the bytes of each write; `say` is told why saves are not where they usually are.
         """
-        expanded = os.path.expanduser(os.path.expandvars(directory))  # noqa: PTH111 - with variables before
+        expanded = expand_path(directory)
         if "$" in expanded:
             raise SiteError(
                 f"checkpoint.local: {directory}: names a variable that is not set on node {node};"

@@ -21,6 +21,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
 from hpcrun.files import Folder, aside_name, clock_of
+from hpcrun.here import expand_path
 from hpcrun.launch.agents.lease import LEADERLESS_S, is_led
 from hpcrun.launch.health.checked import (
     Checked,
@@ -65,7 +66,7 @@ class Place:
     @property
     def own(self) -> Iterator[Path]:
         """Where the node keeps files of its own; those that the profile names may hold variables."""
-        named = (os.path.expandvars(os.path.expanduser(path)) for path in self.scratch)  # noqa: PTH111
+        named = map(expand_path, self.scratch)
         yield from dict.fromkeys([self.root / "tmp", *map(Path, named)])
 
 
@@ -279,7 +280,7 @@ def sums() -> tuple[int, int]:
 
 def program(path: str, timeout_s: float) -> list[Checked]:
     """A site's own check."""
-    words = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - raises without a home
+    words = expand_path(path)
     try:
         done = process.run([words], timeout_s=timeout_s)
     except SiteError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS
 from hpcrun.errors import HpcrunError
+from hpcrun.here import expand_path
 from hpcrun.launch.outlets.beside import remembered, say
 from hpcrun.launch.outlets.exporter import state_at_end
 from hpcrun.launch.outlets.tally import Follower
@@ -206,7 +207,7 @@ def _by_step(points: Iterable[tuple[int, float, dict[str, float]]]) -> Iterator[
 def _has_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    path = Path(expand_path(os.environ.get("NETRC") or "~/.netrc"))
     try:
         return netrc.netrc(path).authenticators(_HOST) is not None
     except (OSError, netrc.NetrcParseError):

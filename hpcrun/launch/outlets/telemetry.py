@@ -18,6 +18,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
+from hpcrun.here import expand_path, working_directory
 from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
 from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.site import Site
@@ -136,7 +137,7 @@ def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None])
     hooks = [{**one.model_dump(), "whose": "job"} for one in spec.hooks]
     hooks += [{**one.model_dump(), "whose": "site"} for one in (cluster.hooks if cluster else ())]
     if hooks:
-        orders["hooks"] = {"hooks": hooks, "directory": str(Path.cwd())}
+        orders["hooks"] = {"hooks": hooks, "directory": str(working_directory())}
     for name, package in _PACKAGES.items():
         if name in orders and not _is_installed(package):
             note(
@@ -179,12 +180,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _expanded(place: str | None) -> str | None:
-    if place is None:
-        return None
-    # Whose home there is not is found out where it is written to.
-    with suppress(RuntimeError):
-        place = str(Path(place).expanduser())
-    return os.path.expandvars(place)
+    return None if place is None else expand_path(place)
 
 
 def _address(site: Site) -> str:

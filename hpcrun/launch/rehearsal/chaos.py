@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import random
@@ -17,6 +16,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
+from hpcrun.here import user_name
 from hpcrun.hostlist import fold
 from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.ownership import supervisor_of
@@ -269,7 +269,7 @@ class Strike:
             "text": said["text"],
             "pids": said["pids"],
             "seed": fault.seed,
-            "by": getpass.getuser(),
+            "by": user_name(),
             "from": os.uname().nodename,
         }
         writer = LineWriter(aimed.run.chaos)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from hpcrun import here
 from hpcrun.errors import FunctionError, Problem, SpecError, UsageError
 from hpcrun.launch.call import Call, paths_of_modules, result_of
 from hpcrun.specs.rundir import RunDir
@@ -28,8 +29,8 @@ R = TypeVar("R")
 Spec = str | Path | Mapping[str, Any] | None
 """A job file, or its keys and values."""
 KEYS = (
-    "name", "resources", "env", "env_deny", "modules", "python", "cluster", "retry", "secrets", "watch", "preflight",
-    "telemetry", "hooks",
+    "name", "resources", "env", "env_deny", "modules", "python", "cluster", "retry", "secrets", "watch",
+    "preflight", "telemetry", "hooks",
 )  # fmt: skip
 """What can be said of a function."""
 _LATE_S = 15.0
@@ -161,6 +162,7 @@ def _submitted(
 ) -> list[FunctionJob[R]]:
     from hpcrun.launch.submit.submission import submit as hand_over
 
+    here.fill_descriptors()
     _check_calls(fn, calls)
     log, request = logging.getLogger("hpcrun"), _request(fn, calls, spec, is_array)
     done = hand_over(request, log.warning, log.info)
@@ -187,9 +189,9 @@ def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bo
     from hpcrun.specs.yaml import Document, load_document
 
     if isinstance(spec, str | Path):
-        document, base = load_document(Path(spec)), Path(spec).absolute().parent
+        document, base = load_document(Path(spec)), here.absolute(spec).parent
     else:
-        document, base = Document(dict(spec or {}), {"": "spec"}), Path.cwd()
+        document, base = Document(dict(spec or {}), {"": "spec"}), here.working_directory()
     given = document.values
     wrong = [key for key in given if key not in KEYS]
     made = [Call(fn, args, kwargs, paths_of_modules()) for args, kwargs in calls]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.checkpoint.policy.interval import Cost, Tier
 from hpcrun.checkpoint.policy.rates import KINDS, Kind
 from hpcrun.errors import UsageError
+from hpcrun.here import expand_path
 from hpcrun.launch.record.history import Measured, Timing
 from hpcrun.launch.submit.savesize import Figure, Sizes
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -172,10 +171,7 @@ def _declared(level: Level, cluster: ClusterSpec | None, sizes: Sizes) -> Figure
     if level != "durable":
         return None
     root = str(runs_root().absolute())
-    paths = {
-        name: str(Path(os.path.expandvars(one.path)).expanduser())
-        for name, one in cluster.file_systems.items()
-    }
+    paths = {name: expand_path(one.path) for name, one in cluster.file_systems.items()}
     name = max(
         (name for name, path in paths.items() if root.startswith(path)),
         key=lambda one: len(paths[one]),

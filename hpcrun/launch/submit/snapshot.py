@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import pwd
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import hpcrun
-from hpcrun import process
+from hpcrun import here, process
 from hpcrun.errors import SiteError
 from hpcrun.masking import Masker
 from hpcrun.specs.cluster import ClusterSpec, render_cluster
@@ -44,9 +43,9 @@ def record_origin(
         ranks=spec.ranks,
         steps=None if spec.command else spec.train.steps,
         created=time.time(),
-        user=_user(),
+        user=here.user_name(),
         host=os.uname().nodename,
-        directory=str(Path.cwd()),
+        directory=str(here.working_directory()),
         argv=Masker().mask_words(sys.argv),
         hpcrun=hpcrun.__version__,
         python=sys.version.split()[0],
@@ -57,14 +56,6 @@ def record_origin(
     )
     write_provenance(run, record)
     return record
-
-
-def _user() -> str:
-    """The user's name, or number where it has none."""
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
 
 
 def _git(*words: str) -> str | None:
