@@ -64,7 +64,7 @@ def program(lab: Lab, tmp_path: Path, runs_root: Path) -> Program:
 def test_a_result_comes_back(program: Program) -> None:
     # As from inside of a job: none of it may reach the new one.
     inside = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3", "SLURM_CPU_BIND": "quiet,mask_cpu:0x1"}
-    inside |= {"SBATCH_GRES": "gpu:none:9", "SLURM_MEM_PER_NODE": "999999999", "PMIX_RANK": "5"}
+    inside |= {"SLURM_MEM_PER_NODE": "999999999", "PMIX_RANK": "5"}
     inside |= {"BASH_FUNC_module%%": "() { exit 9; }", "SLURM_CPUS_PER_TASK": "99"}
     found = program(
         """
