@@ -57,7 +57,11 @@ def test_a_room_s_tests_stand_where_the_room_does(path: Path) -> None:
     assert (ROOT / "hpcrun" / folder).is_dir() or folder.parts[0] in ("lab", "security")
 
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "templates").rglob("*.yaml"))]
+DOCUMENTS = [
+    *(ROOT / "README.md", ROOT / "Makefile"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "templates").rglob("*.yaml")),
+]
 COMMAND = re.compile(r"(?:^[#$\s]*|`|-m )hpcrun ([a-z_]+)([^`#|&\n]*)", re.MULTILINE)
 
 
