@@ -159,7 +159,7 @@ def test_values_arrive_as_they_are(value: str, bench: Bench, runs_root: Path) ->
     assert script is not None
     run(bench, script, runs_root)
     assert f"A={value}" in bench.words("env")
-    assert bench.words("launch")[:4] == ["-u", "-m", "hpcrun", "_task"]
+    assert bench.words("launch")[:5] == ["-P", "-u", "-m", "hpcrun", "_task"]
     for key in ("account", "partition", "constraint", "reservation", "sbatch.comment"):
         job = nested(f"resources.{key}", value)
         shown = rendered(job)
@@ -202,4 +202,4 @@ def test_the_place_of_the_run_is_a_value(
         ).script
         Path("job.yaml").touch()
         run(bench, script, root)
-        assert bench.words("launch")[4] == f"{root}/run-dry-run/submitit"
+        assert bench.words("launch")[5] == f"{root}/run-dry-run/submitit"
