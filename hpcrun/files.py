@@ -53,8 +53,11 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
         if error.errno == errno.ENXIO:  # a socket
             raise UntrustedFileError(f"{path}: is not a regular file; remove it") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if follow and stat.S_ISDIR(mode):  # a person has named it, and is not to remove it
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise UntrustedFileError(f"{path}: is not a regular file; remove it")
     return descriptor
 
