@@ -2,7 +2,7 @@
 
 Pure: text in, object out. Formats are those of NCCL's own printing (src/graph/search.cc and tuning.cc,
 src/enqueue.cc, src/init.cc) in three generations: up to 2.19 nothing is said of the choice, 2.20 to 2.23
-print numbers, 2.24 and later names; 2.31 adds a line of its own. Lines may carry any prefix.
+print numbers, 2.24 and later names; 2.31 adds a line of its own. Lines may carry any prefix (see log_line).
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from hpcrun.errors import UsageError
+from hpcrun.tuning.log_line import split_prefix
 from hpcrun.tuning.nccl_constants import ALGOS, PROTOS, Algo, Proto
 from hpcrun.tuning.nccl_model import Expected, Graph, Machine, NcclCollective, older_than_the_model
+from hpcrun.tuning.torch_errors import TorchErrors
 
-_LINE = re.compile(r"(?:^|\s)NCCL (INFO|WARN|TRACE|VERSION) (.*)$")
-_VERSION = re.compile(r"(?:^|\s)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")
+_LINE = re.compile(r"(?<!\w)R?NCCL (INFO|WARN|TRACE|VERSION|CALL) (.*)$")
+_PLACE = re.compile(r"(?:^|\s)(?P<file>[\w./+-]+):(?P<at>\d+)(?: \([^)]*\))?\s*$")
+"""Where in NCCL's source a warning is printed; from 2.29 on a thread's name may stand behind it."""
+_VERSION = re.compile(r"(?<!\w)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")
 _COMM = re.compile(
-    r"comm 0x[0-9a-f]+ rank \d+ n[rR]anks (?P<ranks>\d+)(?: nNodes (?P<nodes>\d+) localRanks (?P<local>\d+))?"
+    r"comm 0x[0-9a-f]+ rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+)"
+    r"(?: nNodes (?P<nodes>\d+) localRanks (?P<local>\d+))?"
 )
 _PATTERN = re.compile(
     r"Pattern (?P<pattern>\d+), crossNic \d+, nChannels (?P<channels>\d+), (?:bw|speed)"
@@ -69,9 +74,12 @@ class Line(NamedTuple):
     """One line of NCCL's, without its prefix."""
 
     kind: str
-    """INFO, WARN, ..."""
+    """INFO, WARN, ...; TORCH for what PyTorch says of NCCL."""
     text: str
     number: int
+    place: str = ""
+    """The file of NCCL's source that prints it, as transport/nvls.cc; empty where the line does not say."""
+    node: str = ""
 
 
 @dataclass
@@ -96,6 +104,8 @@ class NcclLog:
     """Latency and bandwidth that its model has worked out; without those it will not take."""
     chosen: Counter[Chosen] = field(default_factory=Counter)
     lines: list[Line] = field(default_factory=list)
+    read: int = 0
+    """Lines of the text, whoever printed them."""
 
     @property
     def release(self) -> tuple[int, int] | None:
@@ -136,6 +146,7 @@ class NcclLog:
                 for (call, algo, proto), one in self.table.items()
             ],
             "chosen": [{**one._asdict(), "calls": calls} for one, calls in self.chosen.items()],
+            "lines": {"read": self.read, "of_nccl": len(self.lines)},
         }
 
 
@@ -143,15 +154,19 @@ def parse_nccl_log(text: str) -> NcclLog:
     """Everything that is recognised; a text without a line of NCCL's gives an empty log."""
     log = NcclLog()
     table = _Table()
+    torch = TorchErrors()
     asked: re.Match[str] | None = None
     best: Counter[Chosen] = Counter()
-    for number, raw in enumerate(text.splitlines(), 1):
-        if log.version is None and (version := version_in(raw)):
+    for log.read, raw in enumerate(text.splitlines(), 1):
+        prefix, bare = split_prefix(raw)
+        if log.version is None and (version := version_in(bare)):
             log.library, log.version = version
-        found = _LINE.search(raw)
+        found = _LINE.search(bare)
         if found is None:
+            torch.read(prefix, bare, log.read)
             continue
-        line = Line(found[1], found[2].strip(), number)
+        torch.interrupt(prefix)
+        line = Line(found[1], found[2].strip(), log.read, _place(bare[: found.start()]), speaker_of(bare))
         log.lines.append(line)
         if match := _INPUT.search(line.text):
             asked = match
@@ -165,9 +180,28 @@ def parse_nccl_log(text: str) -> NcclLog:
             _read(line.text, log)
     if not log.chosen:
         log.chosen = best
-    if log.nodes is None and log.ranks and log.per_node:
-        log.nodes = log.ranks // log.per_node
+    log.lines += [Line("TORCH" if one.own else "WARN", one.text, one.number) for one in torch.found]
+    log.lines.sort(key=lambda line: line.number)
+    _count_nodes(log)
     return log
+
+
+def _place(head: str) -> str:
+    """The file that stands before NCCL WARN, from the root of the source."""
+    match = _PLACE.search(head)
+    return match["file"].rpartition("src/")[2] if match else ""
+
+
+def _count_nodes(log: NcclLog) -> None:
+    """Nodes where NCCL does not count them itself: by ranks on each, or one where all ranks tell from it."""
+    if log.nodes is not None or not log.ranks:
+        return
+    if log.per_node:
+        log.nodes = log.ranks // log.per_node
+        return
+    told = [(match["rank"], line.node) for line in log.lines if (match := _COMM.search(line.text))]
+    if len({rank for rank, _ in told}) == log.ranks and len({node for _, node in told} - {""}) == 1:
+        log.nodes, log.per_node = 1, log.ranks
 
 
 def version_in(line: str) -> tuple[str, str] | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpcrun.tuning.log_line import bare
 from hpcrun.tuning.nccl_log import variable_in, version_in
 from hpcrun.tuning.registry import Version, parse_version
 
@@ -70,7 +71,7 @@ def parse_nccl_tests(text: str) -> Timings:
     """Everything that is recognised; a text without a row of nccl-tests gives an empty run."""
     reader = _Reader()
     for line in text.splitlines():
-        reader.read(line)
+        reader.read(bare(line))
     return reader.result()
 
 
@@ -103,7 +104,7 @@ class _Reader:
         elif match := _LIBRARY.search(line):
             self._nccl = self._nccl or version_of_code(int(match["code"]))
         elif match := _TITLE.match(line):
-            self._collective = match["program"].removesuffix("_perf")
+            self._collective = re.sub(r"_perf(_mpi)?$", "", match["program"])
         elif match := _RANK.match(line):
             self._hosts[int(match["rank"])] = match["host"].partition(".")[0]
         elif match := _OUTSIDE.match(line):

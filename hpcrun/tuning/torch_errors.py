@@ -1,0 +1,67 @@
+"""What PyTorch passes on of NCCL's errors: the text behind `Last error:`, and its own words for a failure."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+_LAST = re.compile(r"Last error:\s*(?P<text>.*)$")
+_END = re.compile(r"\s*(?:$|Exception raised from|Traceback|frame #|File \"|\^)")
+_GOES_ON = re.compile(r"\s*(?:This|If|Please|Set|Try|Check) [a-z]")
+"""How the second line of one of NCCL's texts begins."""
+_OWN = re.compile(
+    r"DistBackendError|NCCL error(?: in)?:|(?:^|\s)nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage"
+    r"|InvalidArgument)\w*: "
+    r"|Watchdog caught collective operation timeout|[Ww]atchdog thread terminated with exception"
+    r"|NCCL operations have failed or timed out|[Hh]eartbeat monitor timed out|is likely stuck.*[Ww]atchdog"
+    r"|\(either an error or timeout\) detected by watchdog|should dump\W* flag|flight recorder dump signal"
+    r"|ncclCommWatchdog|Timed out waiting \d+ms for (?:send|recv)|DistStoreError|DistNetworkError"
+    r"|entire process down|Timed out initializing process group|monitoredBarrier.*(?:timed out|failed)"
+)
+
+
+class Told(NamedTuple):
+    """One text, and where its first line stands."""
+
+    text: str
+    number: int
+    own: bool
+    """Whether it is PyTorch's word, and not NCCL's."""
+
+
+class TorchErrors:
+    """Line by line; several ranks may write at once, each behind its own prefix."""
+
+    def __init__(self) -> None:
+        self.found: list[Told] = []
+        self._open: dict[str, int | None] = {}
+
+    def read(self, prefix: str, text: str, number: int) -> None:
+        """A line that is not NCCL's."""
+        rank = _rank(prefix)
+        if match := _LAST.search(text):
+            self._open[rank] = None
+            text = match["text"]
+            if not text.strip():
+                return
+        if rank in self._open:
+            at = self._open.pop(rank)
+            if at is None and not _END.match(text):
+                self._open[rank] = len(self.found)
+                self.found.append(Told(text.strip(), number, own=False))
+                return
+            if at is not None and _GOES_ON.match(text):
+                self._open[rank] = at
+                self.found[at] = self.found[at]._replace(text=f"{self.found[at].text} {text.strip()}")
+                return
+        if _OWN.search(text):
+            self.found.append(Told(text.strip(), number, own=True))
+
+    def interrupt(self, prefix: str) -> None:
+        """NCCL itself speaks: what was open is at its end."""
+        self._open.pop(_rank(prefix), None)
+
+
+def _rank(prefix: str) -> str:
+    """What tells the writers apart: the prefix without its times."""
+    return re.sub(r"\d+[:.,]\d+\S*|\d{4}-\d\d-\d\d", "", prefix).strip()
