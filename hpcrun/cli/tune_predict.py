@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from hpcrun.tuning.nccl_changes import Change
-    from hpcrun.tuning.nccl_diagnosis import Diagnosis
+    from hpcrun.tuning.nccl_diagnosis import Diagnoses
     from hpcrun.tuning.nccl_log import NcclLog
     from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
     from hpcrun.tuning.predict import Ground, Kind, Prediction
@@ -93,21 +93,23 @@ def read(
     log = parse_nccl_log(_text(path))
     old = None if before is None else parse_nccl_log(_text(before))
     moved = () if old is None else changes(old, log)
-    findings = diagnose(log.lines)
+    findings = diagnose(log)
     if as_json:
         told: dict[str, Any] = {} if old is None else {"before": old.version}
         if old is not None:
             told |= {"changes": [one.as_json() for one in moved]}
-        told |= {"findings": [one.as_json() for one in findings]}
+        told |= {"findings": findings.as_json()}
+        told |= {"warnings": {"understood": findings.understood, "unknown": findings.unknown}}
         _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in judge_log(log)]})
         return
     if not log.lines and log.version is None:
         print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
+        _print_errors(log)
         return
     _print_log(log)
     if old is not None:
         _print_changes(moved, old, log)
-    _print_findings(findings)
+    _print_findings(findings, log)
     for one in judge_log(log):
         print(f"{one.level:11} {one}")
 
@@ -377,17 +379,31 @@ def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
         print("changed     nothing that both logs have")
 
 
-def _print_findings(findings: list[Diagnosis]) -> None:
-    for one in findings:
+def _print_findings(findings: Diagnoses, log: NcclLog) -> None:
+    for one in findings.found:
         meaning = one.meaning
         if meaning.level == "harmless":
             print(f"harmless    line {one.line}: {meaning.meaning}")
             continue
         print(f"{meaning.level:11} line {one.line}, {one.times} times: {one.text}")
+        if one.place:
+            print(f"            from: {one.place} of NCCL's source")
         print(f"            means: {meaning.meaning} (confidence: {meaning.confidence})")
         print(f"            to do: {meaning.remedy}")
-    if not any(one.meaning.level != "harmless" for one in findings):
-        print("warnings    none that matters")
+    own = f"{log.read} lines, {len(log.lines)} of NCCL's"
+    print(f"read        {own}: {findings.understood} warnings understood, {findings.unknown} not understood")
+    _print_errors(log)
+    if not log.lines:
+        print("warnings    unknown: NCCL has printed its version alone; NCCL_DEBUG=WARN makes it tell them")
+    elif not any(one.meaning.level != "harmless" for one in findings.found):
+        print("warnings    none " + ("among NCCL's own lines" if log.errors else "that matters"))
+
+
+def _print_errors(log: NcclLog) -> None:
+    if log.errors:
+        first = log.errors[0]
+        count = f"{len(log.errors)} lines that are not NCCL's speak of errors"
+        print(f"not read    {count}; the first is line {first.number}: {first.text[:160]}")
 
 
 def _print_json(content: dict[str, Any]) -> None:

@@ -1,20 +1,31 @@
-"""What the warnings of an NCCL log mean, and what to do: a table held against its lines."""
+"""What the warnings of an NCCL log mean, and what to do: tables held against its lines."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.nccl_log import Line
+from hpcrun.tuning.log_view import in_view
+from hpcrun.tuning.nccl_log import Line, NcclLog
+from hpcrun.tuning.nccl_messages import Message, Subsystem, Whose, find_message, subsystem_of
 
 Level = Literal["error", "slow", "follows", "harmless", "unknown"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _TABLE = Path(__file__).with_name("nccl_warnings.yaml")
+_WARNINGS = ("WARN", "TORCH")
+_OF_ROLE: dict[str, Level] = {"cause": "error", "follows": "follows", "harmless": "harmless"}
+_DATA = re.compile(
+    r"\S*<\d+>|\b0x[0-9a-f]+|(?<![\w.])/[^\s,:'\"]+|[0-9a-fA-F]*(?:(?:::|:)[0-9a-fA-F.]+){3,}|\S*::\S*"
+    r"|\d+(?:\.\d+){3}(?::\d+)?"
+)
+_NUMBER = re.compile(
+    r"(?P<kept>(?:status|errors?|errno|failure|failed with|event\D{0,20}|[A-Z_]\()[ =:]*)?\d+"
+)
 
 
 @dataclass(frozen=True)
@@ -38,10 +49,46 @@ class Diagnosis:
     """The first of the lines, without its prefix."""
     line: int
     times: int
+    place: str = ""
+    """The file of NCCL's source that says it; empty where it is not known."""
+    subsystem: Subsystem | None = None
+    whose: Whose | None = None
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
-        return {**vars(self.meaning), "text": self.text, "line": self.line, "times": self.times}
+        evidence = {"place": self.place, "subsystem": self.subsystem, "whose": self.whose}
+        return {**vars(self.meaning), "text": self.text, "line": self.line, "times": self.times, **evidence}
+
+
+@dataclass(frozen=True)
+class Diagnoses:
+    """All that a log's lines mean, the worst first, and how much of it was understood."""
+
+    found: tuple[Diagnosis, ...]
+    understood: int
+    """Warnings, of NCCL and of PyTorch."""
+    unknown: int
+
+    def as_json(self) -> list[dict[str, object]]:
+        """Plain values."""
+        return [one.as_json() for one in self.found]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How lines of a meaning look."""
+
+    meaning: Meaning
+    expression: re.Pattern[str] | None
+    """On `file: text`; None where only the whole log tells."""
+    info: bool
+
+
+@dataclass(frozen=True)
+class _Tables:
+    patterns: tuple[Pattern, ...]
+    subsystems: dict[str, dict[str, str]]
+    whose: dict[str, str]
 
 
 UNKNOWN = Meaning(
@@ -55,27 +102,94 @@ UNKNOWN = Meaning(
 
 
 @cache
-def meanings() -> tuple[tuple[re.Pattern[str], Meaning], ...]:
-    """The table, in its order."""
-    rows = load_document(_TABLE).values["warnings"]
-    return tuple(
-        (re.compile(row["pattern"]), Meaning(**{k: v for k, v in row.items() if k != "pattern"}))
-        for row in rows
-    )
+def _tables() -> _Tables:
+    values = load_document(_TABLE).values
+    return _Tables(tuple(_pattern(row) for row in values["warnings"]), values["subsystems"], values["whose"])
 
 
-def diagnose(lines: Iterable[Line]) -> list[Diagnosis]:
-    """What the lines tell, the worst first; a warning that is not in the table is said to be unknown."""
+def _pattern(row: dict[str, Any]) -> Pattern:
+    fields = {key: value for key, value in row.items() if key not in ("pattern", "info")}
+    expression = re.compile(row["pattern"]) if "pattern" in row else None
+    return Pattern(Meaning(**fields), expression, bool(row.get("info")))
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """The table of meanings, in its order."""
+    return _tables().patterns
+
+
+def meaning_named(name: str) -> Meaning:
+    """One entry by its id."""
+    return next(one.meaning for one in patterns() if one.meaning.id == name)
+
+
+def diagnose(log: NcclLog) -> Diagnoses:
+    """What the lines tell; a warning that is not in the tables is said to be unknown, with its place."""
+    decided = in_view(log)
     found: dict[tuple[str, str], Diagnosis] = {}
-    for line in lines:
-        meaning = next((one for pattern, one in meanings() if pattern.search(line.text)), None)
+    understood = unknown = 0
+    for line in log.lines:
+        known = find_message(line.text, line.place) if line.kind in _WARNINGS else None
+        meaning = _meaning(line, decided.get(line.number), known)
         if meaning is None:
-            if line.kind != "WARN":
-                continue
-            meaning = UNKNOWN
-        key = meaning.id, line.text if meaning is UNKNOWN else ""
-        before = found.get(key)
-        first = before or Diagnosis(meaning, line.text, line.number, 0)
-        found[key] = Diagnosis(meaning, first.text, first.line, first.times + 1)
+            continue
+        if line.kind in _WARNINGS:
+            understood, unknown = (
+                understood + (meaning.level != "unknown"),
+                unknown + (meaning.level == "unknown"),
+            )
+        first = Diagnosis(meaning, line.text, line.number, 0, *_evidence(line, known))
+        key = meaning.id, "" if line.kind == "TORCH" or meaning.level == "harmless" else cause_of(line.text)
+        before = found.get(key, first)
+        found[key] = replace(before, times=before.times + 1)
     order = ("error", "unknown", "slow", "follows", "harmless")
-    return sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))
+    ranked = sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))
+    return Diagnoses(tuple(ranked), understood, unknown)
+
+
+def explain(text: str, place: str = "", kind: str = "WARN") -> Meaning | None:
+    """The entry that one line has by itself; None where it has none of its own."""
+    subject = f"{place}: {text}"
+    for one in patterns():
+        if one.expression and (one.info or kind in _WARNINGS) and one.expression.search(subject):
+            return one.meaning
+    return None
+
+
+def cause_of(text: str) -> str:
+    """A text without what differs from rank to rank: what is left tells two causes of one kind apart."""
+    plain = _DATA.sub("#", text)
+    plain = _NUMBER.sub(lambda match: match[0] if match["kept"] else "#", plain)
+    return " ".join(plain.split())
+
+
+def _meaning(line: Line, decided: str | None, known: Message | None) -> Meaning | None:
+    if decided is not None:
+        return meaning_named(decided)
+    if found := explain(line.text, line.place, line.kind):
+        return found
+    if line.kind not in _WARNINGS:
+        return None
+    if known is not None and known.meaning:
+        return meaning_named(known.meaning)
+    return _placed(line, known)
+
+
+def _placed(line: Line, known: Message | None) -> Meaning:
+    """What can be said of a warning without an entry of its own: where it comes from, and where to look."""
+    subsystem = known.subsystem if known else subsystem_of(line.place)
+    if subsystem is None:
+        return UNKNOWN
+    words = _tables().subsystems[subsystem]
+    if known is None:
+        text = f"this warning is not in the table; {line.place} is about {words['what']}"
+        return replace(UNKNOWN, meaning=text, remedy=f"look at {words['look']}", confidence="low")
+    text = f"{words['what']}: {_tables().whose[known.whose]} is at fault"
+    remedy = f"look at {words['look']}"
+    return Meaning("placed", _OF_ROLE[known.role], text, remedy, "low", ", ".join(known.files))
+
+
+def _evidence(line: Line, known: Message | None) -> Iterator[Any]:
+    yield line.place
+    yield subsystem_of(line.place) or (known.subsystem if known else None)
+    yield known.whose if known else None

@@ -51,6 +51,11 @@ _BEST = re.compile(
     r"Best tuning \{.*timeUs = (?P<time>[\d.]+),\s*\.algo = (?P<algo>\w+), \.proto = (?P<proto>\w+),"
     r".*nChannels = (?P<channels>\d+)"
 )
+_ERROR = re.compile(
+    r"Traceback \(most recent|\b[A-Z]\w*(?:Error|Exception)\b|\b(?:[Ee]rror|ERROR|[Ff]atal|FATAL)(?::|\b )"
+    r"|CUDA error|Segmentation fault|Bus error|core dumped|Out Of Memory|oom[-_]kill|\bKilled\b"
+    r"|\bSIG(?:KILL|SEGV|ABRT|BUS)\b"
+)
 _CELL = re.compile(r"\s*(?P<latency>[\d.]+)/\s*(?P<bandwidth>[\d.]+)\s*")
 _PATTERNS = {1: "tree", 2: "tree", 3: "tree", 4: "ring", 5: "nvls", 6: "collnet"}
 """NCCL_TOPO_PATTERN_*: balanced, split and plain tree, ring, NVLS, CollNetDirect."""
@@ -106,6 +111,8 @@ class NcclLog:
     lines: list[Line] = field(default_factory=list)
     read: int = 0
     """Lines of the text, whoever printed them."""
+    errors: list[Line] = field(default_factory=list)
+    """Lines of others that speak of an error; nothing here understands them."""
 
     @property
     def release(self) -> tuple[int, int] | None:
@@ -146,7 +153,7 @@ class NcclLog:
                 for (call, algo, proto), one in self.table.items()
             ],
             "chosen": [{**one._asdict(), "calls": calls} for one, calls in self.chosen.items()],
-            "lines": {"read": self.read, "of_nccl": len(self.lines)},
+            "lines": {"read": self.read, "of_nccl": len(self.lines), "errors_elsewhere": len(self.errors)},
         }
 
 
@@ -163,7 +170,8 @@ def parse_nccl_log(text: str) -> NcclLog:
             log.library, log.version = version
         found = _LINE.search(bare)
         if found is None:
-            torch.read(prefix, bare, log.read)
+            if not torch.read(prefix, bare, log.read) and _ERROR.search(bare):
+                log.errors.append(Line("OTHER", bare.strip(), log.read))
             continue
         torch.interrupt(prefix)
         line = Line(found[1], found[2].strip(), log.read, _place(bare[: found.start()]), speaker_of(bare))

@@ -36,26 +36,28 @@ class TorchErrors:
         self.found: list[Told] = []
         self._open: dict[str, int | None] = {}
 
-    def read(self, prefix: str, text: str, number: int) -> None:
-        """A line that is not NCCL's."""
+    def read(self, prefix: str, text: str, number: int) -> bool:
+        """A line that is not printed by NCCL; whether it tells of NCCL all the same."""
         rank = _rank(prefix)
         if match := _LAST.search(text):
             self._open[rank] = None
             text = match["text"]
             if not text.strip():
-                return
+                return True
         if rank in self._open:
             at = self._open.pop(rank)
             if at is None and not _END.match(text):
                 self._open[rank] = len(self.found)
                 self.found.append(Told(text.strip(), number, own=False))
-                return
+                return True
             if at is not None and _GOES_ON.match(text):
                 self._open[rank] = at
                 self.found[at] = self.found[at]._replace(text=f"{self.found[at].text} {text.strip()}")
-                return
+                return True
         if _OWN.search(text):
             self.found.append(Told(text.strip(), number, own=True))
+            return True
+        return False
 
     def interrupt(self, prefix: str) -> None:
         """NCCL itself speaks: what was open is at its end."""

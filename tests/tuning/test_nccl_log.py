@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.nccl_diagnosis import LEVELS, diagnose, meanings
+from hpcrun.tuning.nccl_diagnosis import LEVELS, diagnose, patterns
 from hpcrun.tuning.nccl_log import Chosen, NcclLog, machine_of, parse_nccl_log
 from hpcrun.tuning.nccl_model import Expected, Graph, expectations
 
@@ -86,8 +85,8 @@ a:1:1 [0] NCCL INFO TUNER/Plugin: Could not find: libnccl-tuner.so. Using intern
 a:1:1 [0] NCCL INFO NVLS multicast support is not available on dev 0
 a:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1000 - Init COMPLETE
 """
-    found = diagnose(parse_nccl_log(quiet).lines)
-    assert {one.meaning.level for one in found} == {"harmless"}
+    found = diagnose(parse_nccl_log(quiet))
+    assert {one.meaning.level for one in found.found} == {"harmless"}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,8 @@ a:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1000 - Init COMPLET
             "NET/IB : Got completion from peer 1.2.3.4<5> with status=5 opcode=1 len=0 vendor err 249",
             "status-5",
         ),
-        ("NET/IB : Got completion from peer 1.2.3.4<5> with error 4, opcode 0", "status-other"),
+        ("NET/IB : Got completion from peer 1.2.3.4<5> with error 3, opcode 0", "status-other"),
+        ("NET/IB : Got completion from peer 1.2.3.4<5> with error 4, opcode 0, vendor err 81", "status-4"),
         ("NET/IB : Got async event : port error", "port-event"),
         ("NET/IB : mlx5_0:1 Got async error event: port active", "port-event"),
         ("Call to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1", "modify-qp"),
@@ -131,22 +131,23 @@ a:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1000 - Init COMPLET
     ],
 )
 def test_every_warning_has_its_meaning(text: str, id_: str) -> None:
-    lines = parse_nccl_log(f"h:1:2 [3] some/file.cc:12 NCCL WARN {text}\n" * 3).lines
-    (found,) = diagnose(lines)
+    info = id_ == "gdr-off"
+    line = f"h:1:2 [3] {'' if info else 'some/file.cc:12 '}NCCL {'INFO' if info else 'WARN'} {text}\n"
+    (found,) = diagnose(parse_nccl_log(line * 3)).found
     assert (found.meaning.id, found.times, found.line) == (id_, 3, 1)
     assert found.text == text
 
 
 def test_the_worst_comes_first() -> None:
-    levels = [one.meaning.level for one in diagnose(log("2.18").lines)]
+    levels = [one.meaning.level for one in diagnose(log("2.18")).found]
     assert levels == ["error", "unknown", "follows", "harmless", "harmless", "harmless"]
 
 
 def test_the_table_is_whole() -> None:
-    ids = [meaning.id for _, meaning in meanings()]
+    ids = [one.meaning.id for one in patterns()]
     assert len(ids) == len({*ids})
-    for pattern, meaning in meanings():
-        assert isinstance(pattern, re.Pattern)
+    for one in patterns():
+        meaning = one.meaning
         assert meaning.level in LEVELS
         assert meaning.confidence in ("high", "medium", "low")
         assert meaning.meaning

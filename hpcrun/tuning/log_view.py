@@ -1,0 +1,68 @@
+"""What single lines of a log mean once all of it is seen: the network asked for, the number of nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from hpcrun.tuning.nccl_log import Line, NcclLog, interface_in, lacks_adapters
+
+_ABSENT = re.compile(
+    r"(?P<kind>NET|TUNER|PROFILER|COLLNET|GIN|ENV|RMA)/Plugin ?:?.*"
+    r"(?:Could not find|No plugin found|Failed to load|Plugin load .*returned)(?P<names>.*)"
+)
+_LOOPBACK = re.compile(r"(?:NET/Socket|Bootstrap).*(?:\]|Using |[ :])lo:(?:127\.|\[?::1)|onnect to 127\.\d")
+_OWN = ("ib", "socket", "none", "")
+"""Networks of NCCL's own, and no plugin at all."""
+
+
+def in_view(log: NcclLog) -> dict[int, str]:
+    """The meaning of lines, by their number, that the whole log decides."""
+    return {line.number: meaning for line, meaning in [*_plugins(log), *_adapters(log), *_loopback(log)]}
+
+
+def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """A plugin that is asked for by name and is not there is no harmless line."""
+    refused = any("network" in line.text and "not found" in line.text for line in log.lines)
+    network = log.env.get("NCCL_NET", "").strip("\"'").lower()
+    for line in log.lines:
+        match = _ABSENT.search(line.text)
+        if match is None or line.kind == "WARN":
+            continue
+        kind = match["kind"]
+        named = log.env.get(f"NCCL_{kind}_PLUGIN", "").strip("\"'").lower() not in _OWN
+        named = named or _names_another(match["names"] + match[0], kind)
+        if kind == "NET" and (named or (refused and network not in _OWN)):
+            yield line, "plugin-named-missing"
+        elif named and kind in ("TUNER", "PROFILER"):
+            yield line, "tuner-named-missing"
+
+
+def _names_another(text: str, kind: str) -> bool:
+    """Whether a library is looked for that NCCL does not look for by itself."""
+    own = f"libnccl-{kind.lower()}.so"
+    found = re.findall(r"\blib[\w.+-]+\.so[\w.]*", text)
+    return any(name.rstrip(".") not in (own, "libnccl-net.so") for name in found)
+
+
+def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """Nobody misses an adapter on one node, or beside a plugin's network."""
+    other = log.network is not None and log.network not in ("Socket", "IB")
+    if log.nodes != 1 and not other:
+        return
+    for line in log.lines:
+        if lacks_adapters(line.text) and "No device found" in line.text:
+            yield line, "no-ib-one-node" if log.nodes == 1 else "no-ib-other-network"
+
+
+def _loopback(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """The first line of each node that shows the loopback interface in use between nodes."""
+    several = (log.nodes or 0) > 1 or len({line.node for line in log.lines} - {""}) > 1
+    told: set[str] = set()
+    for line in log.lines if several else []:
+        used = interface_in(line.text) == "lo" or _LOOPBACK.search(line.text)
+        if used and line.node not in told and line.kind == "INFO":
+            told.add(line.node)
+            yield line, "loopback"
+    if several and not told:
+        yield from [(line, "loopback") for line in log.lines if "onnect to 127." in line.text][:1]
