@@ -38,14 +38,14 @@ _PERHAPS = re.compile(
     r"\s*(?:"
     r"\[[\w.,:@/ -]+\]"  # mpiexec -prepend-rank, pssh
     r"|\d+:(?=[^\d:])"  # srun -l
-    r"|[A-Za-z][\w.@/-]*(?:[\[(]\d+[\])])?:(?=\s|#|R?NCCL\b|Last error:|\w[\w.-]*:\d+:\d+ )"  # pdsh, clush
+    r"|[A-Za-z][\w.@/-]*(?:[\[(]\d+[\])])?:(?=\s|#|[RN]CCL\b|Last error:|\w[\w.-]*:\d+:\d+ )"  # pdsh, clush
     r"|[A-Za-z][\w.@/-]*\s+\|(?=\s)"  # docker compose
     r"|(?:stdout|stderr)[:|]?(?=\s)"
-    r"|[A-Za-z][\w.-]*(?=\s+(?:#|R?NCCL version\b|\w[\w.-]*:\d+:\d+ \[))"
+    r"|[A-Za-z][\w.-]*(?=\s+(?:#|[RN]CCL version\b|\w[\w.-]*:\d+:\d+ \[))"
     r")"
 )
 _WANTED = re.compile(
-    r"\s*(?:#|R?NCCL (?:version|INFO|WARN|TRACE|ERROR)\b|[A-Za-z0-9][\w.-]*:\d+:\d+ |\d+\s+\d+\s+[a-z]\w+\s"
+    r"\s*(?:#|[RN]CCL (?:version|INFO|WARN|TRACE|ERROR)\b|[A-Za-z0-9][\w.-]*:\d+:\d+ |\d+\s+\d+\s+[a-z]\w+\s"
     r"|Last error:|nccl\w+Error:|torch\.|Traceback|RuntimeError:|NET/OFI|what\(\)|Rank\s+\d+\s)"
 )
 

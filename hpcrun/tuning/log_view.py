@@ -9,7 +9,7 @@ from hpcrun.tuning.nccl_log import Line, NcclLog, interface_in, lacks_adapters
 
 _ABSENT = re.compile(
     r"(?P<kind>NET|TUNER|PROFILER|COLLNET|GIN|ENV|RMA)/Plugin ?:?.*"
-    r"(?:Could not find|No plugin found|Failed to load|Plugin load .*returned)(?P<names>.*)"
+    r"(?:Could not find|No plugin found|Failed to load|Plugin load .*returned)"
 )
 _LOOPBACK = re.compile(r"(?:NET/Socket|Bootstrap).*(?:\]|Using |[ :])lo:(?:127\.|\[?::1)|onnect to 127\.\d")
 _OWN = ("ib", "socket", "none", "")
@@ -18,7 +18,14 @@ _OWN = ("ib", "socket", "none", "")
 
 def in_view(log: NcclLog) -> dict[int, str]:
     """The meaning of lines, by their number, that the whole log decides."""
-    return {line.number: meaning for line, meaning in [*_plugins(log), *_adapters(log), *_loopback(log)]}
+    return {line.number: meaning for line, meaning in _decided(log)}
+
+
+def _decided(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    yield from _plugins(log)
+    yield from _adapters(log)
+    yield from _direct(log)
+    yield from _loopback(log)
 
 
 def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
@@ -31,7 +38,7 @@ def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
             continue
         kind = match["kind"]
         named = log.env.get(f"NCCL_{kind}_PLUGIN", "").strip("\"'").lower() not in _OWN
-        named = named or _names_another(match["names"] + match[0], kind)
+        named = named or _names_another(line.text, kind)
         if kind == "NET" and (named or (refused and network not in _OWN)):
             yield line, "plugin-named-missing"
         elif named and kind in ("TUNER", "PROFILER"):
@@ -42,7 +49,10 @@ def _names_another(text: str, kind: str) -> bool:
     """Whether a library is looked for that NCCL does not look for by itself."""
     own = f"libnccl-{kind.lower()}.so"
     found = re.findall(r"\blib[\w.+-]+\.so[\w.]*", text)
-    return any(name.rstrip(".") not in (own, "libnccl-net.so") for name in found)
+    if kind != "NET":
+        # What is searched for a tuner as well is the network's plugin.
+        found = [name for name in found if not name.startswith("libnccl-net")]
+    return any(name.rstrip(".") != own for name in found)
 
 
 def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
@@ -53,6 +63,15 @@ def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
     for line in log.lines:
         if lacks_adapters(line.text) and "No device found" in line.text:
             yield line, "no-ib-one-node" if log.nodes == 1 else "no-ib-other-network"
+
+
+def _direct(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """GPUs reach the NICs near them directly; that they do not reach the far ones is no fault."""
+    near = any("GPU Direct RDMA Enabled" in line.text for line in log.lines)
+    near = near or log.nodes == 1 or any("GDRDMA" in way for way in log.ways)
+    for line in log.lines if near else []:
+        if "GPU Direct RDMA Disabled for" in line.text:
+            yield line, "gdr-far"
 
 
 def _loopback(log: NcclLog) -> Iterator[tuple[Line, str]]:

@@ -19,7 +19,7 @@ from hpcrun.tuning.nccl_constants import ALGOS, PROTOS, Algo, Proto
 from hpcrun.tuning.nccl_model import Expected, Graph, Machine, NcclCollective, older_than_the_model
 from hpcrun.tuning.torch_errors import TorchErrors
 
-_LINE = re.compile(r"(?<!\w)R?NCCL (INFO|WARN|TRACE|VERSION|CALL) (.*)$")
+_LINE = re.compile(r"(?<!\w)[RN]CCL (INFO|WARN|TRACE|VERSION|CALL) (.*)$")
 _PLACE = re.compile(r"(?:^|\s)(?P<file>[\w./+-]+):(?P<at>\d+)(?: \([^)]*\))?\s*$")
 """Where in NCCL's source a warning is printed; from 2.29 on a thread's name may stand behind it."""
 _VERSION = re.compile(r"(?<!\w)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")

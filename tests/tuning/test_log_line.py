@@ -17,6 +17,8 @@ MESSAGES = (
     "sled2:88:99 [0] NCCL INFO Using network IB",
     "     2097152        524288     float     sum      -1   437.05    4.80    4.80       0",
     "  1073741824     268435456     float     sum      -1   437.05    4.80    4.80       0",
+    "RCCL version 2.27.7-HEAD:abc",
+    "sled2:88:99 [0] /build/src/misc/socket.cc:12 RCCL WARN x",
     "Last error:",
 )
 PREFIXES = (
