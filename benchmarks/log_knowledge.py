@@ -262,9 +262,16 @@ def _judge_releases(report: harness.Report, repository: Path, all_texts: dict[st
         here = [(one, name) for one in all_texts.values() for name in one.places if tag in one.places[name]]
         texts = {one.text for one, _ in here}
         placed = {one.text for one, name in here if _placed(one, name)}
+        alone = {one.text for one, _ in here if find_message(one.sample, "")}
         explained = {one.text for one, name in here if explain(one.sample, name)}
         worst = min(worst, len(placed) / len(texts))
-        report.row(release=tag[1:-2], texts=len(texts), placed=len(placed), explained=len(explained))
+        report.row(
+            release=tag[1:-2],
+            texts=len(texts),
+            placed=len(placed),
+            without_file=len(alone),
+            explained=len(explained),
+        )
     report.claim(
         "share of NCCL's WARN texts placed, the worst release from 2.18 on", worst, "1.0", worst == 1
     )

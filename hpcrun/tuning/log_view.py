@@ -12,6 +12,7 @@ _ABSENT = re.compile(
     r"(?:Could not find|No plugin found|Failed to load|Plugin load .*returned)"
 )
 _LOOPBACK = re.compile(r"(?:NET/Socket|Bootstrap).*(?:\]|Using |[ :])lo:(?:127\.|\[?::1)|onnect to 127\.\d")
+_BRIDGE = re.compile(r"docker|virbr|cni|podman|veth|lxcbr|br-[0-9a-f]{6}")
 _OWN = ("ib", "socket", "none", "")
 """Networks of NCCL's own, and no plugin at all."""
 
@@ -48,7 +49,7 @@ def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
 def _names_another(text: str, kind: str) -> bool:
     """Whether a library is looked for that NCCL does not look for by itself."""
     own = f"libnccl-{kind.lower()}.so"
-    found = re.findall(r"\blib[\w.+-]+\.so[\w.]*", text)
+    found = re.findall(r"[\w./+-]*\blib[\w.+-]+\.so[\w.]*", text)
     if kind != "NET":
         # What is searched for a tuner as well is the network's plugin.
         found = [name for name in found if not name.startswith("libnccl-net")]
@@ -75,13 +76,17 @@ def _direct(log: NcclLog) -> Iterator[tuple[Line, str]]:
 
 
 def _loopback(log: NcclLog) -> Iterator[tuple[Line, str]]:
-    """The first line of each node that shows the loopback interface in use between nodes."""
-    several = (log.nodes or 0) > 1 or len({line.node for line in log.lines} - {""}) > 1
+    """The first line of each node that shows an interface in use that does not lead to other nodes."""
+    nodes = {line.node for line in log.lines} - {""}
+    if (log.nodes or 0) < 2 and (log.nodes == 1 or len(nodes) < 2):
+        return
     told: set[str] = set()
-    for line in log.lines if several else []:
-        used = interface_in(line.text) == "lo" or _LOOPBACK.search(line.text)
-        if used and line.node not in told and line.kind == "INFO":
+    for line in log.lines:
+        found = interface_in(line.text) or ""
+        meaning = "loopback" if found == "lo" or _LOOPBACK.search(line.text) else ""
+        meaning = meaning or ("bridge" if _BRIDGE.match(found) else "")
+        if meaning and line.kind == "INFO" and line.node not in told:
             told.add(line.node)
-            yield line, "loopback"
-    if several and not told:
+            yield line, meaning
+    if not told:
         yield from [(line, "loopback") for line in log.lines if "onnect to 127." in line.text][:1]

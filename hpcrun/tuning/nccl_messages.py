@@ -32,9 +32,9 @@ Subsystem = Literal[
 ]
 Whose = Literal["ours", "theirs", "system"]
 Role = Literal["cause", "follows", "harmless"]
-_SUBSYSTEMS: tuple[Subsystem, ...] = get_args(Subsystem)
-_WHOSE: tuple[Whose, ...] = get_args(Whose)
-_ROLES: tuple[Role, ...] = get_args(Role)
+_SUBSYSTEMS: dict[str, Subsystem] = {name: name for name in get_args(Subsystem)}
+_WHOSE: dict[str, Whose] = {name: name for name in get_args(Whose)}
+_ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
 TABLE = Path(__file__).with_name("nccl_messages.tsv")
 _SHORT = 10
 """Letters of a fragment that tell a message where the line's file is unknown or of the same subsystem."""
@@ -120,8 +120,8 @@ def _message(cells: list[str]) -> Message:
         tuple(files.split(",")),
         parse_version(first, TABLE.name),
         parse_version(last, TABLE.name),
-        {name: name for name in _SUBSYSTEMS}[subsystem],
-        {name: name for name in _WHOSE}[whose],
-        {name: name for name in _ROLES}[role],
+        _SUBSYSTEMS[subsystem],
+        _WHOSE[whose],
+        _ROLES[role],
         meaning,
     )

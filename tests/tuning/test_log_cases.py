@@ -84,6 +84,29 @@ def test_the_same_from_many_ranks_is_one_finding_and_another_cause_a_second() ->
         ("hipify/src/misc/socket.cc", "something nobody knows", ("unknown", "unknown", "socket")),
         ("nowhere/else.cc", "something nobody knows", ("unknown", "unknown", None)),
         ("group.cc", "HIP failure 'out of memory'", ("cuda-oom", "error", "argument")),
+        (
+            "transport/nvls.cc",
+            "Cuda failure 700 'an illegal memory access'",
+            ("cuda-other", "follows", "nvls"),
+        ),
+        ("transport/shm.cc", "Cuda failure 1 'invalid argument'", ("cuda-shm", "error", "shm")),
+        (
+            "enqueue.cc",
+            "Cuda failure 214 'uncorrectable ECC error'",
+            ("gpu-memory-broken", "error", "argument"),
+        ),
+        (
+            "transport/net_ib.cc",
+            "NET/IB : Got async event : local catastrophic error",
+            ("nic-fatal", "error", "ib"),
+        ),
+        ("transport/net_ib.cc", "NET/IB : Got async event : GID table change", ("gid-changed", "slow", "ib")),
+        ("transport/net_ib.cc", "NET/IB : Got async event : SM change", ("subnet-manager", "slow", "ib")),
+        (
+            "transport/net_ib.cc",
+            "NET/IB : Got async event : last WQE reached",
+            ("qp-notice", "harmless", "ib"),
+        ),
     ],
 )
 def test_the_place_of_a_line_is_evidence(place: str, text: str, told: tuple[str, str, str | None]) -> None:
@@ -115,6 +138,12 @@ MISSING = "NET/Plugin: Could not find: {}. Using internal network plugin."
         ([MISSING.format("aws-ofi libnccl-net-aws-ofi.so")], "plugin-named-missing"),
         (["TUNER/Plugin: Could not find: libnccl-tuner.so libnccl-net.so. Using internal"], "plugin-absent"),
         (["TUNER/Plugin: Could not find: mine libnccl-tuner-mine.so."], "tuner-named-missing"),
+        (["NET/Plugin: Could not find: /opt/site/libnccl-net.so."], "plugin-named-missing"),
+        (
+            ["NET/Plugin: libfabric.so.1: cannot open shared object file: No such file"],
+            "plugin-library-missing",
+        ),
+        (["External network plugin libnccl-net-x.so is unsupported"], "plugin-unsupported"),
         (["GPU Direct RDMA Disabled for GPU 0 / HCA 1 (distance 7 > 5)"], "gdr-off"),
         (
             ["GPU Direct RDMA Enabled for GPU 0 / HCA 0", "GPU Direct RDMA Disabled for GPU 0 / HCA 1"],
@@ -131,11 +160,18 @@ def test_the_whole_log_decides(lines: list[str], told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "used", ["Bootstrap : Using lo:127.0.0.1<0>", "NET/Socket : Using [0]lo:127.0.0.1<0>"]
+    ("used", "id_"),
+    [
+        ("Bootstrap : Using lo:127.0.0.1<0>", "loopback"),
+        ("Bootstrap: Using lo:::1<0>", "loopback"),
+        ("NET/Socket : Using [0]lo:127.0.0.1<0>", "loopback"),
+        ("Bootstrap : Using docker0:172.17.0.1<0>", "bridge"),
+        ("Bootstrap : Using [0]virbr0:192.168.122.1<0>", "bridge"),
+    ],
 )
-def test_loopback_is_an_error_between_nodes_alone(used: str) -> None:
+def test_an_interface_of_one_node_is_an_error_between_nodes_alone(used: str, id_: str) -> None:
     here, there = INFO.format(used), INFO.format(used).replace("n1", "n2")
-    assert [one.meaning.id for one in judged(here + there).found] == ["loopback"]
+    assert {one.meaning.id for one in judged(here + there).found} == {id_}
     assert ids(here) == []
     one_node = INFO.format("comm 0x1 rank 0 nRanks 8 nNodes 1 localRanks 8 localRank 0 MNNVL 0")
     assert ids(here + one_node) == []
