@@ -153,6 +153,10 @@ def _tell_unchecked(runs: Sequence[Run]) -> None:
     if names:
         told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right (-c 1)"
         typer.echo(f"hpcrun: {told}", err=True)
+    for run in runs:
+        if rows := run.found.not_read:
+            told = f"{run.name}: {len(rows)} rows could not be read in full; the first is: {rows[0]}"
+            typer.echo(f"hpcrun: {told}", err=True)
 
 
 def _lines(row: RowSpec) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -126,21 +125,25 @@ def meaning_named(name: str) -> Meaning:
 def diagnose(log: NcclLog) -> Diagnoses:
     """What the lines tell; a warning that is not in the tables is said to be unknown, with its place."""
     decided = in_view(log)
+    alike: dict[tuple[str, str, str], Diagnosis | None] = {}
     found: dict[tuple[str, str], Diagnosis] = {}
     understood = unknown = 0
     for line in log.lines:
-        known = find_message(line.text, line.place) if line.kind in _WARNINGS else None
-        meaning = _meaning(line, decided.get(line.number), known)
-        if meaning is None:
+        cause = cause_of(line.text)
+        # Lines that differ in names and numbers alone are judged once: a log may have a hundred thousand.
+        kind = line.kind, line.place, cause
+        if kind not in alike:
+            alike[kind] = _judge(line)
+        one = alike[kind]
+        if name := decided.get(line.number):
+            one = Diagnosis(meaning_named(name), line.text, line.number, 0, line.place)
+        if one is None:
             continue
         if line.kind in _WARNINGS:
-            understood, unknown = (
-                understood + (meaning.level != "unknown"),
-                unknown + (meaning.level == "unknown"),
-            )
-        first = Diagnosis(meaning, line.text, line.number, 0, *_evidence(line, known))
-        key = meaning.id, "" if line.kind == "TORCH" or meaning.level == "harmless" else cause_of(line.text)
-        before = found.get(key, first)
+            understood += one.meaning.level != "unknown"
+            unknown += one.meaning.level == "unknown"
+        key = one.meaning.id, "" if line.kind == "TORCH" or one.meaning.level == "harmless" else cause
+        before = found.get(key, one)
         found[key] = replace(before, times=before.times + 1)
     order = ("error", "unknown", "slow", "follows", "harmless")
     ranked = sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))
@@ -163,16 +166,18 @@ def cause_of(text: str) -> str:
     return " ".join(plain.split())
 
 
-def _meaning(line: Line, decided: str | None, known: Message | None) -> Meaning | None:
-    if decided is not None:
-        return meaning_named(decided)
-    if found := explain(line.text, line.place, line.kind):
-        return found
-    if line.kind not in _WARNINGS:
+def _judge(line: Line) -> Diagnosis | None:
+    """One line by itself."""
+    known = find_message(line.text, line.place) if line.kind in _WARNINGS else None
+    meaning = explain(line.text, line.place, line.kind)
+    if meaning is None and line.kind in _WARNINGS:
+        meaning = meaning_named(known.meaning) if known and known.meaning else _placed(line, known)
+    if meaning is None:
         return None
-    if known is not None and known.meaning:
-        return meaning_named(known.meaning)
-    return _placed(line, known)
+    subsystem = subsystem_of(line.place) or (known.subsystem if known else None)
+    return Diagnosis(
+        meaning, line.text, line.number, 0, line.place, subsystem, known.whose if known else None
+    )
 
 
 def _placed(line: Line, known: Message | None) -> Meaning:
@@ -187,9 +192,3 @@ def _placed(line: Line, known: Message | None) -> Meaning:
     text = f"{words['what']}: {_tables().whose[known.whose]} is at fault"
     remedy = f"look at {words['look']}"
     return Meaning("placed", _OF_ROLE[known.role], text, remedy, "low", ", ".join(known.files))
-
-
-def _evidence(line: Line, known: Message | None) -> Iterator[Any]:
-    yield line.place
-    yield subsystem_of(line.place) or (known.subsystem if known else None)
-    yield known.whose if known else None

@@ -21,6 +21,7 @@ _TITLE = re.compile(r"#\s*Collective test starting: (?P<program>\w+)")
 _LIBRARY = re.compile(r"nccl-library=(?P<code>\d{4,6})\b")
 _RANK = re.compile(r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+")
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
+_ROW = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w+\s")
 _TIMES = ("time", "cputime")
 _WRONG = ("#wrong", "error")
 
@@ -54,6 +55,8 @@ class Timings:
     ranks: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that NCCL says it has read, where its log stands between the rows."""
+    not_read: tuple[str, ...] = ()
+    """Rows that look like times and could not be read."""
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -96,6 +99,7 @@ class _Reader:
         self._nccl: Version | None = None
         self._hosts: dict[int, str] = {}
         self._env: dict[str, str] = {}
+        self._not_read: list[str] = []
 
     def read(self, line: str) -> None:
         """One line, whoever printed it."""
@@ -115,31 +119,37 @@ class _Reader:
             words = line.removeprefix("#").split()
             if words[:2] == ["size", "count"] and any(one in words for one in _TIMES):
                 self._columns = words
-        elif self._columns:
-            self._row(line.split())
+        elif _ROW.match(line) and not (self._columns and self._row(line.split())):
+            self._not_read.append(line.strip())
 
-    def _row(self, words: Sequence[str]) -> None:
-        if len(words) < len(self._columns) or not all(word.isdecimal() for word in words[:2]):
-            return
+    def _row(self, words: Sequence[str]) -> bool:
+        """Whether it has been read."""
+        if len(words) < len(self._columns):
+            return False
         size = int(words[0])
         starts = [at for at, name in enumerate(self._columns) if name in _TIMES]
         self._kinds.setdefault((self._collective, size), set()).add(tuple(words[2 : starts[0]]))
         for in_place, start in enumerate(starts[:2]):
             end = starts[in_place + 1] if in_place + 1 < len(starts) else len(self._columns)
             half = dict(zip(self._columns[start:end], words[start:end], strict=True))
-            self._half(Call(self._collective, size, bool(in_place)), half)
+            if size and not self._half(Call(self._collective, size, bool(in_place)), half):
+                return False
+        return True
 
-    def _half(self, call: Call, half: Mapping[str, str]) -> None:
+    def _half(self, call: Call, half: Mapping[str, str]) -> bool:
         time_us = _number(next((half[name] for name in _TIMES if name in half), ""))
         busbw = _number(half.get("busbw", ""))
-        if not call.size_bytes or not time_us:
-            return
+        if time_us is None:
+            return False
+        if not time_us:
+            return True
         told = next((half[name] for name in _WRONG if name in half), "N/A")
         self._looked_at[call.in_place, _number(told) is not None] += 1
         if "#wrong" in half and (_number(told) or 0) > 0:
             self._wrong[call] = None
         self._times.setdefault(call, []).append(time_us)
         self._busbw.setdefault(call, []).append(busbw or 0.0)
+        return True
 
     def result(self) -> Timings:
         """What was read."""
@@ -158,6 +168,7 @@ class _Reader:
             tuple(dict.fromkeys(self._hosts.values())),
             len(self._hosts) or None,
             self._env,
+            tuple(self._not_read),
         )
 
     def _mixtures(self) -> Iterator[str]:

@@ -64,6 +64,22 @@ def test_sizes_of_several_types_cannot_be_told_apart() -> None:
     assert parse_nccl_tests(f"{text}\n{row.replace('float', ' half')}").mixed.startswith("16777216 bytes")
 
 
+def test_rows_that_cannot_be_read_are_told() -> None:
+    text = (OUTPUTS / "all-reduce-2.17.txt").read_text(encoding="utf-8")
+    assert parse_nccl_tests(text).not_read == ()
+    row = next(line for line in text.splitlines() if " 16777216 " in line)
+    for broken in (
+        row[: len(row) // 2],
+        row.replace(row.split()[5], "x"),
+        row.replace(row.split()[5], "nan"),
+    ):
+        found = parse_nccl_tests(text.replace(row, broken))
+        assert found.not_read == (broken.strip(),)
+        assert {call.size_bytes for call in found.times_us} >= {2**20, 2**28}
+    without_head = "\n".join(line for line in text.splitlines() if "algbw" not in line)
+    assert len(parse_nccl_tests(without_head).not_read) == 3
+
+
 @pytest.mark.parametrize("text", ["", "nonsense\n1 2 3", "# size count time\n8 x y", "\0\n# size count\n1 2"])
 def test_no_output_is_an_empty_run(text: str) -> None:
     found = parse_nccl_tests(text)
