@@ -89,6 +89,8 @@ def test_the_same_from_many_ranks_is_one_finding_and_another_cause_a_second() ->
             "Cuda failure 700 'an illegal memory access'",
             ("cuda-other", "follows", "nvls"),
         ),
+        ("transport/net.cc", "Cuda failure 1 'invalid argument'", ("cuda-call", "error", "proxy")),
+        ("enqueue.cc", "Cuda failure 999 'unknown error'", ("cuda-other", "follows", "argument")),
         ("transport/shm.cc", "Cuda failure 1 'invalid argument'", ("cuda-shm", "error", "shm")),
         (
             "enqueue.cc",
