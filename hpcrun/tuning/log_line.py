@@ -25,6 +25,7 @@ _CERTAIN = re.compile(
     rf"\[{_CLOCK}\]:?|{_CLOCK}(?=[\s\[<:|,-])[:|,-]?"
     r"|\[\s*\d+\.\d+\]"  # the kernel's clock
     r"|\[[^\]\s]+\](?:<std\w+>)?:|<std\w+>:"  # torchrun --tee, mpirun --tag-output, torch's [rank0]:
+    r"|\d{1,6}:(?= )"  # srun -l
     r"|\[[^\]\s]+\](?:<std\w+>|\[std\w+\])"
     r"|\[(?:pod|container)/[^\]]*\]"
     r"|\([^()]*\b(?:pid|ip|rank)=[^()]*\)"  # Ray and what stands on it

@@ -10,8 +10,8 @@ _END = re.compile(r"\s*(?:$|Exception raised from|Traceback|frame #|File \"|\^)"
 _GOES_ON = re.compile(r"\s*(?:This|If|Please|Set|Try|Check) [a-z]")
 """How the second line of one of NCCL's texts begins."""
 _OWN = re.compile(
-    r"DistBackendError|NCCL error(?: in)?:|(?:^|\s)nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage"
-    r"|InvalidArgument)\w*: "
+    r"DistBackendError|NCCL [Ee]rror(?: in| \d+)?:"
+    r"|(?:^|\s)nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage|InvalidArgument)\w*: "
     r"|Watchdog caught collective operation timeout|[Ww]atchdog thread terminated with exception"
     r"|NCCL operations have failed or timed out|[Hh]eartbeat monitor timed out|is likely stuck.*[Ww]atchdog"
     r"|\(either an error or timeout\) detected by watchdog|should dump\W* flag|flight recorder dump signal"
@@ -34,24 +34,30 @@ class TorchErrors:
 
     def __init__(self) -> None:
         self.found: list[Told] = []
-        self._open: dict[str, int | None] = {}
+        self._open: dict[str, tuple[int | None, str]] = {}
 
     def read(self, prefix: str, text: str, number: int) -> bool:
         """A line that is not printed by NCCL; whether it tells of NCCL all the same."""
         rank = _rank(prefix)
+        if rank not in self._open:
+            # A word that may be a prefix is one if it stood before the line above.
+            for known, (_, before) in self._open.items():
+                if before and (prefix + text).startswith(before):
+                    rank, text = known, (prefix + text)[len(before) :]
+                    break
         if match := _LAST.search(text):
-            self._open[rank] = None
+            self._open[rank] = None, prefix
             text = match["text"]
             if not text.strip():
                 return True
         if rank in self._open:
-            at = self._open.pop(rank)
+            at, before = self._open.pop(rank)
             if at is None and not _END.match(text):
-                self._open[rank] = len(self.found)
+                self._open[rank] = len(self.found), before
                 self.found.append(Told(text.strip(), number, own=False))
                 return True
             if at is not None and _GOES_ON.match(text):
-                self._open[rank] = at
+                self._open[rank] = at, before
                 self.found[at] = self.found[at]._replace(text=f"{self.found[at].text} {text.strip()}")
                 return True
         if _OWN.search(text):

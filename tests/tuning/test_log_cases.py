@@ -212,6 +212,14 @@ def test_a_last_error_has_its_second_line_and_not_what_follows() -> None:
     assert found.text == f"{text} This is usually caused by a system error."
 
 
+@pytest.mark.parametrize(
+    "prefix", ["3: ", "node01: ", "(worker pid=1, ip=10.0.0.1) ", "[1,0]<stderr>:", "0: [rank0]: "]
+)
+def test_a_last_error_is_found_behind_any_prefix(prefix: str) -> None:
+    log = f"{prefix}ncclRemoteError: x\n{prefix}Last error:\n{prefix}NET/IB: a text of tomorrow\n"
+    assert ("unknown", "NET/IB: a text of tomorrow") in [(d.meaning.id, d.text) for d in judged(log).found]
+
+
 @pytest.mark.parametrize("between", ["", "[rank0]: \n", "Last error:\n"])
 def test_an_unknown_last_error_is_unknown(between: str) -> None:
     told = judged(f"[rank0]: Last error:\n[rank0]: a text of tomorrow\n{between}")
@@ -228,6 +236,7 @@ def test_an_unknown_last_error_is_unknown(between: str) -> None:
         ),
         ("[E ProcessGroupNCCL.cpp:475] Some NCCL operations have failed or timed out.", "torch-passes-on"),
         ('[rank0]:[W1 TCPStore.cpp:115] Failed to check the "should dump" flag on TCPStore', "torch-store"),
+        ("RuntimeError: NCCL Error 2: unhandled system error", "torch-passes-on"),
         ("RuntimeError: NCCL error in: x.cpp:1, invalid usage, NCCL version 2.14.3", "torch-passes-on"),
     ],
 )
