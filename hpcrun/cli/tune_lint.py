@@ -133,7 +133,8 @@ def _summary(report: Report) -> str:
         level: sum(one.level == level for one in report.findings) for level in ("error", "warning", "note")
     }
     told = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items())
-    return f"{told}; {len(report.chains)} variables looked at"
+    count = len(report.chains)
+    return "; ".join([told, f"{count} variable{'' if count == 1 else 's'} looked at", *report.read])
 
 
 def _library(gathered: Gathered) -> dict[str, Any]:

@@ -61,6 +61,10 @@ class Layer:
     fills: bool = False
     notes: tuple[str, ...] = ()
     """What it could not see into."""
+    used: frozenset[str] = frozenset()
+    """Names whose value a script itself hands on, as `$NAME`."""
+    read: int | None = None
+    """Commands of a script that were read; None for what is no script."""
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
-from hpcrun.tuning.problem import Complaint, Fault, error, note, show, warning
+from hpcrun.tuning.problem import Complaint, Fault, Level, error, note, show, warning
 from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import check_value, number
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
-_OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_", re.I)
+_OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_")
 """How the names begin that nobody but NCCL and its company uses."""
 
 
@@ -27,6 +27,8 @@ class Report:
     """Of the variables that are known or look as if."""
     notes: tuple[str, ...] = ()
     """What could not be looked into."""
+    read: tuple[str, ...] = ()
+    """How much of each script was read."""
 
     @property
     def has_errors(self) -> bool:
@@ -45,6 +47,7 @@ class Report:
             "findings": [one.as_json() for one in self.findings],
             "settings": {name: chain_json(chain) for name, chain in sorted(self.chains.items())},
             "notes": list(self.notes),
+            "read": list(self.read),
         }
 
 
@@ -71,7 +74,10 @@ def lint(layers: Sequence[Layer], version: Version | None) -> Report:
     """Everything that is wrong, worst first; layers from the weakest on, files that only fill at the end."""
     chains = resolve(layers)
     counts = effective(chains)
-    ours = {name: chain for name, chain in chains.items() if is_ours(name)}
+    used = frozenset().union(*(layer.used for layer in layers))
+    ours = {
+        name: chain for name, chain in chains.items() if is_ours(name) and not _is_scripts_own(chain, used)
+    }
     findings = [*_of_places(ours)]
     for name, chain in ours.items():
         if chain.winner is not None:
@@ -83,7 +89,27 @@ def lint(layers: Sequence[Layer], version: Version | None) -> Report:
         findings.append(
             Complaint(fault.level, name, fault.text, counts[name].where if name in counts else "")
         )
-    return Report(worst_first(findings), ours, tuple(line for layer in layers for line in layer.notes))
+    return Report(
+        worst_first(findings),
+        ours,
+        tuple(line for layer in layers for line in layer.notes),
+        tuple(_coverage(layer) for layer in layers if layer.read is not None),
+    )
+
+
+def _coverage(layer: Layer) -> str:
+    unread = f", {len(layer.notes)} not looked into" if layer.notes else ""
+    return f"{layer.title}: {layer.read} command{'' if layer.read == 1 else 's'} read{unread}"
+
+
+def _is_scripts_own(chain: Chain, used: Collection[str]) -> bool:
+    """Whether a script only keeps something of its own under this name, which no NCCL reads."""
+    known = registry()
+    is_known = chain.name in known.variables or known.lookalike(chain.name) or chain.name in known.symbols
+    is_exported = any(setting.is_exported or setting.faults for setting, _ in chain.steps)
+    if chain.name in used:
+        return not is_known or not is_exported
+    return not is_exported and not is_known and known.nearest(chain.name) is None
 
 
 def worst_first(findings: Sequence[Complaint]) -> tuple[Complaint, ...]:
@@ -100,7 +126,8 @@ def _of_places(chains: Mapping[str, Chain]) -> Iterator[Complaint]:
                 yield Complaint(fault.level, name, fault.text, setting.where)
             if not setting.faults and fate.startswith("not exported"):
                 text = "is set without `export`, so that no rank sees it"
-                yield Complaint("error", name, text, setting.where)
+                level: Level = "error" if name in registry().variables else "warning"
+                yield Complaint(level, name, text, setting.where)
         values = {setting.value for setting, fate in chain.steps if not fate.startswith("not exported")}
         if chain.winner is not None and len(values) > 1:
             lost = ", ".join(

@@ -112,6 +112,7 @@ def test_a_script_as_people_write_them() -> None:
     assert [note.partition(" sets")[0] for note in layer.notes] == [
         "job.sbatch:6: what `module load cuda/12.4`",
         "job.sbatch:7: what `source /opt/site/env.sh`",
+        "job.sbatch:19: NCCL_FROM_A_DOCUMENT stands here in a form that was not looked into",
     ]
 
 
