@@ -194,7 +194,9 @@ def _algorithms(view: View) -> Iterator[Told]:
                 "NCCL_ALGO",
                 error(
                     f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={show(proto)} covers: from 2.31"
-                    f" on they have no algorithm; write {show(f'ring,tree;{algo}')}"
+                    f" on they have no algorithm",
+                    f"; write {show(f'ring,tree;{algo}')}",
+                    f"ring,tree;{algo}",
                 ),
             )
 
@@ -238,7 +240,8 @@ def _memory(view: View) -> Iterator[Told]:
     if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
         yield "NCCL_SHM_DISABLE", warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC")
     if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
-        yield "NCCL_NVLS_ENABLE", error("is 1, which fails at start with several ranks on a GPU; use 2 or 0")
+        text = "is 1, which fails at start with several ranks on a GPU"
+        yield "NCCL_NVLS_ENABLE", error(text, "; use 2 or 0", "2")
     mixing, ordering = (
         view.number("NCCL_GRAPH_MIXING_SUPPORT"),
         view.number("NCCL_GRAPH_STREAM_ORDERING"),
@@ -281,9 +284,12 @@ def _interfaces(view: View) -> Iterator[Told]:
                 "GLOO_SOCKET_IFNAME",
                 warning(f"is {show(gloo)}, which NCCL_SOCKET_IFNAME {show(ours)} leaves out"),
             )
-    for entry in (view.text("UCX_NET_DEVICES") or "").split(","):
-        if re.fullmatch(r"mlx5_\d+|bnxt_re\d+", entry):
-            yield "UCX_NET_DEVICES", error(f"{entry} has no port and matches nothing; write {entry}:1")
+    entries = (view.text("UCX_NET_DEVICES") or "").split(",")
+    bare = re.compile(r"mlx5_\d+|bnxt_re\d+")
+    with_ports = ",".join(f"{entry}:1" if bare.fullmatch(entry) else entry for entry in entries)
+    for entry in filter(bare.fullmatch, entries):
+        text = f"{entry} has no port and matches nothing"
+        yield "UCX_NET_DEVICES", error(text, f"; write {entry}:1", with_ports)
 
 
 def _debugging(view: View) -> Iterator[Told]:
@@ -294,7 +300,11 @@ def _debugging(view: View) -> Iterator[Told]:
     if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
         yield (
             "NCCL_DEBUG_FILE",
-            warning(f"ranks write over each other's file; write {show(f'{path}.%h.%p')}"),
+            warning(
+                "ranks write over each other's file",
+                f"; write {show(f'{path}.%h.%p')}",
+                f"{path}.%h.%p",
+            ),
         )
 
 

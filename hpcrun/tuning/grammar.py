@@ -6,13 +6,12 @@ silence. From 2.24 on it is `list;function:list;function:^list`, where such a wo
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrun.tuning.names import Devices, parse_devices
-from hpcrun.tuning.problem import Fault, error, note, show, warning
+from hpcrun.tuning.problem import Fault, closest, error, note, show, warning
 from hpcrun.tuning.registry import Version, show_version
 
 FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
@@ -49,6 +48,10 @@ _MOST_DEVICES = 32
 _LONGEST_INTERFACE = 15
 _DRIVERS = frozenset({"mlx4", "mlx5", "hfi1"})
 """How all adapters of a driver begin: meant as a prefix."""
+_WHOLE = re.compile(r"\d$")
+_ZERO = re.compile(r"(?<!\d)0$")
+_FEW_MORE = re.compile(r"(?<!\d)[1-9]$")
+"""Adapters are counted without leading zeros, and no host has a hundred."""
 _NOWHERE = re.compile(r"lo|(docker|virbr|br-|veth|cni|flannel|cali)\w*")
 
 
@@ -107,8 +110,8 @@ class _Reader:
             end = f"to before {show_version(until)}" if until else "on"
             hint = f"; it is known from {show_version(since)} {end}"
         else:
-            close = difflib.get_close_matches(word.strip().lower(), self.choices, n=1, cutoff=0.5)
-            hint = f"{f'; did you mean {close[0]}?' if close else ';'} allowed: {', '.join(self.choices)}"
+            close = closest(word.strip().lower(), self.choices)
+            hint = f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(self.choices)}"
         until_old = "ends the job" if self.is_strict else "is passed over in silence"
         on = "" if self.version else " from 2.24 on"
         self.faults.append(error(f"{show(word)} is not known and {until_old}{on}{hint}"))
@@ -148,8 +151,8 @@ def parse_selection(name: str, text: str, version: Version | None) -> Selection:
             continue
         function = pieces[0].lower()
         if function not in FUNCTIONS:
-            close = difflib.get_close_matches(function, FUNCTIONS, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]}?" if close else ";"
+            close = closest(function, FUNCTIONS)
+            hint = f"; did you mean {close}?" if close else ";"
             reader.faults.append(
                 error(
                     f"{show(pieces[0])} is no function and ends the job{hint} allowed: {', '.join(FUNCTIONS)}"
@@ -190,8 +193,9 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
         if any("ll128" in left for left in selection.chosen.values()):
             how = "" if "ll128" in selection.words else ", since ^ turns on all that it does not list"
             yield warning(
-                f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence: write"
-                " ^LL128, or LL,Simple"
+                f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence",
+                ": write ^LL128, or LL,Simple",
+                "^LL128",
             )
         return
     if not selection.is_valid:
@@ -201,7 +205,12 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
         yield note(f"has no algorithm for {lost}, which fall back to ring")
     elif lost:
         since = "" if version else " from 2.24 on"
-        yield error(f"leaves {lost} without an algorithm{since}, which ends a job that uses them; add ring")
+        is_list = not set(text) & set("^:;")
+        yield error(
+            f"leaves {lost} without an algorithm{since}, which ends a job that uses them",
+            "; add ring",
+            f"{text},ring" if is_list else None,
+        )
 
 
 def stranded(selection: Selection) -> list[str]:
@@ -213,7 +222,8 @@ def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterato
     """What is wrong with a device list; `ports`: adapters, not interfaces."""
     devices = parse_devices(text)
     if text.startswith("=^"):
-        yield error(f"begins with =^, which matches nothing; write {show('^' + text.replace('^', '', 1))}")
+        meant = "^" + text.replace("^", "", 1)
+        yield error("begins with =^, which matches nothing", f"; write {show(meant)}", meant)
         return
     if not devices.entries:
         yield error("names no device, and so takes all")
@@ -231,23 +241,44 @@ def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterato
     if len(names) > _MOST_DEVICES:
         yield error(f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
     if not devices.exact:
-        yield from _traps(names, devices.excludes, ports)
+        yield from _traps(text, devices, ports)
     yield from _fields(devices, version) if ports else _interfaces(devices)
 
 
-def _traps(names: Sequence[str], excludes: bool, ports: bool) -> Iterator[Fault]:
-    names = [name for name in names if name.isprintable()]
-    trapped = [name for name in names if re.search(r"\d$", name) and name not in _DRIVERS]
+def _traps(text: str, devices: Devices, ports: bool) -> Iterator[Fault]:
+    """A name that also takes longer ones, where nothing says that these are meant."""
+    names = [name for name in devices.names if name.isprintable()]
+    trapped = [name for name in names if _is_trap(name, names, ports)]
     if not trapped:
         return
     first = trapped[0]
     more = first[-_LONGEST_INTERFACE:]
-    other = f"{more}0 to {more}9" if ports else f"{more}0 and {more}.100"
-    does = "leaves out" if excludes else "takes"
-    exact = show(f"{'^' if excludes else ''}={','.join(names)}")
+    # A number that is 0 goes on with no further digit; a VLAN can follow any.
+    further = [f"{more}0"] * (not _ZERO.search(first)) + [f"{more}.100"]
+    other = f"{more}0 to {more}9" if ports else " and ".join(further)
+    does = "leaves out" if devices.excludes else "takes"
+    sign = "^=" if devices.excludes else "="
+    exact = f"{sign}{text.removeprefix('^')}"
+    # With = all entries are whole names, also those that are only the beginning of some.
+    are_whole = len(names) == len(devices.names) and all(_WHOLE.search(name) for name in names)
+    are_whole = are_whole and not _DRIVERS & set(names)
     # A second adapter of that name is often there, a second interface seldom.
     say = warning if ports else note
-    yield say(f"{show(first)} also {does} {other}: names match by how they begin; write {exact}")
+    yield say(
+        f"{show(first)} also {does} {other}: names match by how they begin",
+        f"; write {show(exact)}" if are_whole else "",
+        exact if are_whole else None,
+    )
+
+
+def _is_trap(name: str, names: Sequence[str], ports: bool) -> bool:
+    if name in _DRIVERS or not _WHOLE.search(name):
+        return False
+    if ports and not _FEW_MORE.search(name):
+        return False
+    longer = any(other != name and other.startswith(name) for other in names)
+    covered = any(other != name and name.startswith(other) for other in names)
+    return not longer and not covered
 
 
 def _fields(devices: Devices, version: Version | None) -> Iterator[Fault]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrun.tuning.conflicts import conflicts
+from hpcrun.tuning.demands import is_demanded
 from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
+from hpcrun.tuning.grammar import parse_selection
 from hpcrun.tuning.problem import Complaint, Fault, Level, error, note, show, warning
 from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import check_value, number
@@ -82,19 +84,33 @@ def lint(layers: Sequence[Layer], version: Version | None) -> Report:
     for name, chain in ours.items():
         if chain.winner is not None:
             findings += (
-                Complaint(fault.level, name, fault.text, chain.winner.where)
-                for fault in check_setting(chain.winner, version)
+                Complaint(fault.level, name, _text(fault, name, counts, version), chain.winner.where)
+                for fault in check_setting(chain.winner, version, counts)
             )
     for name, fault in conflicts(counts, version):
-        findings.append(
-            Complaint(fault.level, name, fault.text, counts[name].where if name in counts else "")
-        )
+        where = counts[name].where if name in counts else ""
+        findings.append(Complaint(fault.level, name, _text(fault, name, counts, version), where))
     return Report(
         worst_first(findings),
         ours,
         tuple(line for layer in layers for line in layer.notes),
         tuple(_coverage(layer) for layer in layers if layer.read is not None),
     )
+
+
+def _text(fault: Fault, name: str, counts: Mapping[str, Setting], version: Version | None) -> str:
+    """What a fault says, with its remedy only where that leaves nothing as bad behind."""
+    return fault.text if remedies(fault, name, counts, version) else fault.bare
+
+
+def remedies(fault: Fault, name: str, counts: Mapping[str, Setting], version: Version | None) -> bool:
+    """Whether the value that a fault proposes has itself no fault that is as bad or worse."""
+    if fault.instead is None or name not in counts:
+        return True
+    mended = {**counts, name: replace(counts[name], value=fault.instead)}
+    left = [*check_setting(mended[name], version, mended)]
+    left += [other for at_name, other in conflicts(mended, version) if at_name == name]
+    return all(_ORDER[other.level] > _ORDER[fault.level] for other in left)
 
 
 def _coverage(layer: Layer) -> str:
@@ -143,8 +159,10 @@ def _shown(setting: Setting) -> str:
     return "a computed value" if value is None else show(value)
 
 
-def check_setting(setting: Setting, version: Version | None) -> Iterator[Fault]:
-    """What is wrong with one variable taken by itself."""
+def check_setting(
+    setting: Setting, version: Version | None, environment: Mapping[str, Setting] | None = None
+) -> Iterator[Fault]:
+    """What is wrong with one variable taken by itself; the environment tells which platform this is."""
     known = registry().variables.get(setting.name)
     if known is None:
         yield from _unknown(setting.name)
@@ -171,7 +189,7 @@ def check_setting(setting: Setting, version: Version | None) -> Iterator[Fault]:
     faults = list(check_value(known.name, setting.value, rule, version)) if rule else []
     yield from faults
     if not any(one.level == "error" for one in faults):
-        yield from _left_over(known, setting.value)
+        yield from _left_over(known, setting.value, version, environment or {})
 
 
 def _unknown(name: str) -> Iterator[Fault]:
@@ -205,12 +223,20 @@ def _impostor(found: Lookalike) -> Fault:
     return error(f"looks like one of NCCL's variables and is read by nobody{instead}{text}")
 
 
-def _left_over(known: Variable, value: str) -> Iterator[Fault]:
-    if not known.left:
+def _left_over(
+    known: Variable, value: str, version: Version | None, environment: Mapping[str, Setting]
+) -> Iterator[Fault]:
+    if not known.left or is_demanded(known.name, value, environment):
         return
     dangerous = known.left.split(",")
     found = {word.strip().upper() for word in re.split("[,;]", value)} | {value.strip().upper()}
     figure = number(value)
     if dangerous == ["any"] or found & {one.upper() for one in dangerous} or str(figure) in dangerous:
         why = known.danger or known.effect
+        if known.name == "NCCL_PROTO":
+            left = parse_selection(known.name, value, version).chosen.values()
+            if all({"ll", "simple"} <= protocols for protocols in left):
+                return  # the choice by size stays, and LL128 is kept away or told of by itself
+            if not any("ll128" in protocols for protocols in left):
+                why = "A fixed choice is slower at other sizes."
         yield warning(f"{show(value)}: left over from an experiment? {why}")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Level = Literal["error", "warning", "note"]
 _MOST_SHOWN = 60
+_CLOSE = 0.75
+_FEWEST_LETTERS = 3
 
 
 class Fault(NamedTuple):
@@ -14,21 +18,35 @@ class Fault(NamedTuple):
 
     level: Level
     text: str
+    instead: str | None = None
+    """The whole value that the remedy in the text amounts to."""
+    bare: str = ""
+    """The text without that remedy, for where it would only make another fault."""
 
 
-def error(text: str) -> Fault:
+def error(text: str, remedy: str = "", instead: str | None = None) -> Fault:
     """It does not do what it says, or breaks the job."""
-    return Fault("error", text)
+    return Fault("error", text + remedy, instead, text)
 
 
-def warning(text: str) -> Fault:
+def warning(text: str, remedy: str = "", instead: str | None = None) -> Fault:
     """It may cost speed or correctness."""
-    return Fault("warning", text)
+    return Fault("warning", text + remedy, instead, text)
 
 
-def note(text: str) -> Fault:
+def note(text: str, remedy: str = "", instead: str | None = None) -> Fault:
     """Worth knowing."""
-    return Fault("note", text)
+    return Fault("note", text + remedy, instead, text)
+
+
+def closest(word: str, allowed: Sequence[str]) -> str | None:
+    """The one of these that was surely meant: a slip of the pen, or a word cut short or drawn out."""
+    by_upper = {one.upper(): one for one in allowed}
+    close = difflib.get_close_matches(word.upper(), by_upper, n=1, cutoff=_CLOSE)
+    if close:
+        return by_upper[close[0]]
+    longer = [one for one in by_upper if one.startswith(word.upper()) or word.upper().startswith(one)]
+    return by_upper[longer[0]] if len(longer) == 1 and len(word) >= _FEWEST_LETTERS else None
 
 
 def plain(text: str) -> str:

@@ -7,13 +7,12 @@ level | interfaces | devices | algo | proto | cidr | netdevs | policies | addres
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcrun.tuning.grammar import check_devices, check_selection
-from hpcrun.tuning.problem import Fault, error, note, show, warning
+from hpcrun.tuning.problem import Fault, closest, error, note, show, warning
 from hpcrun.tuning.registry import Version
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)", re.A)
@@ -59,7 +58,7 @@ def _bool(value: str, rest: str) -> Iterator[Fault]:
     words = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
     meant = words.get(value.strip().lower())
     if meant:
-        yield error(f"{show(value)} is no number and reads as 0; write {meant}")
+        yield error(f"{show(value)} is no number and reads as 0", f"; write {meant}", meant)
         return
     found = number(value)
     if found is None:
@@ -84,8 +83,9 @@ def _bytes(value: str, rest: str) -> Iterator[Fault]:
         meant = int(float(unit[1]) * _SIZES[unit[2].upper()])
         read = _LEADING.match(value)
         yield error(
-            f"{show(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes;"
-            f" write {meant}"
+            f"{show(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes",
+            f"; write {meant}",
+            str(meant),
         )
         return
     yield from _int(value, rest)
@@ -119,14 +119,17 @@ def _enum(value: str, rest: str) -> Iterator[Fault]:
     allowed = rest.split(",")
     if value not in allowed:
         same = [one for one in allowed if one.lower() == value.strip().lower()]
-        hint = f"; write {same[0]}, capitals and blanks count" if same else _nearest(value, allowed)
-        yield error(f"{show(value)} is not known{hint}")
+        if same:
+            remedy = f"; write {same[0]}, capitals and blanks count"
+            yield error(f"{show(value)} is not known", remedy, same[0])
+        else:
+            yield error(f"{show(value)} is not known{_nearest(value, allowed)}", "", closest(value, allowed))
 
 
 def _ienum(value: str, rest: str) -> Iterator[Fault]:
     allowed = rest.split(",")
     if value.upper() not in {one.upper() for one in allowed}:
-        yield error(f"{show(value)} is not known{_nearest(value, allowed)}")
+        yield error(f"{show(value)} is not known{_nearest(value, allowed)}", "", closest(value, allowed))
 
 
 def _words(value: str, rest: str) -> Iterator[Fault]:
@@ -140,11 +143,13 @@ def _level(value: str, rest: str) -> Iterator[Fault]:
     if value in _LEVELS:
         return
     if value.upper() in _LEVELS:
-        yield error(f"{show(value)} is ignored; write {value.upper()}, capitals count")
+        upper = value.upper()
+        yield error(f"{show(value)} is ignored", f"; write {upper}, capitals count", upper)
     elif value.isdecimal():
         yield note(f"{show(value)} is the old numbering, which may change; write one of {', '.join(_LEVELS)}")
     else:
-        yield error(f"{show(value)} is not known and ignored{_nearest(value, _LEVELS)}")
+        hint = _nearest(value, _LEVELS)
+        yield error(f"{show(value)} is not known and ignored{hint}", "", closest(value, _LEVELS))
 
 
 def _cidr(value: str, rest: str) -> Iterator[Fault]:
@@ -154,7 +159,8 @@ def _cidr(value: str, rest: str) -> Iterator[Fault]:
         yield error(f"{show(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
         return
     if "/" not in value:
-        yield error(f"{show(value)} has no length of prefix; write it as {value}/16")
+        whole = f"{value}/16"
+        yield error(f"{show(value)} has no length of prefix", f"; write it as {whole}", whole)
 
 
 def _netdevs(value: str, rest: str) -> Iterator[Fault]:
@@ -218,5 +224,5 @@ def _range(rest: str) -> str:
 
 
 def _nearest(word: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word.upper(), [one.upper() for one in allowed], n=1, cutoff=0.5)
-    return f"{f'; did you mean {close[0]}?' if close else ';'} allowed: {', '.join(allowed)}"
+    close = closest(word, allowed)
+    return f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(allowed)}"

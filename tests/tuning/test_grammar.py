@@ -228,7 +228,8 @@ def test_rails_and_planes() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("bond0", "bond0 also takes bond00 and bond0.100"),
+        ("bond0", "bond0 also takes bond0.100: names match by how they begin; write =bond0"),
+        ("bond1", "bond1 also takes bond10 and bond1.100"),
         ("=lo", "lo leads to no other host"),
         ("docker0", "docker0 leads to no other host"),
         ("virbr0", "leads to no other host"),
