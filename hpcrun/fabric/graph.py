@@ -79,6 +79,8 @@ class Fabric:
     """Rings and tori."""
     is_unread: bool = False
     """A description was there and could not be read; the notes say why."""
+    trees: Mapping[str, str] = field(default_factory=dict)
+    """The tree of every node, where Slurm has several: it gives no job nodes of two. Empty: it has one."""
 
     @cached_property
     def index(self) -> Mapping[str, int]:
@@ -136,6 +138,7 @@ class Fabric:
             self.notes,
             self.grids,
             self.is_unread,
+            {node: self.trees[node] for node in chosen if node in self.trees},
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -157,6 +160,7 @@ class Fabric:
                     Grid(grid["name"], tuple(grid["dims"]), tuple(grid["nodes"])) for grid in values["grids"]
                 ),
                 values["is_unread"],
+                dict(values["trees"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"fabric: is no JSON of a fabric ({error}); write it with --json") from None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 from hpcrun.fabric.cost import BLOCK, Cost, Loads, cost_of, sites_of, streams_of
 from hpcrun.fabric.graph import Fabric, plural
 from hpcrun.fabric.search import Choice, Search, orders
@@ -24,6 +24,13 @@ Policy = Literal["pack", "spread", "pin", "none"]
 """pack: cheapest; spread: over as many racks as there are; pin: these nodes; none: as they come."""
 
 Method = Literal["exact", "heuristic", "as given"]
+
+
+class NoTreeError(UsageError):
+    """The nodes are there, and Slurm never gives one job nodes of two trees."""
+
+    exit_code = EXIT_CHECK_FAILED
+
 
 _START_EDGES = 100_000
 """How many edges all starts of a search may have together; a start of a large job has many."""
@@ -67,6 +74,7 @@ def place(
     """Choose nodes among the free ones and order them; UsageError where there are too few.
 
     Under `pin` and `none` the first of them are taken. Nodes of `node_count` that no rank needs stay spare.
+    Of several trees one is taken, as Slurm does; NoTreeError where none has so many nodes.
     """
     slots, avoid = -(-ranks // per_node), frozenset(avoid)
     if node_count is not None:
@@ -75,6 +83,20 @@ def place(
     usable = [node for node in dict.fromkeys(free) if node not in avoid]
     if len(usable) < slots + spares:
         raise UsageError(_too_few(slots, spares, usable, avoided, policy))
+    groups = _by_tree(fabric, usable)
+    if len(groups) > 1:
+        large = [nodes for nodes in groups.values() if len(nodes) >= slots + spares]
+        if not large:
+            raise NoTreeError(_no_tree(groups, slots, spares, policy))
+        # Where they come in an order, the first of them decides.
+        large = large[:1] if policy in ("pin", "none") else sorted(large, key=len)
+        job = (ranks, per_node, degrees, traffic)
+        whole = replace(fabric, trees={})
+        tried = [
+            place(whole, [*nodes, *avoided], *job, spares=spares, policy=policy, avoid=avoid)
+            for nodes in large
+        ]
+        return _cheapest(fabric, tried)
     if policy in ("pin", "none"):
         usable = usable[: slots + spares]
     elif policy == "spread":
@@ -116,6 +138,7 @@ def order(
 ) -> Placed:
     """Order the nodes that Slurm granted; those that no rank needs stay spare, in as many racks as can be."""
     avoid = frozenset(avoid)
+    fabric = replace(fabric, trees={})  # they are granted
     usable = sum(node not in avoid for node in dict.fromkeys(granted))
     return place(
         fabric,
@@ -128,6 +151,20 @@ def order(
         policy=policy if policy in ("none", "spread") else "pin",
         avoid=avoid,
     )
+
+
+def _by_tree(fabric: Fabric, nodes: Sequence[str]) -> dict[str | None, list[str]]:
+    """Nodes by the tree that they are in; those that the topology does not name stand for themselves."""
+    groups: dict[str | None, list[str]] = {}
+    for node in nodes:
+        groups.setdefault(fabric.trees.get(node), []).append(node)
+    return groups
+
+
+def _cheapest(fabric: Fabric, tried: Sequence[Placed]) -> Placed:
+    best = min(tried, key=lambda placed: placed.cost.key)
+    tree = fabric.trees.get(best.placement.nodes[0], "no switch")
+    return replace(best, why=(f"inside the tree of {tree}: Slurm joins no two", *best.why))
 
 
 class _Job:
@@ -308,6 +345,19 @@ def _too_few(slots: int, spares: int, usable: Sequence[str], avoided: Sequence[s
     return (
         f"resources.nodes: {needed} {verb} needed, {there} ({fold(usable) or 'none'}){shunned};"
         f" ask for fewer, or {remedy}"
+    )
+
+
+def _no_tree(groups: Mapping[str | None, Sequence[str]], slots: int, spares: int, policy: Policy) -> str:
+    there = sorted(
+        ((name or "no tree", len(nodes)) for name, nodes in groups.items()), key=lambda one: -one[1]
+    )
+    needed = slots + spares
+    which = "of the nodes given" if policy == "pin" else "that are free"
+    return (
+        f"resources.nodes: no tree has the {needed} {plural('node', needed)} that are needed ({which}:"
+        f" {_listed(there)}), and Slurm gives no job nodes of two trees (topology.conf(5));"
+        f" ask for {there[0][1]} at most, or have the trees joined by a switch above them"
     )
 
 

@@ -109,7 +109,7 @@ def _is_table(value: Any) -> bool:
 
 def from_table(table: Mapping[str, Any], name: str) -> Fabric:
     """Leaves with their nodes, `{leaf1: n[01-04]}`, or nested: `{spine1: {leaf1: n[01-04]}}`."""
-    return build(_units_of(table, name), name, f"{name} (table)")
+    return build(_units_of(table, name), name, f"{name} (table)", of_slurm=False)
 
 
 def _units_of(table: Mapping[str, Any], where: str) -> Iterator[Unit]:

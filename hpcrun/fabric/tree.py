@@ -28,8 +28,12 @@ def level_name(height: int) -> str:
     return _HEIGHTS[height] if height < len(_HEIGHTS) else f"level{height}"
 
 
-def build(units: Iterable[Unit], name: str, source: str) -> Fabric:
-    """The graph of these units; UsageError, with `name` and the line, where they contradict each other."""
+def build(units: Iterable[Unit], name: str, source: str, *, of_slurm: bool = True) -> Fabric:
+    """The graph of these units; UsageError, with `name` and the line, where they contradict each other.
+
+    `of_slurm`: as Slurm has them, which never joins nodes below switches that have none in common.
+    """
+    units = tuple(units)
     tree = _Tree([unit for unit in units if unit.kind == "switch"], name)
     blocks = _blocks([unit for unit in units if unit.kind == "block"], name, tree.notes)
     grids = _grids([unit for unit in units if unit.kind in ("ring", "torus")], name, tree.notes)
@@ -38,7 +42,7 @@ def build(units: Iterable[Unit], name: str, source: str) -> Fabric:
         if unit.kind in ("ring", "torus"):
             listed.update(dict.fromkeys(_expand(unit, name)))
     nodes = in_order(listed) if listed else ()
-    heights, above = tree.columns(nodes)
+    heights, above = tree.columns(nodes, of_slurm)
     levels = [Level(level_name(height)) for height in heights]
     if blocks and _nested(nodes, blocks, above, tree.notes):
         levels.insert(0, Level(BLOCK))
@@ -48,7 +52,16 @@ def build(units: Iterable[Unit], name: str, source: str) -> Fabric:
         tree.notes.append(
             f"{len(rails)} {plural('node', len(rails))} below more than one leaf; the first one counts"
         )
-    return Fabric(nodes, tuple(levels), tuple(above), rails, source, tuple(tree.notes), tuple(grids))
+    return Fabric(
+        nodes,
+        tuple(levels),
+        tuple(above),
+        rails,
+        source,
+        tuple(tree.notes),
+        tuple(grids),
+        trees=tree.apart() if of_slurm else {},
+    )
 
 
 def _where(unit: Unit, name: str) -> str:
@@ -162,7 +175,30 @@ class _Tree:
             )
         return parents
 
-    def columns(self, nodes: Sequence[str]) -> tuple[list[int], list[tuple[str | None, ...]]]:
+    def apart(self) -> dict[str, str]:
+        """For every node the topmost switch of its tree; empty where all are in one."""
+        joined = {switch: switch for switch in self._switches}
+
+        def root(switch: str) -> str:
+            while joined[switch] != switch:
+                joined[switch] = joined[joined[switch]]
+                switch = joined[switch]
+            return switch
+
+        for switch, children in self._children.items():
+            for child in children:
+                joined[root(child)] = root(switch)
+        first: dict[str, str] = {}
+        for switch, nodes in self._below.items():
+            for node in nodes:
+                joined[root(switch)] = root(first.setdefault(node, switch))
+        tops: dict[str, str] = {}
+        for switch in sorted(self._switches, key=lambda switch: -self._heights[switch]):
+            tops.setdefault(root(switch), switch)
+        found = {node: tops[root(switch)] for node, switch in first.items()}
+        return found if len(set(found.values())) > 1 else {}
+
+    def columns(self, nodes: Sequence[str], of_slurm: bool) -> tuple[list[int], list[tuple[str | None, ...]]]:
         """The heights that there are, and for every node its switch at each of them."""
         ways: dict[str, dict[int, str]] = {}
         for switch in dict.fromkeys(self.lowest[node] for node in nodes if node in self.lowest):
@@ -179,7 +215,11 @@ class _Tree:
         if len(roots) > 1:
             self.notes.append(
                 f"{len(roots)} switches have none above them ({', '.join(sorted(roots)[:5])});"
-                " how nodes below different ones meet is unknown"
+                + (
+                    " Slurm gives no job nodes below two of them"
+                    if of_slurm and self.apart()
+                    else " how nodes below different ones meet is unknown"
+                )
             )
         return heights, [rows[self.lowest[node]] if node in self.lowest else nowhere for node in nodes]
 

@@ -49,3 +49,22 @@ def test_a_job_stands_under_as_few_leaves_as_can_be(
         found = json.loads(capsys.readouterr().out)
         assert found["leaves"] == leaves
         assert len(set(found["placement"]["ranks"])) == count
+
+
+def test_a_job_over_two_trees_is_refused(captured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trees = captured.with_name("topology.conf")
+    trees.write_text(
+        "SwitchName=east Switches=e[1-2]\nSwitchName=e1 Nodes=n[1-8]\nSwitchName=e2 Nodes=n[9-16]\n"
+        "SwitchName=west Nodes=n[17-32]\n"
+    )
+    Path("job.yaml").write_text("command: [python, x.py]\nresources: {nodes: 20, gpus_per_node: 8}\n")
+    assert fabric("place", "job.yaml", "--topology", str(trees)) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "no tree has the 20 nodes" in told.err
+    assert fabric("place", "job.yaml", "resources.nodes=16", "--topology", str(trees), "--json") == 0
+    nodes = json.loads(capsys.readouterr().out)["placement"]["nodes"]
+    assert set(nodes) in (
+        {f"n{number}" for number in range(1, 17)},
+        {f"n{number}" for number in range(17, 33)},
+    )

@@ -13,7 +13,8 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.fabric.cost import cost
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
-from hpcrun.fabric.place import Placed, order, place
+from hpcrun.fabric.place import NoTreeError, Placed, order, place
+from hpcrun.fabric.read import read_topology, render_topology
 from hpcrun.fabric.traffic import Flow, Traffic, declared
 from hpcrun.mesh import AXES, Degrees
 from hpcrun.specs.placement import in_blocks
@@ -322,3 +323,66 @@ def test_a_placement_dumps_to_json() -> None:
     assert values["placement"]["ranks"] == list(found.placement.ranks)
     assert values["spares"] == list(found.spares)
     assert values["cost"]["seconds"] == found.cost.seconds
+
+
+# --- several trees
+
+
+TREES = (
+    "SwitchName=east Switches=e[1-2]\nSwitchName=e1 Nodes=n[1-8]\nSwitchName=e2 Nodes=n[9-16]\n"
+    "SwitchName=west Nodes=n[17-32]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "trees"),
+    [
+        (TREES, {"east": 16, "west": 16}),
+        ("SwitchName=a Nodes=n[1-4]\nSwitchName=b Nodes=n[5-8]\n", {"a": 4, "b": 4}),
+        ("SwitchName=a Nodes=n[1-4]\nSwitchName=b Nodes=n[4-8]\n", {}),
+        (f"{TREES}SwitchName=top Switches=east,west\n", {}),
+        ("SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=s Level=1 Nodes=n[1-8] Switches=a,b\n", {}),
+        ("SwitchName=l1 Nodes=n1\nSwitchName=l2 Nodes=n2\nSwitchName=s Switches=l1\nSwitchName=t Switches=l[1-2]", {}),
+        ("BlockName=b1 Nodes=n[1-4]\nBlockName=b2 Nodes=n[5-8]\n", {}),
+        ("a: n[1-4]\nb: n[5-8]\n", {}),
+    ],
+)  # fmt: skip
+def test_the_trees_of_a_topology(text: str, trees: dict[str, int]) -> None:
+    fabric = read_topology(text, name="t")
+    assert Counter(fabric.trees.values()) == trees
+    if "SwitchName" in text:
+        assert read_topology(render_topology(fabric), name="t").trees.keys() == fabric.trees.keys()
+    assert Fabric.from_json(json.loads(json.dumps(fabric.as_json()))) == fabric
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread", "none", "pin"])
+def test_a_job_stands_inside_one_tree(policy: str) -> None:
+    fabric = read_topology(TREES, name="t")
+    free = [*fabric.nodes[3:16], *fabric.nodes[16:]]
+    for count in (1, 5, 13, 14, 16):
+        found = simple(fabric, free, count, policy=policy, avoid=["n17"] if count < 16 else ())
+        assert len({fabric.trees[node] for node in (*found.placement.nodes, *found.spares)}) == 1
+        assert "n17" not in found.placement.nodes or count == 16
+    assert found.why[0] == "inside the tree of west: Slurm joins no two"
+    mixed = ["n20", "n1", "n21", "n2"]
+    assert set(simple(fabric, mixed, 2, policy=policy).placement.nodes) in ({"n20", "n21"}, {"n1", "n2"})
+
+
+@pytest.mark.parametrize("policy", ["pack", "spread", "none", "pin"])
+def test_a_job_that_no_tree_holds_is_refused(policy: str) -> None:
+    fabric = read_topology(TREES, name="t")
+    for count, spares in ((20, 0), (17, 0), (16, 1)):
+        with pytest.raises(
+            NoTreeError, match=r"no tree has the \d+ nodes .* no job nodes of two trees"
+        ) as told:
+            simple(fabric, fabric.nodes, count, policy=policy, spares=spares)
+        assert told.value.exit_code == 1
+        assert "\n" not in str(told.value)
+    with pytest.raises(UsageError, match="33 nodes are needed, 32 are"):
+        simple(fabric, fabric.nodes, 33, policy=policy)
+
+
+def test_nodes_that_are_granted_are_never_refused() -> None:
+    fabric, degrees = read_topology(TREES, name="t"), Degrees(dp_replicate=20)
+    found = order(fabric, fabric.nodes[:20], 20, 1, degrees, declared(degrees, 20))
+    assert set(found.placement.nodes) == set(fabric.nodes[:20])
