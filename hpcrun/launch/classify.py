@@ -12,10 +12,28 @@ from hpcrun.launch.watch.stacks import Group
 Kind = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
 """deterministic: it will happen again; data: in reading them; infrastructure: it is not the job's."""
 
+_BROKEN = re.compile(
+    r"uncorrectable|\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|nvlink error",
+    re.IGNORECASE,
+)
+"""What no program can bring about, except for some Xids."""
+_PROGRAM = re.compile(
+    r"out of memory|OutOfMemoryError|ALLOC_FAILED|ERROR_OUT_OF_MEMORY|device-side assert"
+    r"|Assertion .{0,200}failed|no kernel image|invalid device (?:ordinal|function)|illegal memory access"
+    r"|misaligned address|illegal instruction|invalid (?:argument|configuration|resource handle|program counter|address space)"
+    r"|too many resources requested|launch failure|stream is captur|peer access|NOT_SUPPORTED|INVALID_VALUE"
+    r"|driver version is insufficient|PTX was compiled|Duplicate GPU|ncclInvalidUsage|ncclInvalidArgument"
+    r"|invalid (?:usage|type|root|data ?type|reduction)|(?:dtype|data ?type|scalar type)s? .{0,40}"
+    r"(?:not supported|mismatch|match|same)|Unconvertible NCCL type|must be (?:on the same|CUDA|contiguous)",
+    re.IGNORECASE,
+)
+"""What the program, its size or its settings bring about; the words of CUDA, torch and NCCL for it."""
 _MACHINE = re.compile(
-    r"CUDA error|CUDA out of memory|uncorrectable|\bECC\b|\bXid\b|NCCL (?:error|WARN)|ncclSystemError"
-    r"|ncclRemoteError|Input/output error|Stale file handle|No space left|Disk quota|Cannot allocate memory"
-    r"|Transport retry|ibv_|mlx[0-9]_",
+    r"CUDA error: (?:unknown error|system |no CUDA-capable|all CUDA-capable|initialization|MPS"
+    r"|the launch timed out|driver shutting down|remote procedure)|CUDA-capable devices? (?:is|are) "
+    r"(?:detected|busy)|NCCL (?:error|WARN)|ncclSystemError|ncclRemoteError|Input/output error"
+    r"|Stale file handle|No space left|Disk quota|Transport retry|ibv_"
+    r"|mlx[0-9]_[^\n]{0,120}(?:error|fail|down|time|async|completion|status)",
     re.IGNORECASE,
 )
 _DATA = re.compile(r'File ".*/hpcrun/(?:runtime/data|specs/corpus)\.py"|DataLoader worker|in collate\b')
@@ -29,8 +47,12 @@ def kind_of_crash(record: dict[str, Any] | None, wait_status: int | None = None)
         ended_by = (wait_status or 0) & 0x7F
         return "infrastructure" if ended_by in _BY_OTHERS else "unknown"
     said = f"{record.get('message', '')}\n{record.get('traceback', '')}"
-    if _MACHINE.search(said):
+    if _BROKEN.search(said):
         return "unknown" if is_of_the_program(said) else "infrastructure"
+    if _PROGRAM.search(said):
+        return "data" if _DATA.search(said) else "unknown"
+    if _MACHINE.search(said):
+        return "infrastructure"
     return "data" if _DATA.search(said) else "unknown"
 
 

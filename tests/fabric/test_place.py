@@ -342,7 +342,11 @@ TREES = (
         ("SwitchName=a Nodes=n[1-4]\nSwitchName=b Nodes=n[4-8]\n", {}),
         (f"{TREES}SwitchName=top Switches=east,west\n", {}),
         ("SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=s Level=1 Nodes=n[1-8] Switches=a,b\n", {}),
-        ("SwitchName=l1 Nodes=n1\nSwitchName=l2 Nodes=n2\nSwitchName=s Switches=l1\nSwitchName=t Switches=l[1-2]", {}),
+        (
+            "SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\n"
+            "SwitchName=s Switches=a\nSwitchName=t Switches=a,b\n",
+            {},
+        ),
         ("BlockName=b1 Nodes=n[1-4]\nBlockName=b2 Nodes=n[5-8]\n", {}),
         ("a: n[1-4]\nb: n[5-8]\n", {}),
     ],
