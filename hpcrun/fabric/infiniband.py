@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Level, plural
 from hpcrun.fabric.tree import level_name
 from hpcrun.hostlist import fold, in_order
@@ -30,6 +31,12 @@ class _Network:
     switches: dict[str, str] = field(default_factory=dict)
     adapters: dict[str, str] = field(default_factory=dict)
     cables: dict[str, dict[str, None]] = field(default_factory=dict)
+    described: set[str] = field(default_factory=set)
+    """The devices that have a section of their own."""
+    named_at: dict[str, int] = field(default_factory=dict)
+    """The line of the first cable to each device."""
+    unread: list[int] = field(default_factory=list)
+    """Lines of ports that were not understood."""
 
 
 def is_ibnetdiscover(text: str) -> bool:
@@ -44,9 +51,20 @@ def read_ibnetdiscover(text: str, source: str) -> Fabric:
     of them. What looks like no host, such as the aggregation nodes of the switches, is left out.
     """
     network = _read(text)
+    _require_whole(network, source)
     notes: list[str] = []
+    if network.unread:
+        count = len(network.unread)
+        first = network.unread[0]
+        notes.append(f"{count} {plural('line', count)} of ports not understood, the first is line {first}")
     names = _switch_names(network.switches)
     rails = _rails(network, notes)
+    if not rails:
+        why = "; ".join(notes) or "no host (Ca) is described: was the answer cut short?"
+        raise UsageError(
+            f"{source}: {len(network.switches)} {plural('switch', len(network.switches))} and no host below"
+            f" them; {why}; write down the whole answer of ibnetdiscover"
+        )
     heights = _heights(network, rails, notes)
     joined = _joined(network, heights, names)
     leaf_of = {host: [leaf for leaf in leaves if heights.get(leaf) == 0] for host, leaves in rails.items()}
@@ -70,18 +88,34 @@ def read_ibnetdiscover(text: str, source: str) -> Fabric:
 def _read(text: str) -> _Network:
     network = _Network()
     at: str | None = None
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
             at = header[2]
+            network.described.add(at)
             kind = {"Switch": network.switches, "Ca": network.adapters}.get(header[1])
             if kind is not None:
                 kind[at] = header[3]
         elif not line.strip():
             at = None
         elif at is not None and (port := _PORT.match(line)):
+            network.named_at.setdefault(port[2], number)
             network.cables.setdefault(at, {})[port[2]] = None
             network.cables.setdefault(port[2], {})[at] = None
+        elif at is not None and line.lstrip().startswith("["):
+            network.unread.append(number)
     return network
+
+
+def _require_whole(network: _Network, source: str) -> None:
+    """UsageError where cables lead to devices that are not described: the hosts there would be lost."""
+    missing = [guid for guid in network.named_at if guid not in network.described]
+    if missing:
+        known = len(network.named_at.keys() | network.described)
+        raise UsageError(
+            f"{source}: {len(missing)} of {known} devices are not described, the first is {missing[0]} on"
+            f" line {network.named_at[missing[0]]}: was the answer cut short? write down all that"
+            " ibnetdiscover prints"
+        )
 
 
 def _switch_names(switches: Mapping[str, str]) -> dict[str, str]:

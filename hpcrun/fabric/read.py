@@ -11,14 +11,22 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Level, flat, plural
 from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
+from hpcrun.fabric.topoconf import check_topoconf
 from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
 from hpcrun.here import expand_path
 from hpcrun.hostlist import expand, fold, in_order
-from hpcrun.slurm.live import LiveCluster
+from hpcrun.slurm.live import SAYS_FLAT, LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
-from hpcrun.slurm.topology import NamedTopology, Unit, parse_topoconf, parse_topology, split_address
+from hpcrun.slurm.topology import (
+    NamedTopology,
+    Unit,
+    parse_topoconf,
+    parse_topology,
+    split_address,
+    unread_statements,
+)
 from hpcrun.specs.cluster import ClusterSpec, LevelSpec, TopologySpec
-from hpcrun.specs.yaml import parse_document, parse_value
+from hpcrun.specs.yaml import parse_document
 
 __all__ = ["find_fabric", "from_addresses", "from_names", "from_table", "read_topology", "render_topology"]
 
@@ -38,7 +46,10 @@ def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabri
     A text that describes none gives a flat Fabric with a note; UsageError where it contradicts itself.
     """
     if units := parse_topology(text):
-        return build(units, name, f"{name} ({_form(units)})")
+        fabric = build(units, name, f"{name} ({_form(units)})")
+        if not fabric.nodes:
+            raise UsageError("; ".join([f"{name}: no unit in it has nodes", *_passed_over(text, name)]))
+        return replace(fabric, notes=(*fabric.notes, *_passed_over(text, name)))
     if is_ibnetdiscover(text):
         return read_ibnetdiscover(text, f"{name} (ibnetdiscover)")
     if _TOPOCONF.search(text):
@@ -47,7 +58,18 @@ def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabri
     if table is not None:
         return from_table(table, name)
     words = " ".join(word for word in text.split() if word.isprintable())[:_MOST_NAMED]
+    if SAYS_FLAT in text:
+        return flat((), name, [f"{name}: no topology known, it says: {words}"])
     return flat((), name, [f"{name}: no topology known, it says: {words or 'nothing'}"], is_unread=True)
+
+
+def _passed_over(text: str, name: str) -> Iterator[str]:
+    """Lines among those of a topology that were not understood."""
+    lost = unread_statements(text)
+    if lost:
+        line, words = lost[0]
+        count = f"{len(lost)} {plural('line', len(lost))} not understood and left out"
+        yield f"{name}:{line}: {count}, such as {words[:60]!r}; known are SwitchName= and BlockName= lines"
 
 
 def _form(units: Sequence[Unit]) -> str:
@@ -56,17 +78,15 @@ def _form(units: Sequence[Unit]) -> str:
 
 
 def _from_topoconf(text: str, name: str, wanted: str | None) -> Fabric:
-    if isinstance(parse_value(text, "", name), str):
-        parse_document(text, name)  # says what is wrong with the YAML, and where
+    check_topoconf(text, name)
     topologies = parse_topoconf(text)
     known = ", ".join(topology.name for topology in topologies) or "none"
     matching = [topology for topology in topologies if topology.name == wanted]
     if wanted is not None and not matching:
         raise UsageError(f"{name}: there is no topology {wanted}; there are: {known}")
     chosen = matching or [topology for topology in topologies if topology.is_default] or topologies
-    if not chosen or not chosen[0].units:
-        said = f"the topology {chosen[0].name} is flat" if chosen else "it lists no topology"
-        return flat((), name, [f"{name}: no switches known, {said}"], is_unread=not chosen)
+    if not chosen[0].units:
+        return flat((), name, [f"{name}: no switches known, the topology {chosen[0].name} is flat"])
     one = chosen[0]
     blocks = [] if wanted is not None else _other_blocks(one, topologies)
     fabric = build([*one.units, *blocks], name, f"{name} (topology {one.name})")
@@ -213,6 +233,8 @@ def find_fabric(
     order = tuple(nodes) if nodes is not None else ()
     if file is not None:
         fabric = read_topology(_text(file), name=str(file))
+        if fabric.is_unread:
+            raise UsageError(fabric.notes[0])
     else:
         order = order or tuple(node.name for node in live.nodes) if live else order
         fabric = _from_profile(spec, live, order)

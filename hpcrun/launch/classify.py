@@ -20,7 +20,8 @@ _BROKEN = re.compile(
 _PROGRAM = re.compile(
     r"out of memory|OutOfMemoryError|ALLOC_FAILED|ERROR_OUT_OF_MEMORY|device-side assert"
     r"|Assertion .{0,200}failed|no kernel image|invalid device (?:ordinal|function)|illegal memory access"
-    r"|misaligned address|illegal instruction|invalid (?:argument|configuration|resource handle|program counter|address space)"
+    r"|misaligned address|illegal instruction|invalid (?:argument|configuration|resource handle)"
+    r"|invalid (?:program counter|address space)"
     r"|too many resources requested|launch failure|stream is captur|peer access|NOT_SUPPORTED|INVALID_VALUE"
     r"|driver version is insufficient|PTX was compiled|Duplicate GPU|ncclInvalidUsage|ncclInvalidArgument"
     r"|invalid (?:usage|type|root|data ?type|reduction)|(?:dtype|data ?type|scalar type)s? .{0,40}"

@@ -36,7 +36,8 @@ _READERS: dict[str, Callable[[str], Sized]] = {
 }
 """Nothing comes out of these where an answer is none."""
 _FLAT = {"default", "flat", "none"}
-_SAYS_FLAT = "No topology information available"
+SAYS_FLAT = "No topology information available"
+"""What scontrol says of a cluster without switches and blocks."""
 _CLUSTER = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _REMEDY = (
     "run this on a login node of the cluster, and load the module that holds Slurm where the site has one"
@@ -131,7 +132,7 @@ def read_cluster(answers: Mapping[str, str], slurm_cluster: str | None = None) -
     units = parse_topology(answers.get("topology", ""))
     version = parse_version(answers.get("version", "")) or config.version
     plugin = config.values.get("TopologyPlugin", "").removeprefix("topology/")
-    says_flat = plugin in _FLAT or _SAYS_FLAT in answers.get("topology", "")
+    says_flat = plugin in _FLAT or SAYS_FLAT in answers.get("topology", "")
     is_flat = False if units else True if says_flat else None
     missing = {
         "version": version is None,

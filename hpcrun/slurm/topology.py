@@ -21,6 +21,9 @@ _KINDS: dict[str, UnitKind] = {
     "torusname": "torus",
 }
 _FIELD = re.compile(r"(?:^|\s)(\w+)\s*=\s*\"?([^\s\"]*)", re.ASCII)
+_PARTS = frozenset({"nodes", "switches", "blockindex", "level"})
+_OTHERS = frozenset({"blocksizes", "include"})
+"""What else topology.conf may hold."""
 _COMMENT = re.compile(r"#.*")
 _AFTER_COMMA = re.compile(r",\s+")
 
@@ -78,6 +81,18 @@ def parse_topology(text: str) -> list[Unit]:
                 line,
             )
         )
+    return found
+
+
+def unread_statements(text: str) -> list[tuple[int, str]]:
+    """The lines of such a text, with their numbers, that describe nothing that is known."""
+    found = []
+    for line, statement in _statements(text):
+        key = statement.partition("=")[0].strip().lower()
+        fields = {one.lower(): value for one, value in _FIELD.findall(statement)}
+        is_empty = key in ("switchname", "blockname") and not _PARTS & set(fields)
+        if statement.strip() and (key not in _OTHERS and (key not in _KINDS or is_empty)):
+            found.append((line, " ".join(statement.split())))
     return found
 
 

@@ -495,3 +495,98 @@ def test_a_flat_slurm_falls_back_on_names_and_then_on_features() -> None:
     assert (len(by_name.members(0)), by_name.source) == (8, "node names (topology.pattern)")
     by_feature = find_fabric(profile("topology: {pattern: '^(?P<leaf>rack.+)$'}"), flat, None)
     assert (list(by_feature.members(0)), by_feature.source) == (["rack1"], "node features (topology.pattern)")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('  tree:\n    switches: "s1=n[1-8],s2=n[9-16]"\n', "t:4 tree.switches: must be a list of switches"),
+        ("  tree:\n    switches: {s1: n1}\n", "t:4 tree.switches: must be a list of switches"),
+        ("  tree:\n    switches: []\n", "t:4 tree.switches: must be a list of switches, .* and is nothing"),
+        ("  tree: [s1, s2]\n", "t:3 tree: must hold switches"),
+        ("  tree: s1\n", "t:3 tree: must hold switches"),
+        ("  tree:\n    switch:\n    - switch: a\n      nodes: n1\n", "t:3 tree: must hold .*; found: switch"),
+        ("  tree:\n    switches:\n    - n[1-8]\n", r"t:5 tree.switches.0: must be `switch: NAME`"),
+        (
+            "  tree:\n    switches:\n    - nodes: n1\n",
+            "t:5 tree.switches.0: has no name; write `switch: NAME`",
+        ),
+        (
+            "  tree:\n    switches:\n    - switch: a\n      node: n1\n",
+            "t:5 tree.switches.0: holds nothing; write nodes or children; found: node",
+        ),
+        (
+            "  tree:\n    switches:\n    - switch: a\n      nodes: [n1, n2]\n",
+            "t:6 tree.switches.0.nodes: must be one text",
+        ),
+        ("  block:\n    blocks: b[1-4]\n", "t:4 block.blocks: must be a list of blocks"),
+        ("  block:\n    block_sizes: [2]\n", "t:3 block: must hold blocks"),
+        ("  block:\n    blocks:\n    - name: b1\n      nodes: n1\n", "t:5 block.blocks.0: has no name"),
+        ("  ring:\n    rings: 3\n", "t:4 ring.rings: must be a list of rings"),
+        ("  torus3d:\n    toruses: x\n", "t:4 torus3d.toruses: must be a list of toruses"),
+        ("  treee:\n    switches: []\n", "t:3 treee: is not known; did you mean tree?"),
+        ("  tree: {}\n", "t:1: describes no topology; write one of flat: true, tree, .*; found: tree"),
+        ("", "t:1: describes no topology; .*; found: nothing"),
+        ("  flat: sure\n", "t:3 flat: must be true or false"),
+        ("  flat: true\n- topology: hall\n  flat: true\n", "t:4 topology: 'hall' stands twice"),
+        ("  flat: true\n- hall\n", "t:4: must be a mapping|t:4 items.1: must be a mapping"),
+        ("  flat: true\n- tree: {}\n", "t:4 topology: must be the topology's name"),
+    ],
+)
+def test_a_topology_yaml_with_a_mistake_is_refused_with_its_line(body: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_topology(f"- topology: hall\n  cluster_default: true\n{body}", name="t")
+
+
+def test_no_file_is_called_healthy_that_was_not_understood(tmp_path: Path) -> None:
+    whole = content(DATA / "topology" / "ibnetdiscover.txt")
+    lines = whole.splitlines(keepends=True)
+    first_host = next(number for number, line in enumerate(lines) if line.startswith("Ca"))
+    texts = {
+        "cut before the hosts": "".join(lines[: first_host - 4]),
+        "cut among the hosts": "".join(lines[: first_host + 1]),
+        "cut in the first switch": "".join(lines[:13]),
+        "cut before anything": "".join(lines[:8]),
+        "cut in a word": whole[: len(whole) // 2],
+        "of another tool": "CA 'mlx5_0'\n\tCA type: MT4129\n",
+        "misspelt": "SwichName=s1 Nodes=n[1-8]\n",
+        "misspelt key": "SwitchName=s1 Node=n[1-8]\n",
+        "empty": "",
+        "a list": "- name: hall\n  tree: {}\n",
+    }
+    for why, text in texts.items():
+        path = tmp_path / "topology.txt"
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError) as told:
+            find_fabric(None, None, path)
+        assert str(told.value).startswith(str(path)), why
+        assert "\n" not in str(told.value), why
+    path.write_text("No topology information available\n", encoding="utf-8")
+    assert find_fabric(None, None, path).nodes == ()
+
+
+def test_every_cut_of_ibnetdiscover_is_noticed() -> None:
+    whole = content(DATA / "topology" / "ibnetdiscover.txt")
+    nodes = read_topology(whole, name="t").nodes
+    lines = whole.rstrip().splitlines(keepends=True)
+    for kept in range(1, len(lines)):
+        fabric = attempt("".join(lines[:kept]))
+        if isinstance(fabric, str):
+            assert "cut short" in fabric or "no host below them" in fabric
+        else:
+            assert fabric.is_unread or fabric.notes or fabric.nodes == nodes, kept
+
+
+def test_lines_that_were_passed_over_are_said() -> None:
+    text = "SwitchName=s1 Nodes=n[1-4]\nSwichName=s2 Nodes=n[5-8]\n# a comment\n\nSwitchName=s3 Node=n9\n"
+    notes = read_topology(text, name="t").notes
+    assert any(
+        note.startswith("t:2: 2 lines not understood and left out, such as 'SwichName=s2") for note in notes
+    )
+    assert not any("not understood" in note for note in read("tree.conf").notes)
+    assert not any("not understood" in note for note in read("blocks.conf").notes)
+    odd = content(DATA / "topology" / "ibnetdiscover.txt").replace('[1]\t"H-', '[1]\t"?-', 1)
+    assert any(
+        "1 line of ports not understood, the first is line 11" in note
+        for note in read_topology(odd, name="t").notes
+    )
