@@ -15,6 +15,7 @@ from jinja2.exceptions import TemplateRuntimeError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hpcrun.errors import Problem, UsageError
+from hpcrun.slurm.batch_options import FIXED, BatchOption, last_of, read_options, replaced
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.syntax import profile_errors, syntax_error
 from hpcrun.slurm.template import SUFFIX, Library, Template, as_code, for_sbatch, quoted_words, read_source
@@ -214,9 +215,21 @@ class _Script:
 
     @property
     def options(self) -> dict[str, str]:
-        """The sbatch options in force: of several of one name the last."""
-        found = (re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", line) for _, line in self.lines)
-        return {match[1]: (match[2] or "").strip() for match in found if match}
+        """The sbatch options in force as they are written: of several of one name the last."""
+        found: dict[str, str] = {}
+        for given in self.given:
+            # Of an option that has a line to itself the quotes are kept.
+            alone = re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", given.line)
+            is_alone = alone is not None and len(read_options([given.line])) == 1
+            value = (alone[2] or "").strip() if alone is not None and is_alone else given.value
+            found.pop(given.name, None)
+            found[given.name] = value
+        return found
+
+    @property
+    def given(self) -> list[BatchOption]:
+        """All sbatch options in their order."""
+        return read_options(line for _, line in self.lines)
 
     @property
     def command(self) -> str:
@@ -258,6 +271,17 @@ def _shape(script: _Script) -> Iterator[tuple[str, str]]:
         begun = begun or bool(line.strip() and not line.lstrip().startswith("#"))
 
 
+_COUNTS = "the run counts on its nodes and ranks"
+_REASONS = {
+    "time": "what is done before the limit depends on it",
+    "time-min": "Slurm would shorten the job's time, and what is done before the limit depends on it",
+    "array": "elements and their files are counted by it",
+    "clusters": "the job would be looked for elsewhere; the profile's slurm_cluster says where it goes",
+    "dependency": "the job waits for what it asks, and nothing else",
+    "wait": "sbatch would not return",
+}
+
+
 def _directives(script: _Script) -> Iterator[tuple[str, str]]:
     options, context = script.options, script.context
     for option, pattern in (("output", context.stdout), ("error", context.stderr)):
@@ -269,18 +293,44 @@ def _directives(script: _Script) -> Iterator[tuple[str, str]]:
             )
     if options.get("open-mode") != "append":
         yield "directives", "--open-mode=append is missing: a requeued job would overwrite its log"
-    limit = context.directives.get("time")
-    if limit is not None and options.get("time") != str(limit):
-        yield (
-            "directives",
-            f"--time must be the job's, here {limit}: what is done before the limit depends on it",
-        )
+    yield from _sizes(script)
     last = [o for o in options if o in ("requeue", "no-requeue")][-1:]
     if last != ["requeue" if context.requeue else "no-requeue"] and (context.requeue or last):
         told = "--requeue is missing" if context.requeue else "--requeue stands although the job forbids it"
         yield "directives", f"{told}: write it under {{% if requeue %}}"
-    if context.array is not None and options.get("array") != context.array.indices:
-        yield "directives", f"--array must be the job's: --array={context.array.indices}"
+
+
+def _sizes(script: _Script) -> Iterator[tuple[str, str]]:
+    """What the run counts on: the job's own value, or none where it asks for none."""
+    asked = _asked(script.context)
+    for name, one in last_of(script.given).items():
+        if name not in FIXED or (name == "time" and "time" not in asked):
+            continue
+        if name not in asked:
+            yield "directives", f"{one} must not stand here: {_REASONS.get(name, _COUNTS)}"
+        elif one.value != asked[name]:
+            wanted = f"--{name}" + (f"={asked[name]}" if asked[name] else "")
+            reason = _REASONS.get(name, _COUNTS)
+            yield "directives", f"--{name} must be the job's: {wanted}, and not {one.value}: {reason}"
+    present = {one.name for one in script.given}
+    for name in asked:
+        if name in FIXED and name not in present:
+            yield "directives", f"--{name} must be the job's: --{name}={asked[name]} is missing"
+
+
+def _asked(context: ScriptContext) -> dict[str, str]:
+    """What the job asks of sbatch, as text."""
+    asked = {name: "" if value is True else str(value) for name, value in context.directives.items()}
+    return asked | ({"array": context.array.indices} if context.array is not None else {})
+
+
+def replaced_directives(context: ScriptContext, text: str) -> list[str]:
+    """What a template's script has in the place of what the job asks, one line each."""
+    lines = _parse_script(text, context, False).lines
+    return [
+        f"the template's {given} replaces the job's {wanted}: sbatch takes the last of two"
+        for wanted, given in replaced(read_options(line for _, line in lines), _asked(context))
+    ]
 
 
 def _signals(script: _Script) -> Iterator[tuple[str, str]]:

@@ -204,7 +204,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
         log_pattern(folder)
         super().__init__(folder, max_num_timeout=max_num_timeout)
         self.template, self.tasks = template, tasks
-        self._render = partial(script_text, library, template)
+        self._render = partial(script_text, library, template, note=note)
         self._context, self._note, self._detail = context, note, detail
         self._slurm_cluster, self._slurm_module = slurm_cluster, slurm_module
 

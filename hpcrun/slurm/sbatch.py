@@ -15,7 +15,13 @@ from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
 from hpcrun.slurm.client import KEPT, run_client
-from hpcrun.slurm.contract import ArrayContext, ScriptContext, check_script, render_script
+from hpcrun.slurm.contract import (
+    ArrayContext,
+    ScriptContext,
+    check_script,
+    render_script,
+    replaced_directives,
+)
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, cancel_job
 from hpcrun.slurm.template import Library, Template
@@ -93,8 +99,11 @@ def script_text(
     context: ScriptContext,
     folder: Path,
     array: ArrayContext | None = None,
+    note: Note = nobody,
 ) -> str:
     """The script exactly as it is submitted from `folder`: the context with its log files put in.
+
+    `note` is told what of the job a site's template replaces.
 
     Needs no Slurm. Errors go into the output where the context has no stderr. SpecError lists all in which a
     site's template breaks the contract for this job.
@@ -108,6 +117,8 @@ def script_text(
     problems = check_script(library, template, whole, text)
     if problems:
         raise SpecError(problems)
+    for line in replaced_directives(whole, text):
+        note(f"{library.file_place(template)}: {line}")
     return text
 
 

@@ -192,6 +192,82 @@ def test_each_point_of_the_contract(text: str, said: str, found: Found) -> None:
     assert any(said in line for line in lines), [line[:200] for line in lines]
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nodes=24", "--nodes must be the job's: --nodes=2, and not 24"),
+        ("--nodes 24", "--nodes must be the job's: --nodes=2, and not 24"),
+        ("-N 24", "--nodes must be the job's: --nodes=2, and not 24"),
+        ("-N24", "--nodes must be the job's"),
+        ("--ntasks-per-n=1", "--ntasks-per-node must be the job's"),
+        ("--exclusive --nodes=24 # all of them", "--nodes must be the job's: --nodes=2, and not 24"),
+        ("--ntasks-per-node=1", "--ntasks-per-node must be the job's: --ntasks-per-node=4, and not 1"),
+        ("--ntasks=8", "--ntasks=8 must not stand here: the run counts on its nodes and ranks"),
+        ("-n 8", "--ntasks=8 must not stand here"),
+        ("--ntasks-per-gpu=1", "--ntasks-per-gpu=1 must not stand here"),
+        ("--array=1-3", "--array=1-3 must not stand here: elements and their files are counted by it"),
+        ("-a 1-3", "--array=1-3 must not stand here"),
+        ("-t 2:00:00", "--time must be the job's"),
+        ("--time-min=10", "--time-min=10 must not stand here: Slurm would shorten the job's time"),
+        ("-M other", "--clusters=other must not stand here"),
+        ("-d singleton", "--dependency=singleton must not stand here"),
+        ("-o slurm.out", "--output must be the job's pattern"),
+        ("--no-requeue", "--requeue is missing"),
+    ],
+)
+def test_a_template_cannot_change_what_a_run_counts_on(line: str, said: str, found: Found) -> None:
+    lines = found(extends("directives", f"{{{{ super() -}}}}\n#SBATCH {line}"))
+    assert len(lines) == 1, lines
+    assert f"mine.sbatch.j2:3: {said}" in lines[0]
+
+
+def test_a_template_that_repeats_the_job_s_own_is_in_order(found: Found) -> None:
+    own = "#SBATCH --nodes={{ directives.nodes }} --ntasks-per-node={{ directives['ntasks-per-node'] }}"
+    assert found(extends("directives", f"{{{{ super() -}}}}\n{own}")) == []
+    assert (
+        found(extends("directives", "{{ super() -}}\n#SBATCH -q long -A proj --mem=0 --gres=gpu:8 -C h100"))
+        == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--qos=long", ["the template's --qos=long replaces the job's --qos=normal"]),
+        ("-q long", ["the template's --qos=long replaces the job's --qos=normal"]),
+        (
+            "-q long -A p2",
+            ["--qos=long replaces the job's --qos=normal", "--account=p2 replaces the job's --account=p1"],
+        ),
+        ("--partition debug", ["--partition=debug replaces the job's --partition=gpu"]),
+        ("-C a100", ["--constraint=a100 replaces the job's --constraint=h100"]),
+        ("--mem-per-cpu=4G", ["--mem-per-cpu=4G replaces the job's --mem=100G"]),
+        ("--gpus-per-node=4", ["--gpus-per-node=4 replaces the job's --gres=gpu:8"]),
+        ("--exclusive=user", ["--exclusive=user replaces the job's --exclusive:"]),
+        ("--qos=normal", []),
+        ("--comment=hello --licenses=x", []),
+        ("--gres=gpu:8", []),
+    ],
+)
+def test_submit_tells_what_a_template_replaces(
+    line: str, told: list[str], library: Library, tmp_path: Path
+) -> None:
+    name = f"mine{SUFFIX}"
+    text = extends("directives", f"{{{{ super() -}}}}\n#SBATCH {line}", "command")
+    (library.directories["site"] / name).write_text(text)
+    template = library.find("mine")
+    options = {"partition": "gpu", "account": "p1", "qos": "normal", "constraint": "h100"}
+    asked = {**options, "nodes": 2, "mem": "100G", "gres": "gpu:8", "exclusive": True}
+    context = fixture(library, template).model_copy(update={"directives": asked})
+    notes: list[str] = []
+    script_text(library, template, context, tmp_path, note=notes.append)
+    assert len(notes) == len(told)
+    for note, words in zip(sorted(notes), sorted(told), strict=True):
+        assert words in note
+        assert note.startswith(f"{library.directories['site'] / name}")
+        assert note.endswith("sbatch takes the last of two")
+
+
 def test_bash_s_own_words_about_a_script_that_does_not_parse(found: Found) -> None:
     (line,) = found(extends("setup", "{{ super() }}\nfor x in a; done"))
     assert line.startswith("mine.sbatch.j2:5: bash -n: the script: line ")

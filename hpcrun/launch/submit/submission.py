@@ -106,7 +106,7 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryR
         first = chunks[0]
         indices = [element - first.offset for element in first.elements]
         array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
-    text = script_text(job.library, job.template, job.context(run), run.submitit, array)
+    text = script_text(job.library, job.template, job.context(run), run.submitit, array, note)
     return DryRun(text, tuple(problem for problem, refuse in findings if refuse))
 
 

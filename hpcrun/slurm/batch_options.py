@@ -1,0 +1,106 @@
+"""The options in a batch script's #SBATCH lines, as sbatch reads them: the last of two of one name counts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+_SHORT = {
+    "A": "account", "a": "array", "B": "extra-node-info", "b": "begin", "C": "constraint",
+    "c": "cpus-per-task", "D": "chdir", "d": "dependency", "e": "error", "F": "nodefile", "G": "gpus",
+    "J": "job-name",    "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks", "o": "output",
+    "p": "partition", "q": "qos", "S": "core-spec", "t": "time", "w": "nodelist", "x": "exclude",
+}  # fmt: skip
+_ALONE = {
+    "H": "hold",
+    "I": "immediate",
+    "k": "no-kill",
+    "O": "overcommit",
+    "Q": "quiet",
+    "s": "oversubscribe",
+}
+"""Those that need no value."""
+SIZES = ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "ntasks-per-gpu")
+"""How many ranks there are and where."""
+FIXED = (*SIZES, "array", "time", "time-min", "nodefile", "clusters", "dependency", "wait", "wait-all-nodes")
+"""What a run counts on: it asks for it, or there must be none."""
+_OTHER_SIDES = (
+    ("mem", "mem-per-cpu", "mem-per-gpu"),
+    ("gres", "gpus", "gpus-per-node", "gpus-per-task"),
+)
+"""Options that stand for one another."""
+_LINE = re.compile(r"#SBATCH\s+(.*)")
+
+
+class BatchOption(NamedTuple):
+    """One option as it is written."""
+
+    line: str
+    name: str
+    """Its long name without dashes."""
+    value: str
+    """Empty where it has none."""
+
+    def __str__(self) -> str:
+        return f"--{self.name}" + (f"={self.value}" if self.value else "")
+
+
+def read_options(lines: Iterable[str]) -> list[BatchOption]:
+    """Every option of the #SBATCH lines in their order, short ones and several on a line too."""
+    found: list[BatchOption] = []
+    for line in lines:
+        match = _LINE.match(line)
+        if match:
+            found += _of_line(line, match[1])
+    return found
+
+
+def _of_line(line: str, text: str) -> Iterator[BatchOption]:
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        words = text.split()
+    at = 0
+    while at < len(words):
+        word, following = words[at], words[at + 1] if at + 1 < len(words) else ""
+        at += 1
+        is_value = bool(following) and not following.startswith("-")
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals and is_value:
+                value, at = following, at + 1
+            yield BatchOption(line, _whole(name), value)
+        elif word.startswith("-") and word[1:2] in _SHORT:
+            value = word[2:].removeprefix("=")
+            if not value and is_value:
+                value, at = following, at + 1
+            yield BatchOption(line, _SHORT[word[1]], value)
+        elif word.startswith("-") and word[1:2] in _ALONE:
+            yield BatchOption(line, _ALONE[word[1]], word[2:])
+
+
+def _whole(name: str) -> str:
+    """sbatch takes the beginning of a name where only one begins so."""
+    longer = [one for one in FIXED if one.startswith(name)]
+    return longer[0] if len(name) > 3 and name not in FIXED and len(longer) == 1 else name
+
+
+def last_of(options: Iterable[BatchOption]) -> dict[str, BatchOption]:
+    """The option of each name that counts."""
+    return {one.name: one for one in options}
+
+
+def replaced(options: Iterable[BatchOption], asked: dict[str, str]) -> Iterator[tuple[str, BatchOption]]:
+    """What a job asks (name to value, empty for none) that another option then stands in for: both."""
+    last = last_of(options)
+    for name, value in asked.items():
+        if name in FIXED:
+            continue
+        wanted = f"--{name}" + (f"={value}" if value else "")
+        if name in last and last[name].value != value:
+            yield wanted, last[name]
+        for side in _OTHER_SIDES:
+            others = (other for other in side if name in side and other != name and other not in asked)
+            yield from ((wanted, last[other]) for other in others if other in last)
