@@ -14,6 +14,7 @@ from hpcrun.formulas import parameters
 from hpcrun.launch.launchable import check_root
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.corpus import inspect_corpus
+from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
 from hpcrun.specs.plan import Plan
@@ -163,6 +164,7 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
         wrong = f"{error.filename}: cannot be read: {error.strerror}; give a directory with safetensors"
     else:
         wrong = wrong if files else f"{weights} has no *.safetensors in it; give a directory that has"
+        wrong = why_quantised(Path(weights)) or wrong
     if wrong:
         raise resolved.mistake("model.weights", wrong)
 

@@ -17,6 +17,7 @@ from hpcrun.errors import UsageError
 from hpcrun.files import is_plain_name
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.planning import raw_bytes
+from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.model import ModelSpec, hf_config
 from hpcrun.specs.records import sync_directory
 
@@ -72,6 +73,8 @@ class HFWeights:
 
     def check(self, spec: ModelSpec) -> None:
         """UsageError unless exactly the model's tensors are here, in shape; a tied head may be absent."""
+        if quantised := why_quantised(self.directory):
+            raise UsageError(quantised)
         expected = parameter_shapes(spec)
         if spec.tied and "lm_head.weight" in self._places:
             expected["lm_head.weight"] = expected[canonical_name(spec, "lm_head.weight")]

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from hpcrun.specs.hf_quantised import why_quantised
+
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {"vocab": 256, "hidden": 128, "ffn": 384, "layers": 4, "heads": 4, "kv_heads": 2},
     "tiny": {"vocab": 256, "hidden": 64, "ffn": 128, "layers": 4, "heads": 4, "kv_heads": 2},
@@ -112,6 +114,8 @@ def model_fields_from_hf(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a JSON object")
+    if quantised := why_quantised(directory):
+        raise ValueError(quantised)
     family = str(config.get("model_type"))
     if family not in _FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not supported; use {' or '.join(_FAMILIES)}")

@@ -180,7 +180,17 @@ def _named(call: Call, run: Run, stated: Stated) -> Call:
     name = call.collective or stated.collective
     if not name:
         raise UsageError(f"{run.name}: does not tell its collective; say it with --collective all_reduce")
+    if stated.collective and _plain(name) != _plain(stated.collective):
+        raise UsageError(
+            f"{run.name}: ran {name}, and --collective says {stated.collective}; leave --collective out, or"
+            " give outputs of that one"
+        )
     return call._replace(collective=name)
+
+
+def _plain(collective: str) -> str:
+    """all_reduce, all-reduce and AllReduce are one."""
+    return re.sub(r"[_-]|perf|mpi", "", collective.lower())
 
 
 def render_row(row: RowSpec, indent: str = "") -> str:

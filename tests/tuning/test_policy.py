@@ -229,6 +229,18 @@ def test_what_old_outputs_do_not_tell_is_said() -> None:
     assert {one.collective for one in make_row(old, other, stated).measured} == {"alltoall"}
 
 
+@pytest.mark.parametrize("said", ["all_gather", "reduce", "AllToAll"])
+def test_another_collective_than_the_outputs_tell_is_refused(said: str) -> None:
+    stated = Stated({QPS: "4"}, "2026-11-30", "anna", collective=said)
+    with pytest.raises(UsageError, match=f"run0-1.3.txt: ran all_reduce, and --collective says {said}"):
+        make_row(outputs(1.3), outputs(1.0), stated)
+    for same in ("all_reduce", "AllReduce", "all-reduce"):
+        right = Stated({QPS: "4"}, "2026-11-30", "anna", collective=same)
+        assert {one.collective for one in make_row(outputs(1.3), outputs(1.0), right).measured} == {
+            "all_reduce"
+        }
+
+
 def test_a_row_is_added_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     first, second = row(), make_row(outputs(1.3), outputs(1.0), STATED)

@@ -1,0 +1,72 @@
+"""Whether a Hugging Face directory holds quantised weights, from its small files and headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+_SECTIONS = ("quantization_config", "compression_config", "quantization")
+"""Keys of config.json that say how weights were quantised."""
+_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""What GPTQ, AWQ and ModelOpt write beside it."""
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_LARGEST_HEADER = 100 * 2**20
+_MOST_SHARDS = 4
+"""The first may hold embeddings alone, which stay as they are; no more are looked at on each load."""
+_REMEDY = "training needs plain bf16, fp16 or fp32 weights; give the model it was made from"
+
+
+def why_quantised(directory: Path) -> str | None:
+    """In words why these weights cannot be trained; None where nothing shows that they are quantised.
+
+    What is missing or damaged is left to whoever reads the weights.
+    """
+    config = _json(directory / "config.json")
+    for key in _SECTIONS:
+        section = config.get(key) or {}
+        if section:
+            method = (
+                section.get("quant_method") or section.get("quant_algo") if isinstance(section, dict) else ""
+            )
+            how = f" by {method}" if method else ""
+            return f"{directory / 'config.json'}: the weights are quantised{how} ({key}); {_REMEDY}"
+    for name in _BESIDE:
+        if (directory / name).is_file():
+            return f"{directory / name}: the weights are quantised; {_REMEDY}"
+    for path in _shards(directory)[:_MOST_SHARDS]:
+        for tensor, kind in _types(path):
+            if kind not in _FLOATS and not tensor.endswith(("inv_freq", "position_ids", "attn.bias")):
+                return f"{path}: the weights are quantised ({tensor} is stored as {kind}); {_REMEDY}"
+    return None
+
+
+def _shards(directory: Path) -> list[Path]:
+    try:
+        return sorted(
+            path for path in directory.iterdir() if path.suffix == ".safetensors" and path.is_file()
+        )
+    except OSError:
+        return []
+
+
+def _types(path: Path) -> Iterator[tuple[str, str]]:
+    """The tensors in a safetensors file and the type of each, as its header says."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError):
+        return
+    for name, entry in header.items() if isinstance(header, dict) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
+            yield name, entry["dtype"]
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
