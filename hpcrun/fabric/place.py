@@ -90,10 +90,10 @@ def place(
             raise NoTreeError(_no_tree(groups, slots, spares, policy))
         # Where they come in an order, the first of them decides.
         large = large[:1] if policy in ("pin", "none") else sorted(large, key=len)
-        job = (ranks, per_node, degrees, traffic)
+        what = (ranks, per_node, degrees, traffic)
         whole = replace(fabric, trees={})
         tried = [
-            place(whole, [*nodes, *avoided], *job, spares=spares, policy=policy, avoid=avoid)
+            place(whole, [*nodes, *avoided], *what, spares=spares, policy=policy, avoid=avoid)
             for nodes in large
         ]
         return _cheapest(fabric, tried)
