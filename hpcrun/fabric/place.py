@@ -74,7 +74,7 @@ def place(
     """Choose nodes among the free ones and order them; UsageError where there are too few.
 
     Under `pin` and `none` the first of them are taken. Nodes of `node_count` that no rank needs stay spare.
-    Of several trees one is taken, as Slurm does; NoTreeError where none has so many nodes.
+    Of several trees one is taken; NoTreeError where none has so many nodes.
     """
     slots, avoid = -(-ranks // per_node), frozenset(avoid)
     if node_count is not None:
@@ -83,20 +83,13 @@ def place(
     usable = [node for node in dict.fromkeys(free) if node not in avoid]
     if len(usable) < slots + spares:
         raise UsageError(_too_few(slots, spares, usable, avoided, policy))
-    groups = _by_tree(fabric, usable)
-    if len(groups) > 1:
-        large = [nodes for nodes in groups.values() if len(nodes) >= slots + spares]
-        if not large:
-            raise NoTreeError(_no_tree(groups, slots, spares, policy))
-        # Where they come in an order, the first of them decides.
-        large = large[:1] if policy in ("pin", "none") else sorted(large, key=len)
-        what = (ranks, per_node, degrees, traffic)
-        whole = replace(fabric, trees={})
-        tried = [
-            place(whole, [*nodes, *avoided], *what, spares=spares, policy=policy, avoid=avoid)
-            for nodes in large
-        ]
-        return _cheapest(fabric, tried)
+    fitting = _trees_that_fit(fabric, usable, slots, spares, policy)
+    if fitting is not None:
+        whole, what = replace(fabric, trees={}), (ranks, per_node, degrees, traffic)
+        frees = ([*nodes, *avoided] for nodes in fitting)
+        return _cheapest(
+            fabric, [place(whole, one, *what, spares=spares, policy=policy, avoid=avoid) for one in frees]
+        )
     if policy in ("pin", "none"):
         usable = usable[: slots + spares]
     elif policy == "spread":
@@ -159,6 +152,20 @@ def _by_tree(fabric: Fabric, nodes: Sequence[str]) -> dict[str | None, list[str]
     for node in nodes:
         groups.setdefault(fabric.trees.get(node), []).append(node)
     return groups
+
+
+def _trees_that_fit(
+    fabric: Fabric, usable: Sequence[str], slots: int, spares: int, policy: Policy
+) -> list[list[str]] | None:
+    """The nodes of each tree that has enough of them, in the order to try; None where all are in one."""
+    groups = _by_tree(fabric, usable)
+    if len(groups) < 2:
+        return None
+    large = [nodes for nodes in groups.values() if len(nodes) >= slots + spares]
+    if not large:
+        raise NoTreeError(_no_tree(groups, slots, spares, policy))
+    # Where they come in an order, the first of them decides.
+    return large[:1] if policy in ("pin", "none") else sorted(large, key=len)
 
 
 def _cheapest(fabric: Fabric, tried: Sequence[Placed]) -> Placed:

@@ -217,13 +217,13 @@ class _Script:
     def options(self) -> dict[str, str]:
         """The sbatch options in force as they are written: of several of one name the last."""
         found: dict[str, str] = {}
-        for given in self.given:
+        for one in self.given:
             # Of an option that has a line to itself the quotes are kept.
-            alone = re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", given.line)
-            is_alone = alone is not None and len(read_options([given.line])) == 1
-            value = (alone[2] or "").strip() if alone is not None and is_alone else given.value
-            found.pop(given.name, None)
-            found[given.name] = value
+            alone = re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", one.line)
+            is_alone = alone is not None and len(read_options([one.line])) == 1
+            value = (alone[2] or "").strip() if alone is not None and is_alone else one.value
+            found.pop(one.name, None)
+            found[one.name] = value
         return found
 
     @property
@@ -326,10 +326,10 @@ def _asked(context: ScriptContext) -> dict[str, str]:
 
 def replaced_directives(context: ScriptContext, text: str) -> list[str]:
     """What a template's script has in the place of what the job asks, one line each."""
-    lines = _parse_script(text, context, False).lines
+    lines = _parse_script(text, context).lines
     return [
-        f"the template's {given} replaces the job's {wanted}: sbatch takes the last of two"
-        for wanted, given in replaced(read_options(line for _, line in lines), _asked(context))
+        f"the template's {one} replaces the job's {wanted}: sbatch takes the last of two"
+        for wanted, one in replaced(read_options(line for _, line in lines), _asked(context))
     ]
 
 

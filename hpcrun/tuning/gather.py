@@ -127,7 +127,7 @@ def report_on(gathered: Gathered) -> Report:
         if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
             findings.setdefault((one.level, one.name, one.text), one)
     whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
-    return Report(whole, reports[0].chains, (*gathered.notes, *reports[0].notes))
+    return Report(whole, reports[0].chains, (*gathered.notes, *reports[0].notes), reports[0].read)
 
 
 def _bases(sources: Sources, environ: Mapping[str, str]) -> tuple[list[Layer], list[str]]:

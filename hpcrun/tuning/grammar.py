@@ -249,9 +249,9 @@ def _traps(text: str, devices: Devices, ports: bool) -> Iterator[Fault]:
     """A name that also takes longer ones, where nothing says that these are meant."""
     names = [name for name in devices.names if name.isprintable()]
     trapped = [name for name in names if _is_trap(name, names, ports)]
-    if not trapped:
+    if not trapped or (devices.excludes and not ports):
         return
-    first = trapped[0]
+    first = min(trapped, key=lambda name: name[-1]) if ports else trapped[0]
     more = first[-_LONGEST_INTERFACE:]
     # A number that is 0 goes on with no further digit; a VLAN can follow any.
     further = [f"{more}0"] * (not _ZERO.search(first)) + [f"{more}.100"]
@@ -262,8 +262,8 @@ def _traps(text: str, devices: Devices, ports: bool) -> Iterator[Fault]:
     # With = all entries are whole names, also those that are only the beginning of some.
     are_whole = len(names) == len(devices.names) and all(_WHOLE.search(name) for name in names)
     are_whole = are_whole and not _DRIVERS & set(names)
-    # A second adapter of that name is often there, a second interface seldom.
-    say = warning if ports else note
+    # A second adapter of that name is often there, one above thirty or a second interface seldom.
+    say = warning if ports and first[-1] in "12" else note
     yield say(
         f"{show(first)} also {does} {other}: names match by how they begin",
         f"; write {show(exact)}" if are_whole else "",

@@ -303,3 +303,13 @@ def test_binary_files_are_one_line(tmp_path: Path) -> None:
         assert "is not text in UTF-8" in refused("lint", option, path)
     with pytest.raises(UsageError, match="is not text"):
         raise call("explain", "IB_TC", "--env", path).exception or AssertionError
+
+
+def test_the_summary_says_how_much_of_a_script_was_read(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text('#!/bin/bash\nsrun bash -c "export NCCL_IB_RETRY_CNT=32; x"\nsrun bash run.sh\n')
+    result = call("lint", "--script", script)
+    assert result.exit_code == EXIT_CHECK_FAILED
+    assert result.stdout.splitlines()[-1].endswith(f"; {script}: 4 commands read, 1 not looked into")
+    assert f"{script}:3: what the script `run.sh` sets is not known here" in result.stderr
+    assert json.loads(call("lint", "--script", script, "--json").stdout)["read"]
