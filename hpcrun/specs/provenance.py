@@ -101,6 +101,8 @@ def _is_sound(record: Provenance) -> bool:
         and all(isinstance(value, int | float) for value in numbers)
         and isinstance(record.argv, list)
         and all(isinstance(word, str) for word in record.argv)
+        and isinstance(record.inputs, dict)
+        and all(isinstance(value, str) for value in record.inputs.values())
     )
 
 
