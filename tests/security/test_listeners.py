@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from hpcrun.checkpoint.drain.lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
 from hpcrun.door import Crowd, Door
 from hpcrun.launch.agents import wire
@@ -313,9 +314,7 @@ class AtArena:
         return len(list(Path(f"/proc/{self.host.process.pid}/fd").iterdir()))
 
     def open(self) -> socket.socket:
-        one = socket.socket(socket.AF_UNIX)
-        one.connect(str(self.socket))
-        return one
+        return connect(self.socket.parent, self.socket.name)
 
     def attend(self) -> None:
         pass
