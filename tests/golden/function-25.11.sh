@@ -3,7 +3,7 @@
 #SBATCH --output=/scratch/user/runs/fixture-0101-120000-abcdef/submitit/%j_0_log.out
 #SBATCH --error=/scratch/user/runs/fixture-0101-120000-abcdef/submitit/%j_0_log.err
 #SBATCH --open-mode=append
-#SBATCH --signal=USR2@120
+#SBATCH --signal=B:USR2@120
 #SBATCH --requeue
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=4
@@ -13,6 +13,25 @@
 #SBATCH --exclusive
 #SBATCH --comment=two' 'words
 
+# Signals reach the batch shell alone. What arrives while the job is being prepared, or while the command comes
+# up, is kept, and handed on to the command as soon as it listens.
+hpcrun_child= hpcrun_early=()
+hpcrun_forward() {
+    hpcrun_caught=1
+    if [[ -n $hpcrun_child ]]; then kill -s "$1" "$hpcrun_child" 2>/dev/null; else hpcrun_early+=("$1"); fi
+}
+hpcrun_listens() {
+    # Before it is a program of its own it still shows the traps of this shell.
+    if [[ /proc/$1/exe -ef /proc/$$/exe ]]; then return 1; fi
+    local key mask seen=0
+    while IFS=$' \t' read -r key mask; do
+        case $key in SigBlk: | SigCgt:) (( seen |= 0x${mask: -4} )) ;; esac
+    done 2>/dev/null <"/proc/$1/status"
+    (( (seen & 0x4a00) == 0x4a00 ))  # USR1, USR2 and TERM are caught, or wait for somebody who will
+}
+trap 'hpcrun_forward USR1' USR1
+trap 'hpcrun_forward USR2' USR2
+trap 'hpcrun_forward TERM' TERM
 
 umask 077
 if ! type -t module >/dev/null; then
@@ -26,11 +45,25 @@ export OMP_NUM_THREADS=8
 export GREETING=two\ words
 export SUBMITIT_EXECUTOR=slurm
 
-step=(srun --unbuffered --output /scratch/user/runs/fixture-0101-120000-abcdef/submitit/%j_%t_log.out)
-step+=(--error /scratch/user/runs/fixture-0101-120000-abcdef/submitit/%j_%t_log.err)
-step+=(--gpu-bind=none)
-if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then step+=(--cpus-per-task "$SLURM_CPUS_PER_TASK"); fi
-"${step[@]}" /opt/python/bin/python -u -m submitit.core._submit /scratch/user/runs/fixture-0101-120000-abcdef/submitit
-status=$?
+# The lines before may have asked for an end at the first failure; a wait that a signal ends is none.
+set +e
+# Bash runs a trap only while it waits for a background process: so the command runs there.
+/opt/python/bin/python -u -m submitit.core._submit /scratch/user/runs/fixture-0101-120000-abcdef/submitit &
+hpcrun_started=$!
+for (( tries = 600; tries > 0; tries-- )); do
+    if ! kill -0 "$hpcrun_started" 2>/dev/null || hpcrun_listens "$hpcrun_started"; then break; fi
+    sleep 0.1
+done
+hpcrun_child=$hpcrun_started
+for name in ${hpcrun_early[@]+"${hpcrun_early[@]}"}; do hpcrun_forward "$name"; done
+status=127
+while :; do
+    hpcrun_caught=0
+    wait "$hpcrun_child"
+    ended=$?
+    # A wait that a signal has ended says nothing about the command; 127: it was waited for before.
+    if (( ended != 127 )); then status=$ended; fi
+    if (( ended == 127 || ! hpcrun_caught )); then break; fi
+done
 
 exit "$status"
