@@ -138,6 +138,8 @@ def test_every_name_is_there_and_reads_back(run: RunDir) -> None:
     assert value(text, "hpcrun_checkpoint_last_step") == 12
     assert value(text, "hpcrun_productive_seconds_total") == pytest.approx(12, abs=1e-3)
     # A run without a step, and one without nodes that anybody knows, claims nothing.
+    half = render_exposition([Figures("r", tally, host="n\ud800", heard_s={"\udcff": 1.0})])
+    assert half.encode().count(b"\\ud800") == half.encode().count(b"\\udcff") == 1
     empty = parsed(render_exposition([Figures("new", type(tally)())]))
     assert not {name for name, _ in empty} & {"hpcrun_step", "hpcrun_nodes", "hpcrun_attempt_info"}
 

@@ -60,13 +60,16 @@ def _collector(runs: Sequence[Figures]) -> Collector:
 
 
 def families(runs: Sequence[Figures]) -> Iterator[Metric]:
-    """One family a name, with the series of all runs."""
-    yield from _what_it_is(runs)
-    yield from _progress(runs)
-    yield from _saves(runs)
-    yield from _time(runs)
-    yield from _faults(runs)
-    yield from _around(runs)
+    """One family a name, with the series of all runs; labels are text that every encoding takes."""
+    for make in (_what_it_is, _progress, _saves, _time, _faults, _around):
+        for family in make(runs):
+            family.samples = [one._replace(labels=_encodable(one.labels)) for one in family.samples]
+            yield family
+
+
+def _encodable(labels: Mapping[str, str]) -> dict[str, str]:
+    """A record may hold half a character (a lone surrogate), which no file takes."""
+    return {name: value.encode("utf-8", "backslashreplace").decode() for name, value in labels.items()}
 
 
 def _what_it_is(runs: Sequence[Figures]) -> Iterator[Metric]:
