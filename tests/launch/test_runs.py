@@ -179,8 +179,9 @@ def test_the_time_of_a_run_that_goes_on_is_counted_by_the_clock_of_its_nodes(
     os.utime(run.events, (time.time() - 8,) * 2)
     state = asked(run)
     assert state.state == "running"
-    assert 10 <= account(state).wall_s < 60
-    assert 2 <= account(look_at(run)).wall_s < 60, "Slurm was not asked"
+    # A file system counts in ticks, which are coarser than the clock.
+    assert 9 <= account(state).wall_s < 60
+    assert 1 <= account(look_at(run)).wall_s < 60, "Slurm was not asked"
 
 
 def test_a_requeued_job_is_queued_again_and_its_attempts_are_counted(squeue: Squeue) -> None:
