@@ -54,7 +54,7 @@ class MeetingPoint:
     """Why there is no address or no port."""
 
 
-class MeetingDesk:
+class NodeRendezvous:
     """A node's part: finds its address, and holds the port of an attempt until that is over."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hpcrun.errors import SiteError
 from hpcrun.launch import ports
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.meeting import MeetingDesk, MeetingRequest, parse_meeting
+from hpcrun.launch.meeting import MeetingRequest, NodeRendezvous, parse_meeting
 from hpcrun.launch.ports import choose_port, ephemeral_ports, holder_of
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
@@ -130,7 +130,7 @@ def test_connections_that_are_just_closing_are_told_as_such() -> None:
 
 
 def test_a_node_says_where_it_is_reached_and_holds_the_port() -> None:
-    with closing(MeetingDesk()) as desk, closing(MeetingDesk()) as other:
+    with closing(NodeRendezvous()) as desk, closing(NodeRendezvous()) as other:
         request = MeetingRequest(3, ("n1",), seed=SEED, wants_port=True)
         answer = desk.answer(request.of("n1").as_json())
         assert (answer["kind"], answer["attempt"]) == ("meeting", 3)

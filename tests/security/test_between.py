@@ -21,7 +21,7 @@ from hpcrun.launch.agents.wire import Badge, Channel, Gate, Session, join
 from hpcrun.launch.agents.words import ORDERS, SAID, problem_of_order, problem_of_said
 from hpcrun.launch.happenings import OnNode, Progress, RankEnded, RankMet, RankStopped, RankUp, encode
 from hpcrun.launch.health.preflight import Ask
-from hpcrun.launch.meeting import MeetingDesk, MeetingRequest
+from hpcrun.launch.meeting import MeetingRequest, NodeRendezvous
 
 HERE, SECRET, RUN = "127.0.0.1", "a" * 64, "run-1"
 Tamper = Callable[[list[bytes]], list[bytes]]
@@ -319,7 +319,7 @@ def test_what_we_say_makes_sense() -> None:
         assert problem_of_said(json.loads(encode(one)) | {"attempt": 1}) == ""
     asked = json.loads(json.dumps(Ask(("shm",), hcas=("a",), xids={"79": "reset"}).as_json()))
     assert problem_of_order({"do": "preflight", **asked}) == ""
-    request, desk = MeetingRequest(1, ("n1",), wants_port=True), MeetingDesk()
+    request, desk = MeetingRequest(1, ("n1",), wants_port=True), NodeRendezvous()
     order = json.loads(json.dumps(request.as_json()))
     assert problem_of_order({"do": "meeting", **order}) == ""
     assert problem_of_said(json.loads(json.dumps(desk.answer(order)))) == ""

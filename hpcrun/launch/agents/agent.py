@@ -29,7 +29,7 @@ from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.health.preflight import answer
-from hpcrun.launch.meeting import MeetingDesk
+from hpcrun.launch.meeting import NodeRendezvous
 from hpcrun.launch.ownership import sweep_segments
 from hpcrun.launch.vault.host import DrainHost
 from hpcrun.launch.vault.sweep import sweep_arenas
@@ -62,7 +62,7 @@ class Agent:
         found = try_inventory()
         self._inside = found.as_json() if found else None
         self._vault = DrainHost(run, self._node, lambda message: self._say(message), os.environ)
-        self._meeting = MeetingDesk()
+        self._meeting = NodeRendezvous()
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
         self._reported, self._is_warm = 0.0, False

@@ -17,7 +17,7 @@ from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
 from hpcrun.launch.health.preflight import LONGEST_S, Ask, answer
 from hpcrun.launch.meeting import KIND as MEETING
-from hpcrun.launch.meeting import TRIAL, MeetingDesk, MeetingPoint, MeetingRequest, parse_meeting
+from hpcrun.launch.meeting import TRIAL, MeetingPoint, MeetingRequest, NodeRendezvous, parse_meeting
 from hpcrun.launch.outlets.heard import Heard
 from hpcrun.launch.trial import in_words, targets
 from hpcrun.launch.vault.host import KIND
@@ -129,7 +129,7 @@ class ThisNode:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._ranks: NodeRanks | None = None
-        self._hosts, self._meeting = Hosts(run), MeetingDesk()
+        self._hosts, self._meeting = Hosts(run), NodeRendezvous()
 
     @property
     def alive(self) -> tuple[str, ...]:
