@@ -182,6 +182,18 @@ def is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+def require_private(path: Path, status: os.stat_result) -> None:
+    """UntrustedFileError unless a pickle, or its folder, is ours and nobody else can write it."""
+    if is_private(status):
+        return
+    if status.st_uid != os.geteuid():
+        raise UntrustedFileError(f"{path}: belongs to user {status.st_uid}, not to you; it is not loaded")
+    raise UntrustedFileError(
+        f"{path}: can be written by others (mode {status.st_mode & 0o777:o}), so it is not loaded;"
+        f" `chmod go-w` it if you trust what is in it"
+    )
+
+
 class Folder:
     """A directory of ours in a shared place, held open.
 

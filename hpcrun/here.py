@@ -22,6 +22,12 @@ def user_name(number: int | None = None) -> str:
         return str(number)
 
 
+def owner_name(number: int) -> str:
+    """The name of a user, for messages; `user 1000` where it has none."""
+    name = user_name(number)
+    return f"user {number}" if name == str(number) else name
+
+
 def expand_path(text: str) -> str:
     """`~` and `$VARS` replaced; `$USER` is known without the variable. What is not known stays as it is."""
     # Unlike Path.expanduser, this one does not raise where there is no home.

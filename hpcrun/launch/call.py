@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED, FunctionError, UsageError
-from hpcrun.files import Folder, is_private, open_regular
+from hpcrun.files import Folder, open_regular, require_private
 from hpcrun.launch.endurance import say
 from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, exit_code_of, report_error
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -207,15 +207,5 @@ def _read_private(path: Path) -> bytes:
     """Whoever can write a pickle runs code as the one who loads it."""
     with os.fdopen(open_regular(path), "rb") as file:
         for place, status in ((path.parent, path.parent.lstat()), (path, os.fstat(file.fileno()))):
-            if not is_private(status):
-                _refuse(place, status)
+            require_private(place, status)
         return file.read()
-
-
-def _refuse(path: Path, status: os.stat_result) -> NoReturn:
-    if status.st_uid != os.geteuid():
-        raise UsageError(f"{path}: belongs to user {status.st_uid}, not to you; it is not loaded")
-    raise UsageError(
-        f"{path}: can be written by others (mode {status.st_mode & 0o777:o}), so it is not loaded;"
-        f" `chmod go-w` it if you trust what is in it"
-    )

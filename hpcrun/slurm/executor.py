@@ -25,6 +25,7 @@ from submitit.local.local import LocalJob
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import require_private
 from hpcrun.process import ProcessId, with_our_package
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.slurm.client import run_client
@@ -63,14 +64,7 @@ def check_private(path: Path) -> None:
     Whoever can write a pickle runs code as the one who loads it.
     """
     for place in (path.parent, path):
-        found = place.stat()
-        if found.st_uid != os.geteuid():
-            raise UsageError(f"{place}: belongs to user {found.st_uid}, not to you; it is not loaded")
-        if found.st_mode & 0o022:
-            raise UsageError(
-                f"{place}: can be written by others (mode {found.st_mode & 0o777:o}), so it is not loaded;"
-                f" `chmod go-w` it if you trust what is in it"
-            )
+        require_private(place, place.stat())
 
 
 class Submitted(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import shlex
 import stat
 import sys
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpcrun.errors import UsageError
 from hpcrun.files import is_private
+from hpcrun.here import owner_name
 
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir
@@ -47,21 +47,13 @@ def _refuse(path: Path, *, is_named_by_path: bool) -> None:
     if status.st_uid != os.geteuid() and not (os.geteuid() == 0 and is_named_by_path):
         by_path = "; as root name it by its path" if os.geteuid() == 0 else ""
         raise UsageError(
-            f"{path}: belongs to {user_name(status.st_uid)}, not to you, so it can only be read{by_path}"
+            f"{path}: belongs to {owner_name(status.st_uid)}, not to you, so it can only be read{by_path}"
         )
     if status.st_mode & 0o022:
         raise UsageError(
             f"{path}: other users can write it (mode {stat.S_IMODE(status.st_mode):o}), so it can only be"
             f" read; run: chmod go-w {shlex.quote(str(path))}"
         )
-
-
-def user_name(uid: int) -> str:
-    """A user by name, or by number where it has none."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
 
 
 def warn_of_open_root(root: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.here import user_name
+from hpcrun.here import owner_name, user_name
 from hpcrun.hostlist import fold
 from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.ownership import supervisor_of
@@ -100,7 +100,9 @@ def require_running(run: RunDir) -> None:
         raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
     owner = run.path.stat().st_uid
     if owner != os.getuid():
-        raise UsageError(f"{run.id} belongs to {_user(owner)}; faults are rehearsed on runs of one's own")
+        raise UsageError(
+            f"{run.id} belongs to {owner_name(owner)}; faults are rehearsed on runs of one's own"
+        )
     (state,) = look_at_all([run])
     why = f" ({state.message})" if state.message else ""
     if state.state == "unknown":
@@ -314,15 +316,6 @@ def inflict(aimed: Aim, write: Callable[[dict[str, Any]], None]) -> list[dict[st
 def short(name: str) -> str:
     """A host's name without its domain: Slurm and the host itself may not agree on that."""
     return name.partition(".")[0]
-
-
-def _user(number: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
 
 
 def _python_of(run: RunDir) -> str:
