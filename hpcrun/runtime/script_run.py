@@ -1,0 +1,85 @@
+"""Where a script's saves belong, how its ranks agree, and what holds for them: before the first save."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch.distributed.distributed_c10d import _get_default_store
+
+from hpcrun.errors import UsageError
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
+from hpcrun.launch.world import World, detect_world
+from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreControl
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
+from hpcrun.specs.load import load_job_of
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
+
+_count = itertools.count()
+
+
+def section_of(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
+    """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
+    if str(run.path) != environ.get(RUN_DIR_VARIABLE) or not run.spec.exists():
+        return {}
+    section = load_job_of(run).spec.checkpoint
+    # When to save is the script's own affair.
+    return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
+
+
+def spec_of(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSpec:
+    """The `checkpoint` section that these values make; UsageError where one of them is wrong."""
+    try:
+        spec = CheckpointSpec.model_validate({**values, **options})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        known = ", ".join(CheckpointSpec.model_fields)
+        raise UsageError(f"Checkpointer: {where}: {first['msg']}; options: {known}") from None
+    for wrong in check_checkpoint(spec):
+        raise UsageError(f"Checkpointer: {wrong.key.removeprefix('checkpoint.')}: {wrong.text}")
+    return spec
+
+
+def run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
+    """The directory as a run's, and whether an agent's worker is there that writes to just that one."""
+    told = environ.get(RUN_DIR_VARIABLE)
+    own = RunDir(Path(told)) if told else None
+    if directory is None:
+        if own is None:
+            raise UsageError("Checkpointer: a directory is needed outside a run of hpcrun")
+        run = own
+    else:
+        run = RunDir(Path(directory).resolve())
+    return run, own is not None and own.path == run.path and DRAIN_VARIABLE in environ
+
+
+def attempt_of(run: RunDir, agent: bool) -> int:
+    """The run's own attempt; elsewhere one more than any that has saved."""
+    if agent and ATTEMPT_VARIABLE in os.environ:
+        return int(os.environ[ATTEMPT_VARIABLE])
+    return max((saved.attempt for saved in saved_steps(run.checkpoints)), default=0) + 1
+
+
+def open_control(environ: Mapping[str, str]) -> Control:
+    """How these ranks agree: over MPI, over torch's store, or there is one alone."""
+    number = next(_count)
+    world = detect_world(environ)
+    # Whoever sets an address for torch's ranks may have started them without MPI.
+    by_mpi = world is not None and world.kind != "torchrun" and "MASTER_ADDR" not in environ
+    if world is not None and by_mpi and world.size > 1 and importlib.util.find_spec("mpi4py"):
+        return MPIControl(world, private=True)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        group = World("torchrun", rank, size, None, None)
+        return StoreControl(group, store=_get_default_store(), prefix=f"hpcrun-saves-{number}")
+    if world is not None and world.size > 1:
+        return StoreControl(world, prefix=f"hpcrun-saves-{number}")
+    return LoneControl()
