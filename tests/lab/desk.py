@@ -74,7 +74,8 @@ class Desk:
 
 def story(run: RunDir) -> str:
     """Everything that a run has left in words, for a test that fails."""
-    paths = [*run.submitit.glob("*_log.*"), *run.path.glob("attempts/*/logs/*.log"), run.exit, run.events]
+    paths = [*run.submitit.glob("*_log.*"), *run.path.glob("attempts/*/logs/*.log")]
+    paths += [*sorted(run.agent_logs.glob("*.log")), run.exit, run.events]
     texts = (f"--- {path}\n{path.read_text(errors='replace')[-3000:]}" for path in paths if path.exists())
     return "\n".join(texts)
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hpcrun import process
+from hpcrun.checkpoint.drain.arena import SHM, arena_folder
 from hpcrun.launch.agents import crew as crews
 from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.agents.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
@@ -49,9 +50,9 @@ class Place:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         return {**with_our_package(kept), "SLURMD_NODENAME": node}
 
-    def agent(self, node: str) -> subprocess.Popen[bytes]:
+    def agent(self, node: str, **more: str) -> subprocess.Popen[bytes]:
         self.run.agent_logs.mkdir(exist_ok=True)
-        child = subprocess.Popen(self.command(), stdin=subprocess.PIPE, env=self.environ(node))
+        child = subprocess.Popen(self.command(), stdin=subprocess.PIPE, env={**self.environ(node), **more})
         self.agents.setdefault(node, []).append(child)
         return child
 
@@ -296,6 +297,10 @@ def test_whoever_loses_most_of_its_agents_waits_for_a_successor(place: Place) ->
     assert not crew._leadership.is_paused
     for node in NODES[1:]:
         place.agents[node][0].send_signal(signal.SIGCONT)
+    place.opened.remove(crew)
+    nodes.close()
+    # Who comes back only now hears that it may go, too.
+    assert [place.agents[node][0].wait(10) for node in NODES] == [0, 0, 0]
 
 
 def test_a_supervisor_in_doubt_steps_back_when_another_has_come(place: Place) -> None:
@@ -332,6 +337,37 @@ def test_where_slurm_ends_the_job_ranks_without_a_supervisor_end_at_once(place: 
     for pulse in place.opened[0]._pulses:
         pulse.stop()
     until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+
+
+def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_back(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f"#!/bin/sh\ncat {tmp_path}/job\n")
+    scontrol.chmod(0o755)
+    record = (
+        "JobId=7 JobName=t\n   JobState={} Reason=None\n   Restarts=0 RunTime=00:00:09 TimeLimit=01:00:00\n"
+    )
+    (tmp_path / "job").write_text(record.format("RUNNING"))
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    batch = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n01", "SUBMITIT_EXECUTOR": "slurm"}
+    agent = place.agent("n01", **batch)
+    nodes = place.lead("n01")
+    (pid,) = place.launch(nodes, 1, "n01")
+    arena = arena_folder(SHM, place.run.run_id, "n01")
+    nodes.drain("n01", {"do": "inventory", "id": 1})
+    until(lambda: nodes.drained() or nodes.rest(0.1))
+    arena.mkdir(parents=True, exist_ok=True)
+    for pulse in place.opened[0]._pulses:
+        pulse.stop()
+    agent.send_signal(signal.SIGTERM)
+    until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+    assert agent.poll() is None  # the job runs: somebody may take over
+    (tmp_path / "job").write_text(record.format("CANCELLED"))
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(20) == 0
+    assert not arena.exists()
 
 
 def test_what_ranks_have_left_in_memory_goes_before_the_next_attempt(place: Place) -> None:

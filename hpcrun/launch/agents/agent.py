@@ -68,7 +68,7 @@ class Agent:
         self._reported, self._is_warm = 0.0, False
         self._children: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
-        self._input_ended = self._is_told_to_end = False
+        self._input_ended = self._is_told_to_end = self._is_to_ask = False
 
     def serve(self) -> None:
         """Work until the supervisor says so, or is gone and nobody comes after it."""
@@ -84,19 +84,21 @@ class Agent:
         self._selector.register(self._vault.fileno(), selectors.EVENT_READ)
         with contextlib.suppress(PermissionError):  # a file or /dev/null never ends
             self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
-        try:
+        with contextlib.ExitStack() as leaving:
+            # From the last to the first, and each of them whatever becomes of those before it.
+            if self._heir is not None:
+                leaving.callback(self._heir.see_off)
+            leaving.callback(self._uplink.close)
+            leaving.callback(self._say, {"kind": "left"})
+            leaving.callback(self._vault.close)
+            leaving.callback(self._meeting.close)
+            leaving.callback(self._clear, [])
             while self._take_orders() and not self._is_deserted():
                 self._watch()
-        finally:
-            self._clear([])
-            self._meeting.close()
-            self._vault.close()
-            self._uplink.close()
-            if self._heir is not None:
-                self._heir.see_off()
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        self._is_told_to_end |= number == signal.SIGTERM
+        if number == signal.SIGTERM:
+            self._is_told_to_end = self._is_to_ask = True
 
     def _own_log(self) -> None:
         """What we say must not depend on a supervisor that reads it."""
@@ -117,6 +119,12 @@ class Agent:
         if self._heir is None:
             # Outside of a batch job the supervisor is somebody's command, and ends with it.
             return self._input_ended or vigil.is_orphaned
+        if self._is_to_ask and vigil.is_quiet:
+            # Who is killed gives no memory back, and Slurm kills soon after it has told us.
+            self._is_to_ask = False
+            if not self._heir.may_claim():
+                say("the supervisor does not answer, and Slurm ends the job: so does this agent")
+                return True
         if self._uplink.won is not None:
             if self._heir.tend(self._uplink.won, self._uplink.epoch):
                 self._uplink.won = None

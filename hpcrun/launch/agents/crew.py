@@ -36,7 +36,8 @@ _DOUBT_S = 4.0
 _SUCCESSOR_S = 25.0
 """So long others have then to take over: LEADERLESS_S, two more looks, their turns, and Slurm's word."""
 _ADOPT_S = 15.0
-_LEAVE_S = 5.0
+_LEAVE_S = 20.0
+"""So long agents may take to end what is left of ranks, and to give memory back; then the job may end."""
 _MOST_LOSSES = 1
 """A node that was lost more often is not called back."""
 _CALL_S = 30.0
@@ -51,7 +52,7 @@ class Member:
         self.session, self.id = Session(problem_of_said), ""
         self._heard = clock()
         self._said_before = log.stat().st_size if log.exists() else 0
-        self.is_lost = False
+        self.is_lost = self.has_left = False
         self.hello: dict[str, Any] = {}
         """What it has said about itself."""
         self.called: float | None = None
@@ -142,6 +143,7 @@ class Crew:
         self._steps: list[subprocess.Popen[bytes]] = []
         self._again: Callable[[str], subprocess.Popen[bytes]] | None = None
         self._put_aside: list[tuple[Member, dict[str, Any]]] = []
+        self._is_closing = False
         self.lost: list[NodeLost] = []
         """The nodes that have ceased to answer, first one first."""
         secret = secrets.token_hex(32)
@@ -267,6 +269,8 @@ class Crew:
                     if message.get("called"):
                         agent.called = None
                     agent.give_up_calling()
+                elif message.get("kind") == "left":
+                    agent.has_left = True
                 elif "kind" in message and not agent.is_lost:
                     yield agent, message
             if channel is not None and channel.is_closed and agent.session.channel is channel:
@@ -308,6 +312,8 @@ class Crew:
             agent.is_lost = False
             # Whatever it has of an attempt that went on without it.
             agent.tell(do="clear", attempt=None, spared=[])
+            if self._is_closing:
+                agent.tell(do="leave")
 
     def _let_go(self, agent: Member) -> None:
         if agent.session.channel is not None:
@@ -382,11 +388,14 @@ class Crew:
         self._selector.close()
 
     def _say_goodbye(self) -> None:
+        self._is_closing = True
         for agent in self.members.values():
             agent.tell(do="leave")
         deadline = time.monotonic() + _LEAVE_S
-        here = [one for one in self.living if one.session.channel is not None]
-        while time.monotonic() < deadline and any(one.session.channel is not None for one in here):
+        # A connection that breaks tells nothing: whoever made it again is yet to hear that it may go.
+        while time.monotonic() < deadline and any(
+            not one.has_left and not one.trouble() for one in self.living
+        ):
             for _ in self.pump(0.1):
                 pass
         for child in self._steps:

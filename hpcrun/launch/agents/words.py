@@ -43,6 +43,7 @@ _ATTEMPT = {"attempt": int}
 SAID: dict[str, dict[str, Shape]] = {
     "beat": {},
     "hello": {"node": str, "pid": int, "address": _TEXTS, "called": bool, "inside": (dict, None)},
+    "left": {},
     "watching": _ATTEMPT,
     "preflight": {**_ATTEMPT, "time": _NUMBER, "seconds": _NUMBER, "checks": [dict]},
     "dumped": {**_ATTEMPT, "ranks": {str: {str: str}}},
