@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import shlex
@@ -392,6 +393,14 @@ class BackgroundExecutor(submitit.LocalExecutor):
 
 _controllers: list[subprocess.Popen[bytes]] = []
 """Nobody waits for them, and none of them is to be ended with its handle."""
+
+
+@atexit.register
+def _let_controllers_go() -> None:
+    for controller in _controllers:
+        if controller.poll() is None:
+            # It goes on without us, as it should: Python would warn of it.
+            controller.returncode = 0
 
 
 def submit_local(folder: Path, fn: Callable[..., Any], *args: Any, limit_min: int | None = None) -> ProcessId:
