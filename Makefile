@@ -2,16 +2,21 @@
 # VENV         where the environment lies (.venv); PYTHON: which interpreter it is made with (python3)
 # TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, the builds of
 #              PyTorch's own index for CPUs are far smaller: make test TORCH_INDEX="--extra-index-url URL"
+# BESIDE       yes: the lab's tests run beside the others, which takes about two thirds of the time; what they
+#              print comes at the end
 # RACKS        the lab's shape: 2x4 is two racks of four nodes; 4,2,2 three racks of those sizes
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
+BESIDE ?=
 RACKS ?= 2x4
+# What `make check` runs: rules on the code itself, and parts that start neither ranks nor Slurm.
+QUICK = $(wildcard tests/test_*.py) tests/fabric tests/slurm tests/specs tests/tuning
 export PYTHON TORCH TORCH_INDEX
 # An activated environment or a caller's paths must not decide what runs here.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET
 
-.PHONY: help demo test lint bench lab lab-shell lab-down lab-deps clean
+.PHONY: help demo check test lint bench lab lab-shell lab-down lab-deps clean
 .NOTPARALLEL:
 
 help: ## this list
@@ -20,8 +25,11 @@ help: ## this list
 demo: $(VENV)/.demo ## train a small model on eight ranks of this machine
 	@$(VENV)/bin/python -m hpcrun demo
 
-test: lint ## linters, types, then the tests; what .ci/run runs
-	$(VENV)/bin/python -m pytest
+check: lint ## linters, types and the quick tests, in about a minute or two; what to run while working
+	$(VENV)/bin/python -m pytest $(QUICK)
+
+test: lint ## linters, types, then every test; what .ci/run runs
+	$(VENV)/bin/python -m $(if $(BESIDE),tests,pytest)
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(VENV)/bin/python -m ruff check .

@@ -300,7 +300,7 @@ class Lab:
         self.head.tell()
         self.head.expect("ready")
         power_on([self.login, *self.nodes], self)
-        self.wait_for_state(self.nodes, {"idle"}, timeout_s=30)
+        self.wait_for_state(self.nodes, {"idle"})
 
     def _network(self) -> dict[str, str]:
         """A bridge for each leaf switch, one for the spine, and slow uplinks between them."""
@@ -330,7 +330,7 @@ class Lab:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = CHECKOUT,
-        timeout_s: float = 60,
+        timeout_s: float = 200,
     ) -> process.Completed:
         """Run a command on the login node, which sees this checkout and this Python environment."""
         return self.login.run(argv, env=env, cwd=cwd, timeout_s=timeout_s)
@@ -344,7 +344,7 @@ class Lab:
         lines = self.run(["sinfo", "--noheader", "--Node", "--format=%N %T"]).stdout.splitlines()
         return {name: state for name, _, state in (line.partition(" ") for line in lines)}
 
-    def wait_for_state(self, nodes: Iterable[Node], states: Collection[str], timeout_s: float = 60) -> None:
+    def wait_for_state(self, nodes: Iterable[Node], states: Collection[str], timeout_s: float = 200) -> None:
         """Wait until Slurm shows all these nodes in one of these states; SiteError when it does not."""
         names = [node.name for node in nodes]
         self.wait_until(

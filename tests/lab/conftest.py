@@ -17,6 +17,17 @@ _open_labs = contextlib.ExitStack()
 _labs: list[Lab] = []
 
 
+_LONGEST_S = 1200
+"""Longer than a test waits for any one thing: what that was is then said, and not only that it took long."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give the tests of this folder time: its machines share this one with whatever else it does."""
+    for item in items:
+        if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_LONGEST_S))
+
+
 @pytest.fixture(scope="session")
 def lab_here() -> None:
     """Skip, with the reason and the remedy, where there can be no lab."""

@@ -39,7 +39,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     first = supervisor_of(run)
     desk.hpcrun("chaos", "kill-supervisor", run.id)
-    ended = desk.ended(run, 200)
+    ended = desk.ended(run)
     assert (ended["status"], ended["attempt"]) == ("done", 2), story(run)
     assert outcomes(run) == [("failed", "supervisor lost", None), ("done", None, None)]
     (restored,) = events(run, "restore")

@@ -17,12 +17,12 @@ def test_a_running_job_saves_when_asked_goes_on_and_saves_and_stops(desk: Desk) 
     (desk.path / "job.yaml").write_text(LONG)
     run = desk.submit("job.yaml")
     desk.until(lambda: len(steps(run)) > 3, run)
-    asked = desk.hpcrun("save", run.id, "--wait", "--timeout", "1m")
+    asked = desk.hpcrun("save", run.id, "--wait", "--timeout", "5m")
     assert f"{run.id}: asked job " in asked.stdout
     assert " was saved in " in asked.stderr
     seen = len(steps(run))
     desk.until(lambda: len(steps(run)) > seen + 3, run)
-    stopped = desk.hpcrun("stop", run.id, "--wait", "--timeout", "1m")
+    stopped = desk.hpcrun("stop", run.id, "--wait", "--timeout", "5m")
     assert f"{run.id} is saved: saved at step " in stopped.stderr
     told = [line.split("  ", 2)[2] for line in desk.hpcrun("events", run.id).stdout.splitlines()]
     assert told[0] == "preflight of 2 nodes: all well"

@@ -35,7 +35,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     # The first node has the batch shell and the supervisor: another one takes over.
     lost = first["nodes"][-1 if which == "a node" else 0]
     desk.lab.node(lost).power_off()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert (restored["levels"], restored["rebuilt"], restored["from_spares"]) == (["memory"], 0, 1), story(
         run

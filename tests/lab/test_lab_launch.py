@@ -44,7 +44,7 @@ def test_the_demo_on_four_nodes_with_each_launcher_gives_the_same_losses(desk: D
     for launcher in ("hydra", "srun"):
         desk.profile(f"mpi: {{launcher: {launcher}, pmi: pmi2}}\n")
         run = desk.submit("demo.yaml", *DEMO, *FOUR_BY_TWO)
-        assert desk.ended(run, 200)["status"] == "done", story(run)
+        assert desk.ended(run)["status"] == "done", story(run)
         placed = records(run, "attempts/1/ranks/rank-?.json")
         assert [record["node"] for record in placed] == EIGHT
         assert records(run, "attempts/1/placement.json")[0]["ranks"] == EIGHT
@@ -99,7 +99,7 @@ def test_training_and_programs_meet_where_a_node_s_own_name_means_loopback(desk:
     with own_names(desk, n01="127.0.1.1 n01", n02="127.0.0.1 localhost n02"):
         run = desk.submit("demo.yaml", *DEMO, "resources.nodes=2", "resources.time=10m", "resources.mem=4G")
         own = desk.submit("name=torch", "resources.nodes=2", "--", "python", str(desk.path / "own.py"))
-        assert desk.ended(run, 200)["status"] == "done", story(run)
+        assert desk.ended(run)["status"] == "done", story(run)
         assert desk.ended(own)["status"] == "done", story(own)
     assert len(losses(run)) == 3
     assert {one["node"] for one in records(run, "attempts/1/ranks/rank-?.json")} == {"n01", "n02"}

@@ -53,7 +53,7 @@ def go_on_without(what: str, desk: Desk, placement: str) -> None:
     lost = [first[-1]] if what == "node" else sorted(racks[1] if first[0] in racks[0] else racks[0])
     for node in lost:
         desk.lab.node(node).power_off()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert restored["levels"] == ["memory", "parity"], story(run)
     assert restored["rebuilt"] == len({*lost} & {*first})

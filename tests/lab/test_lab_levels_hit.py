@@ -20,7 +20,7 @@ def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> No
     first = records(run, "attempts/1/placement.json")[0]["nodes"]
     desk.lab.node(first[0]).power_off()
     desk.until(lambda: bool(events(run, "takeover")), run)
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert (restored["levels"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
@@ -36,7 +36,7 @@ def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
     job = json.loads(run.job.read_text())["submissions"][-1]["job"]
     # Whether there is the time to write down how it ended, before Slurm kills what is left, is not known.
     desk.lab.run(["scontrol", "requeue", str(job)]).require()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     # On the same nodes their memory may still be there.
     assert restored["levels"] in (["memory"], ["durable"]), story(run)
@@ -51,7 +51,7 @@ def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     nodes = records(run, "attempts/1/placement.json")[0]["nodes"]
     desk.hpcrun("chaos", "kill-agent", run.id, "--node", nodes[-1])
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert "durable" not in restored["levels"], story(run)
     assert restored["step"] >= 10

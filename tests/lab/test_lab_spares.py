@@ -50,7 +50,7 @@ def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk:
     # The batch host, n01, has the supervisor; the other node of the ranks goes.
     lost = records(run, "attempts/2/placement.json")[0]["nodes"][1]
     desk.lab.node(lost).power_off()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     assert outcomes(run) == [("failed", "crash", None), ("failed", "node", None), ("done", None, None)]
     third = records(run, "attempts/3/placement.json")[0]
     assert lost not in third["nodes"]
@@ -94,7 +94,7 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     assert (took["former"], took["epoch"]) == ("n01", 2)
     assert off < took["claimed"] < took["time"]
     assert took["host"] in ("n02", "n03")
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
     second = records(run, "attempts/2/placement.json")[0]
     assert sorted(second["nodes"]) == ["n02", "n03"]
@@ -198,7 +198,7 @@ def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
     desk.until(lambda: bool(events(run, "takeover")), run)
     took = events(run, "takeover")[0]
     desk.lab.node("n01").restore_link()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     desk.until(lambda: nothing_is_left(desk), run)
     assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
     assert steps(run) == steps(before)

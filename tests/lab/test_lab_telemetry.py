@@ -44,7 +44,7 @@ def test_a_lost_node_is_seen_and_told_while_the_run_goes_on(desk: Desk) -> None:
     mark.touch()
     lost = records(run, "attempts/1/placement.json")[0]["nodes"][1]
     desk.lab.node(lost).power_off()
-    assert desk.ended(run, 200)["status"] == "done", story(run)
+    assert desk.ended(run)["status"] == "done", story(run)
     desk.until(lambda: "done" in [one["state"] for one in told(ours)], run)
     states = [one["state"] for one in told(ours)]
     assert states[:4] == ["starting", "running", "fault", "relaunched"], story(run)
