@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 LAB = "tests/lab"
 
@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def show(log: IO[bytes]) -> Any:
+def show(log: IO[bytes]) -> None:
     """Print it as it is, whatever bytes a test has printed."""
     while piece := log.read(1 << 20):
         sys.stdout.buffer.write(piece)

@@ -357,7 +357,12 @@ def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_bac
     (pid,) = place.launch(nodes, 1, "n01")
     arena = arena_folder(SHM, place.run.run_id, "n01")
     nodes.drain("n01", {"do": "inventory", "id": 1})
-    until(lambda: nodes.drained() or nodes.rest(0.1))
+
+    def told() -> list[Any]:
+        nodes.rest(0.1)
+        return nodes.drained()
+
+    until(told)
     arena.mkdir(parents=True, exist_ok=True)
     for pulse in place.opened[0]._pulses:
         pulse.stop()
