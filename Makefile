@@ -2,8 +2,7 @@
 # VENV         where the environment lies (.venv); PYTHON: which interpreter it is made with (python3)
 # TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, the builds of
 #              PyTorch's own index for CPUs are far smaller: make test TORCH_INDEX="--extra-index-url URL"
-# BESIDE       yes: the lab's tests run beside the others, which takes about two thirds of the time; what they
-#              print comes at the end
+# BESIDE       yes: make test runs the lab's tests beside the others, and prints theirs at the end
 # RACKS        the lab's shape: 2x4 is two racks of four nodes; 4,2,2 three racks of those sizes
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -25,7 +24,7 @@ help: ## this list
 demo: $(VENV)/.demo ## train a small model on eight ranks of this machine
 	@$(VENV)/bin/python -m hpcrun demo
 
-check: lint ## linters, types and the quick tests, in about a minute or two; what to run while working
+check: lint ## linters, types and the quick tests: no ranks, no Slurm; what to run while working
 	$(VENV)/bin/python -m pytest $(QUICK)
 
 test: lint ## linters, types, then every test; what .ci/run runs
