@@ -151,7 +151,8 @@ def _read(names: Sequence[str]) -> list[Run]:
 def _tell_unchecked(runs: Sequence[Run]) -> None:
     names = [run.name for run in runs if run.found.unchecked]
     if names:
-        told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right (-c 1)"
+        told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right"
+        told += "; their row supports nothing: run nccl-tests with -c 1"
         typer.echo(f"hpcrun: {told}", err=True)
     for run in runs:
         if rows := run.found.not_read:

@@ -15,6 +15,7 @@ from hpcrun.tuning.classes import agreement, decode
 from hpcrun.tuning.environment import Setting as Assigned
 from hpcrun.tuning.fabrics import FabricKind, find_kind
 from hpcrun.tuning.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
+from hpcrun.tuning.grammar import NEVER_FORCED, forces_ll128
 from hpcrun.tuning.lint import check_setting
 from hpcrun.tuning.names import render_names
 from hpcrun.tuning.registry import Version, release_of, show_version
@@ -130,7 +131,9 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
 
 
 def _wrong(one: Setting, nccl: Version | None) -> str:
-    """What lint has against a value; empty: nothing."""
+    """What speaks against a value; empty: nothing."""
+    if forces_ll128(one.name, one.value, nccl):
+        return NEVER_FORCED
     found = check_setting(Assigned(one.name, one.value, "measured", one.source), nccl)
     return "; ".join(fault.text for fault in found if fault.level == "error")
 

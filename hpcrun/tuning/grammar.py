@@ -43,6 +43,10 @@ PER_FUNCTION: Version = (2, 24)
 """From here on functions can be named, and a word that is not known is fatal."""
 FROM_EMPTY: Version = (2, 31)
 """From here on NCCL_ALGO begins with nothing chosen, which counts for the functions that NCCL_PROTO names."""
+NEVER_FORCED = (
+    "it would turn LL128 on where NCCL has it off, which corrupts data in silence, and a check that passed is"
+    " no proof; where it is safe NCCL takes LL128 by itself"
+)
 _RAILS: Version = (2, 30)
 _MOST_DEVICES = 32
 _LONGEST_INTERFACE = 15
@@ -185,12 +189,23 @@ def _flat(reader: _Reader, text: str) -> Selection:
     return Selection(chosen, True, tuple(reader.faults), frozenset(reader.listed))
 
 
+def forces_ll128(name: str, value: str, version: Version | None) -> bool:
+    """Whether a value makes NCCL use LL128 without its own check that GPUs and paths keep its stores whole.
+
+    A protocol that NCCL_PROTO turns on is no longer looked at (src/graph/tuning.cc of 2.30.7, lines 446, 455
+    and 517 to 536: LL128 is 2 by itself, and only 2 is held against compute capability, NVLink and path).
+    """
+    if name != "NCCL_PROTO":
+        return False
+    return any("ll128" in left for left in parse_selection(name, value, version).chosen.values())
+
+
 def check_selection(name: str, text: str, version: Version | None) -> Iterator[Fault]:
     """All that is wrong with a value of NCCL_ALGO or NCCL_PROTO taken by itself."""
     selection = parse_selection(name, text, version)
     yield from selection.faults
     if name.endswith("PROTO"):
-        if any("ll128" in left for left in selection.chosen.values()):
+        if forces_ll128("NCCL_PROTO", text, version):
             how = "" if "ll128" in selection.words else ", since ^ turns on all that it does not list"
             yield warning(
                 f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence",

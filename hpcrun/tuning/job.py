@@ -17,7 +17,10 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
 from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.advice import Situation, advise
+from hpcrun.tuning.demands import is_demanded
+from hpcrun.tuning.environment import Setting as Assigned
 from hpcrun.tuning.environment import effective, resolve
+from hpcrun.tuning.grammar import NEVER_FORCED, forces_ll128
 from hpcrun.tuning.library import library_of_job
 from hpcrun.tuning.policy import Demand, choose, load_policy
 from hpcrun.tuning.registry import Version
@@ -61,7 +64,8 @@ def advise_job(
         )
     )
     settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
-    return settings.but_for(own, "env of the job")
+    told = corrupting(own, version, "env of the job")
+    return replace(settings, notes=(*settings.notes, *told)).but_for(own, "env of the job")
 
 
 def foresee(
@@ -76,10 +80,25 @@ def foresee(
     site_env = {} if cluster is None else {name: value or "" for name, value in cluster.env.items()}
     of_site = {} if cluster is None else {**site_env, **_exported(cluster)}
     settings = advise_job(spec, cluster, nccl=nccl, stands={**shell, **of_site})
+    told = [
+        *corrupting(of_site, nccl, f"profile {cluster.name}" if cluster else ""),
+        *corrupting(shell, nccl, "this shell"),
+    ]
+    settings = replace(settings, notes=(*settings.notes, *told))
     if cluster is not None:
         settings = settings.but_for(site_env, f"env of profile {cluster.name}")
         settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
     return follow(settings.but_for(shell, "this shell"))
+
+
+def corrupting(environ: Mapping[str, str], nccl: Version | None, by: str) -> list[str]:
+    """What somebody else sets although it may corrupt data and no platform asks for it; theirs to mend."""
+    given = {name: Assigned(name, value, by, by) for name, value in environ.items()}
+    return [
+        f"{name}={one} stands, as {by} has it, and may corrupt data: {NEVER_FORCED}; write {name}=^LL128"
+        for name, one in environ.items()
+        if forces_ll128(name, one, nccl) and not is_demanded(name, one, given)
+    ]
 
 
 def follow(settings: Settings) -> Settings:

@@ -21,6 +21,8 @@ _TITLE = re.compile(r"#\s*Collective test starting: (?P<program>\w+)")
 _LIBRARY = re.compile(r"nccl-library=(?P<code>\d{4,6})\b")
 _RANK = re.compile(r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+")
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
+_SAID = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
+"""0: no result is looked at, whatever a column says."""
 _ROW = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w+\s")
 _TIMES = ("time", "cputime")
 _WRONG = ("#wrong", "error")
@@ -46,8 +48,8 @@ class Timings:
     """Calls that gave wrong values."""
     is_wrong: bool = False
     """Whether anything is: an old footer does not say which."""
-    unchecked: bool = False
-    """Whether results were not looked at (-c 0)."""
+    checked: frozenset[Call] = frozenset()
+    """Calls of which every row was compared with right results; none where that was off (-c 0)."""
     mixed: str = ""
     """Why rows of one size cannot be told apart; empty: they can."""
     nccl: Version | None = None
@@ -57,6 +59,11 @@ class Timings:
     """Variables that NCCL says it has read, where its log stands between the rows."""
     not_read: tuple[str, ...] = ()
     """Rows that look like times and could not be read."""
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether there is a time whose results nobody looked at."""
+        return not self.times_us.keys() <= self.checked
 
     @property
     def ranks_per_node(self) -> int | None:
@@ -95,7 +102,10 @@ class _Reader:
         self._wrong: dict[Call, None] = {}
         self._kinds: dict[tuple[str, int], set[tuple[str, ...]]] = {}
         self._looked_at: Counter[tuple[bool, bool]] = Counter()
-        self._outside = 0
+        self._passed_over: set[Call] = set()
+        self._by_footer: set[Call] = set()
+        self._validates = True
+        self._outside: int | None = None
         self._nccl: Version | None = None
         self._hosts: dict[int, str] = {}
         self._env: dict[str, str] = {}
@@ -112,7 +122,10 @@ class _Reader:
         elif match := _RANK.match(line):
             self._hosts[int(match["rank"])] = match["host"].partition(".")[0]
         elif match := _OUTSIDE.match(line):
-            self._outside += int(match["count"])
+            self._outside = (self._outside or 0) + int(match["count"])
+            self._by_footer.clear()
+        elif match := _SAID.match(line):
+            self._validates = int(match["count"]) > 0
         elif told := variable_in(line):
             self._env[told[0]] = told[1]
         elif line.startswith("#"):
@@ -144,7 +157,13 @@ class _Reader:
         if not time_us:
             return True
         told = next((half[name] for name in _WRONG if name in half), "N/A")
-        self._looked_at[call.in_place, _number(told) is not None] += 1
+        is_checked = _number(told) is not None and self._validates
+        self._looked_at[call.in_place, is_checked] += 1
+        if not is_checked:
+            self._passed_over.add(call)
+        elif "#wrong" not in half:
+            # How large an error may be is known to the footer alone: a run that ended before it says nothing.
+            self._by_footer.add(call)
         if "#wrong" in half and (_number(told) or 0) > 0:
             self._wrong[call] = None
         self._times.setdefault(call, []).append(time_us)
@@ -161,8 +180,8 @@ class _Reader:
             {call: tuple(self._times[call]) for call in calls},
             {call: tuple(self._busbw[call]) for call in calls},
             tuple(call for call in self._wrong if call in calls),
-            bool(self._wrong) or self._outside > 0,
-            bool(calls) and not looked[False, True] and not looked[True, True],
+            bool(self._wrong) or bool(self._outside),
+            frozenset(calls) - self._passed_over - self._by_footer,
             next(self._mixtures(), ""),
             self._nccl,
             tuple(dict.fromkeys(self._hosts.values())),

@@ -22,6 +22,7 @@ from hpcrun.specs.settings import Setting
 from hpcrun.specs.yaml import Document, load_document, parse_document
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.environment import Setting as Assigned
+from hpcrun.tuning.grammar import NEVER_FORCED, forces_ll128
 from hpcrun.tuning.lint import check_setting
 from hpcrun.tuning.registry import Version, parse_version, show_version
 
@@ -47,6 +48,9 @@ class MeasuredSpec(_Section):
     nodes: int | None = Field(default=None, ge=1, description="default: the row's, where that is one number")
     with_us: list[float] = Field(min_length=1, description="microseconds with the settings, in order")
     without_us: list[float] = Field(min_length=1, description="without them; of the same pairs")
+    checked: bool = Field(
+        default=False, description="whether nccl-tests compared the results of all these runs (#wrong 0)"
+    )
 
     @model_validator(mode="after")
     def _in_pairs(self) -> Self:
@@ -187,6 +191,9 @@ def gains(row: RowSpec) -> tuple[Gain, ...]:
 
 def lacks(row: RowSpec) -> str:
     """Why a row's times support nothing, for whichever job; empty: they do."""
+    unchecked = next((call for call in row.measured if not call.checked), None)
+    if unchecked:
+        return f"nobody checked the results of {unchecked}; run nccl-tests with -c 1"
     found = gains(row)
     few = [one for one in found if one.says == "too few pairs"]
     if few:
@@ -205,6 +212,8 @@ def faults(row: RowSpec, nccl: Version | None) -> str:
     settings = {name: Assigned(name, value, "measured", "policy") for name, value in row.values.items()}
     found = [(name, fault) for name, one in settings.items() for fault in check_setting(one, nccl)]
     found += conflicts(settings, nccl)
+    if corrupting := [name for name, value in row.values.items() if forces_ll128(name, value, nccl)]:
+        return f"{corrupting[0]}: {NEVER_FORCED}"
     return "; ".join(f"{name}: {fault.text}" for name, fault in found if fault.level == "error")
 
 

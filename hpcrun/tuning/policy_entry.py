@@ -147,6 +147,7 @@ def _agreed(what: str, option: str, told: Mapping[str, _Value | None], said: _Va
 
 def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Iterator[MeasuredSpec]:
     times: dict[tuple[int, Call], tuple[list[float], list[float]]] = {}
+    unchecked: set[tuple[int, Call]] = set()
     for mine, other in zip(ours, theirs, strict=True):
         told = {run.name: len(run.found.nodes) or None for run in (mine, other)}
         nodes = _agreed("nodes", "--nodes N", told, stated.nodes)
@@ -159,7 +160,10 @@ def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Ite
             )
             raise UsageError(f"{text}; run both with the same sizes")
         for call in mine.found.times_us:
-            pair = times.setdefault((nodes, _named(call, mine, stated)), ([], []))
+            key = nodes, _named(call, mine, stated)
+            pair = times.setdefault(key, ([], []))
+            if not {call} <= mine.found.checked & other.found.checked:
+                unchecked.add(key)
             pair[0].append(mine.found.median_us(call))
             pair[1].append(other.found.median_us(call))
     for (nodes, call), (with_us, without_us) in sorted(times.items()):
@@ -173,6 +177,7 @@ def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Ite
             nodes=nodes,
             with_us=with_us,
             without_us=without_us,
+            checked=(nodes, call) not in unchecked,
         )
 
 
@@ -208,6 +213,7 @@ def render_row(row: RowSpec, indent: str = "") -> str:
         lines += [
             f"    - {{collective: {one.collective}, size_bytes: {one.size_bytes},"
             f" in_place: {json.dumps(one.in_place)}, nodes: {json.dumps(one.nodes)},",
+            f"       checked: {json.dumps(one.checked)},",
             f"       with_us: {one.with_us},",
             f"       without_us: {one.without_us}}}",
         ]

@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SpecError, UsageError
+from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.settings import Setting
+from hpcrun.tuning.advice import Situation, advise
+from hpcrun.tuning.fabrics import kinds
+from hpcrun.tuning.grammar import forces_ll128
+from hpcrun.tuning.job import corrupting
 from hpcrun.tuning.nccl_tests import parse_nccl_tests
 from hpcrun.tuning.policy import Demand, RowSpec, choose, gains, lacks, load_policy, parse_policy
 from hpcrun.tuning.policy_entry import Run, Stated, append_row, make_row, with_row
@@ -26,6 +32,7 @@ def call(speedup: float, size_bytes: int = 2**28, pairs: int = 8, **more: Any) -
         "size_bytes": size_bytes,
         "with_us": [one / speedup for one in reversed(without)],
         "without_us": without,
+        "checked": True,
         **more,
     }
 
@@ -106,6 +113,43 @@ def test_lint_has_the_last_word() -> None:
     assert (
         "did you mean NCCL_IB_QPS_PER_CONNECTION?" in chosen(row(set={"NCCL_IB_QPS_PER_CONNECTIONS": "4"}))[1]
     )
+
+
+def test_results_that_nobody_checked_support_nothing() -> None:
+    settings, notes = chosen(row(call(1.3), call(1.3, 2**20, checked=False)))
+    assert settings == {}
+    assert notes == (
+        f"{QPS}=4 is not set (policy.yaml, row 1): nobody checked the results of all_reduce of 1 MiB;"
+        " run nccl-tests with -c 1"
+    )
+
+
+@pytest.mark.parametrize("value", ["LL128", "ll128,simple", "^LL", "allreduce:LL128", "^LL;reduce:ll"])
+def test_ll128_is_never_forced_however_well_it_was_measured(value: str) -> None:
+    settings, notes = chosen(row(set={"NCCL_PROTO": value}))
+    assert settings == {}
+    assert "it would turn LL128 on where NCCL has it off" in notes
+    measured = Setting("NCCL_PROTO", value, "1.3 times as fast", "policy.yaml, row 1")
+    advised = advise(Situation(ClusterSpec(name="c"), 4, measured=(measured,), nccl=JOB.nccl))
+    assert advised.environment() == {}
+    assert "is left out: it would turn LL128 on" in "\n".join(advised.notes)
+
+
+@pytest.mark.parametrize("value", ["^LL128", "LL,Simple", "Simple", "allreduce:^LL128"])
+def test_a_choice_without_ll128_is_set(value: str) -> None:
+    assert chosen(row(set={"NCCL_PROTO": value}))[0] == {"NCCL_PROTO": value}
+
+
+def test_no_fabric_of_ours_forces_ll128() -> None:
+    given = [(kind.name, one) for kind in kinds().values() for one in kind.settings]
+    assert not [name for name, one in given if forces_ll128(one.name, one.value, None)]
+
+
+def test_ll128_that_somebody_else_forces_is_told_unless_the_platform_asks_for_it() -> None:
+    told = corrupting({"NCCL_PROTO": "LL128"}, None, "env of the job")
+    assert told[0].startswith("NCCL_PROTO=LL128 stands, as env of the job has it, and may corrupt data: ")
+    asked = {"NCCL_PROTO": "Simple,LL128", "NCCL_FASTRAK_NUM_FLOWS": "2"}
+    assert corrupting(asked, None, "x") == corrupting({"NCCL_PROTO": "^LL128"}, None, "x") == []
 
 
 def test_of_several_rows_the_nearest_in_nodes_counts() -> None:
@@ -227,6 +271,24 @@ def test_what_old_outputs_do_not_tell_is_said() -> None:
         make_row(old, other, STATED)
     stated = Stated({QPS: "4"}, "2026-11-30", "anna", collective="alltoall")
     assert {one.collective for one in make_row(old, other, stated).measured} == {"alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("found", "put"),
+    [
+        ("      0  ", "    N/A  "),  # out of place alone
+        ("validation: 1", "validation: 0"),
+        (" 190.89  334.06      0", " 190.89  334.06      -"),
+        (" 190.89  334.06      0", " 190.89  334.06    nan"),
+    ],
+)
+def test_a_row_of_outputs_that_were_not_all_checked_supports_nothing(found: str, put: str) -> None:
+    runs = outputs(1.3)
+    text = (OUTPUTS / "all-reduce-2.17.txt").read_text(encoding="utf-8").replace(found, put)
+    odd = Run("odd.txt", parse_nccl_tests(text.replace("1406.2", "1080.0")))
+    made = make_row([*runs[:5], odd], outputs(1.0), STATED)
+    assert lacks(made).startswith("nobody checked the results of all_reduce of ")
+    assert lacks(make_row(runs, outputs(1.0), STATED)) == ""
 
 
 @pytest.mark.parametrize("said", ["all_gather", "reduce", "AllToAll"])
