@@ -18,6 +18,9 @@ Told = tuple[str, Fault]
 """The variable at which it is told, and what."""
 
 _MIB = 2**20
+_ROUTED_FROM = 8192
+"""NCCL_IB_AR_THRESHOLD of all releases where nobody sets it; from 2.30 on it is written -2."""
+_AUTOMATIC = -2
 _PLUGINS = re.compile(r"hpcx|nccl_rdma_sharp|aws-ofi-nccl|nccl-rdma-sharp|fastrak|gpudirect", re.I)
 _RAS_CRASHES = {(2, 26, 2), (2, 27, 7), (2, 29, 7)}
 """Releases in which a question to the RAS thread has ended jobs."""
@@ -157,13 +160,40 @@ def _chunks(view: View) -> Iterator[Told]:
         size = view.number(name)
         if size is not None and size >= _MIB:
             yield name, error(f"{size}: from 1 MiB on results have been wrong, with Xid 31; stay below")
-    threshold = view.number("NCCL_IB_AR_THRESHOLD")
+
+
+def _adaptive_routing(view: View) -> Iterator[Told]:
+    """The size from which on data goes apart from its notice: src/transport/net_ib/p2p.cc:131 of 2.30.7.
+
+    What it costs: N#1050.
+    """
+    name = "NCCL_IB_AR_THRESHOLD"
+    threshold = view.number(name)
+    if threshold is None or threshold == _AUTOMATIC:
+        return
     buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
-    if threshold is not None and threshold > buffer:
+    if threshold > buffer:
         yield (
-            "NCCL_IB_AR_THRESHOLD",
+            name,
             warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
         )
+    elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
+        yield name, warning("does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
+    elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
+        yield name, warning("is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order")
+    elif threshold < _ROUTED_FROM:
+        sizes = "all messages" if threshold <= 0 else f"messages of {threshold} to {_ROUTED_FROM} bytes"
+        roce = (
+            "NCCL_IB_ADAPTIVE_ROUTING=1 needs switches and adapters that are set up for it"
+            if view.number("NCCL_IB_ADAPTIVE_ROUTING") == 1
+            else "it does nothing without NCCL_IB_ADAPTIVE_ROUTING=1"
+        )
+        text = (
+            f"{threshold}: {sizes} cost a second work request each, and small ones take longer;"
+            f" {_ROUTED_FROM} is the default, and large ones gain nothing. It is wrong where adaptive routing"
+            f" is off: on InfiniBand it must be on for the service level of NCCL_IB_SL, on RoCE {roce}"
+        )
+        yield name, warning(text, "; leave it out, unless small messages were measured to gain")
 
 
 def _algorithms(view: View) -> Iterator[Told]:
@@ -364,6 +394,7 @@ _RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
     _no_infiniband,
     _bounds,
     _chunks,
+    _adaptive_routing,
     _algorithms,
     _protocols,
     _symmetric,

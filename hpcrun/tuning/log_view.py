@@ -13,6 +13,8 @@ _ABSENT = re.compile(
 )
 _LOOPBACK = re.compile(r"(?:NET/Socket|Bootstrap).*(?:\]|Using |[ :])lo:(?:127\.|\[?::1)|onnect to 127\.\d")
 _BRIDGE = re.compile(r"docker|virbr|cni|podman|veth|lxcbr|br-[0-9a-f]{6}")
+_NO_TYPE = {(2, 21): ("282", "283"), (2, 22): ("284", "285")}
+"""Lines of transport/net_ib.cc on which these releases, without a warning, fail to read the type of a GID."""
 _OWN = ("ib", "socket", "none", "")
 """Networks of NCCL's own, and no plugin at all."""
 
@@ -27,6 +29,14 @@ def _decided(log: NcclLog) -> Iterator[tuple[Line, str]]:
     yield from _adapters(log)
     yield from _direct(log)
     yield from _loopback(log)
+    yield from _types_of_gids(log)
+
+
+def _types_of_gids(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """From 2.23 on a warning tells it."""
+    for at in _NO_TYPE.get(log.release or (0, 0), ()):
+        ends = f"transport/net_ib.cc:{at} -> 2"
+        yield from ((line, "gid-type") for line in log.lines if line.text.endswith(ends))
 
 
 def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:

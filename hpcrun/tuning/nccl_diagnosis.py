@@ -17,6 +17,8 @@ Level = Literal["error", "slow", "follows", "harmless", "unknown"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 _TABLE = Path(__file__).with_name("nccl_warnings.yaml")
 _WARNINGS = ("WARN", "TORCH")
+_READ = (*_WARNINGS, "RDMA")
+"""Kinds of lines that are read as warnings are; RDMA is what other programs say of the same devices."""
 _OF_ROLE: dict[str, Level] = {"cause": "error", "follows": "follows", "harmless": "harmless"}
 _DATA = re.compile(
     r"\S*<\d+>|\b0x[0-9a-f]+|(?<![\w.])/[^\s,:'\"]+|[0-9a-fA-F]*(?:(?:::|:)[0-9a-fA-F.]+){3,}|\S*::\S*"
@@ -107,9 +109,18 @@ def _tables() -> _Tables:
 
 
 def _pattern(row: dict[str, Any]) -> Pattern:
-    fields = {key: value for key, value in row.items() if key not in ("pattern", "info")}
-    expression = re.compile(row["pattern"]) if "pattern" in row else None
-    return Pattern(Meaning(**fields), expression, bool(row.get("info")))
+    fields = {key: value for key, value in row.items() if key not in ("pattern", "info", "status")}
+    text = _completion(row["status"]) if "status" in row else row.get("pattern")
+    return Pattern(Meaning(**fields), re.compile(text) if text else None, bool(row.get("info")))
+
+
+def _completion(statuses: list[str]) -> str:
+    """How a failed work request is told: status=4, error 4, IBV_WC_LOC_PROT_ERR(4); the first one counts."""
+    numbers, names = zip(*(one.split() for one in statuses), strict=True)
+    told = r"(?:status|error)[ =:]*(?:IBV_WC_\w+ ?\(?)?"
+    number = rf"^(?:(?!\b{told}\d).)*\b{told}(?:{'|'.join(numbers)})\b(?![.:]\d)"
+    about = "(?=.*(?:completion|CQE|vendor|syndrom|wr_id))"
+    return rf"(?i){about}(?:{number}|.*IBV_WC_(?:{'|'.join(names)})\b)"
 
 
 def patterns() -> tuple[Pattern, ...]:
@@ -154,7 +165,7 @@ def explain(text: str, place: str = "", kind: str = "WARN") -> Meaning | None:
     """The entry that one line has by itself; None where it has none of its own."""
     subject = f"{place}: {text}"
     for one in patterns():
-        if one.expression and (one.info or kind in _WARNINGS) and one.expression.search(subject):
+        if one.expression and (one.info or kind in _READ) and one.expression.search(subject):
             return one.meaning
     return None
 

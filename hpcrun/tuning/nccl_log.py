@@ -56,6 +56,12 @@ _ERROR = re.compile(
     r"|CUDA error|Segmentation fault|Bus error|core dumped|Out Of Memory|oom[-_]kill|\bKilled\b"
     r"|\bSIG(?:KILL|SEGV|ABRT|BUS)\b"
 )
+_RDMA = re.compile(
+    r"(?i)ncclIbRoceGetVersionNum|gid_attrs/\w+.*(?:Invalid argument|EINVAL)"
+    r"|(?:Invalid argument|Errno 22).*gid_attrs/"
+    r"|status[ =:]*(?:IBV_WC_\w+\(?)?\d+\b.*(?:vendor|syndrom)"
+)
+"""What other programs, such as perftest, say of verbs devices in words that NCCL has too."""
 _CELL = re.compile(r"\s*(?P<latency>[\d.]+)/\s*(?P<bandwidth>[\d.]+)\s*")
 _PATTERNS = {1: "tree", 2: "tree", 3: "tree", 4: "ring", 5: "nvls", 6: "collnet"}
 """NCCL_TOPO_PATTERN_*: balanced, split and plain tree, ring, NVLS, CollNetDirect."""
@@ -79,7 +85,7 @@ class Line(NamedTuple):
     """One line of NCCL's, without its prefix."""
 
     kind: str
-    """INFO, WARN, ...; TORCH for what PyTorch says of NCCL."""
+    """INFO, WARN, ...; TORCH for what PyTorch says of NCCL, RDMA for what others say of verbs devices."""
     text: str
     number: int
     place: str = ""
@@ -170,7 +176,11 @@ def parse_nccl_log(text: str) -> NcclLog:
             log.library, log.version = version
         found = _LINE.search(bare)
         if found is None:
-            if not torch.read(prefix, bare, log.read) and _ERROR.search(bare):
+            if torch.read(prefix, bare, log.read):
+                continue
+            if _RDMA.search(bare):
+                log.lines.append(Line("RDMA", bare.strip(), log.read))
+            elif _ERROR.search(bare):
                 log.errors.append(Line("OTHER", bare.strip(), log.read))
             continue
         torch.interrupt(prefix)

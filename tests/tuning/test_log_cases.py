@@ -73,6 +73,59 @@ def test_the_same_from_many_ranks_is_one_finding_and_another_cause_a_second() ->
     assert [one.text.rpartition(": ")[2] for one in found] == reasons
 
 
+GID_ATTRS = "/sys/class/infiniband/mlx5_0/ports/1/gid_attrs"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (warn("NET/IB: read failed in ncclIbRoceGetVersionNum: Invalid argument"), "gid-type"),
+        (warn(f"read failed {GID_ATTRS}/types/3: Invalid argument"), "gid-type"),
+        (warn(f"open failed {GID_ATTRS}/ndevs/0: No such file or directory"), "gid-type"),
+        (f"n1:1:2 [0] NCCL INFO read of {GID_ATTRS}/types/3 failed: Invalid argument\n", "gid-type"),
+        (f"OSError: [Errno 22] Invalid argument: '{GID_ATTRS}/types/2'\n", "gid-type"),
+        (
+            "W2025 util_rdma.h:547] NET/IB: read failed in ncclIbRoceGetVersionNum: Invalid argument",
+            "gid-type",
+        ),
+        ("NCCL version 2.22.3\nn1:1:2 [0] NCCL INFO transport/net_ib.cc:285 -> 2\n", "gid-type"),
+        ("NCCL version 2.27.3\nn1:1:2 [0] NCCL INFO transport/net_ib.cc:285 -> 2\n", None),
+        (warn("Got completion with status 4 vendor 81"), "status-4"),
+        (warn("status 4 vendor 81"), "status-4"),
+        (
+            warn("Got completion from peer a with status=IBV_WC_LOC_PROT_ERR(4) opcode=1 vendor_err=81"),
+            "status-4",
+        ),
+        ("Failed status 4: wr_id 0 syndrom 0x51\n", "status-4"),
+        (warn("Got completion from peer a<4> with status=1 opcode=4 len=4 vendor err 105"), "status-length"),
+        (
+            warn("Got completion from peer a<4> with error 9, opcode 4, len 4, vendor err 138"),
+            "status-remote",
+        ),
+        (warn("Got CQE with IBV_WC_REM_ACCESS_ERR(10), vendor_err=136"), "status-remote"),
+        (warn("Got completion from peer a with status=2 opcode=4 len=4 vendor err 104"), "status-local"),
+        (warn("Got completion from peer a with status=21 opcode=4 len=4 vendor err 4"), "status-fatal"),
+        (warn("Got completion from peer a with status=13 opcode=4 len=4 vendor err 135"), "status-13"),
+        (
+            warn("Got completion from peer a with status=10 len=4 vendor err 136 then error 4"),
+            "status-remote",
+        ),
+        ("CQE ERROR wr_id=7 status=12(transport retry counter exceeded) vendor_err=0xa\n", "status-12"),
+        (warn("Got completion from peer a with status=3 opcode=4 len=4 vendor err 12"), "status-other"),
+        ("the job ended with error 4\n", None),
+    ],
+)
+def test_verbs_errors_in_whichever_words_they_stand(line: str, told: str | None) -> None:
+    found = judged(line).found
+    assert [one.meaning.id for one in found] == ([told] if told else [])
+    if told in ("status-4", "gid-type"):
+        wanted = {
+            "status-4": ("ACS", "GPUDirect", "NCCL_NET_GDR_LEVEL"),
+            "gid-type": ("2.26", "NCCL_IB_GID_INDEX"),
+        }
+        assert all(word in f"{found[0].meaning.meaning} {found[0].meaning.remedy}" for word in wanted[told])
+
+
 @pytest.mark.parametrize(
     ("place", "text", "told"),
     [
