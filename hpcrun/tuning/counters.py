@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,11 @@ _FILE = Path(__file__).with_name("counters.yaml")
 _STATISTIC = re.compile(r"\s*([A-Za-z0-9_.\[\]-]+):\s+([0-9]{1,20})\s*")
 _MARKED, _SENT = "np_ecn_marked_roce_packets", "np_cnp_sent"
 _HANDLED = "rp_cnp_handled"
-_PAUSE = re.compile(r"rx_prio([0-7])_pause\Z")
+_PAUSED = "paused"
+_QUANTA_BITS = 65535 * 512
+"""What one pause frame holds a link for at most, in the time that bits take on it."""
+_MANY_FRAMES = 10
+"""A second: so many are told of where nothing says how long they hold the link."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Counters:
     node: str
     time: float | None
     values: Mapping[str, int] = field(default_factory=dict)
+    speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
+    """Of the interfaces that tell it."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -48,6 +54,8 @@ class Growth:
     """Those that went back: the driver was loaded again, and their growth is unknown."""
     missing: tuple[str, ...] = ()
     """Those of which one look knows nothing."""
+    speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
+    """Of the interfaces, at the second look."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; counters that stood still are left out."""
@@ -64,6 +72,7 @@ class _Rule:
     means: str
     remedy: str
     share: float | None = None
+    frames: tuple[str, ...] = ()
 
 
 def take(host: Host, root: Path, ask: Ask) -> Counters:
@@ -79,9 +88,16 @@ def take(host: Host, root: Path, ask: Ask) -> Counters:
         prefix = f"net.{interface.name}"
         values |= _numbers(root / "sys/class/net" / interface.name / "statistics", prefix)
         values |= {
-            f"{prefix}.{name}": n for name, n in parse_ethtool(ask("ethtool", "-S", interface.name)).items()
+            f"{prefix}.{_plain(name)}": n
+            for name, n in parse_ethtool(ask("ethtool", "-S", interface.name)).items()
         }
-    return Counters(host.node, host.time, dict(sorted(values.items())))
+    speeds = {one.name: one.speed_Gbps for one in host.interfaces if one.speed_Gbps}
+    return Counters(host.node, host.time, dict(sorted(values.items())), speeds)
+
+
+def _plain(name: str) -> str:
+    """A counter's name without the dots of Intel's drivers, as in port.rx_bytes and tx_priority_0_xoff.nic."""
+    return name.removeprefix("port.").removesuffix(".nic").replace(".", "_")
 
 
 def _numbers(folder: Path, prefix: str) -> dict[str, int]:
@@ -100,7 +116,8 @@ def read_counters(values: Any, where: str) -> Counters:
     try:
         kept = {str(name): int(number) for name, number in values["values"].items()}
         moment = values["time"]
-        return Counters(str(values["node"]), None if moment is None else float(moment), kept)
+        speeds = {str(name): float(told) for name, told in values.get("speeds_Gbps", {}).items()}
+        return Counters(str(values["node"]), None if moment is None else float(moment), kept, speeds)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise UsageError(
             f"{where}: holds no counters; make it with `hpcrun doctor --counters FILE`"
@@ -120,6 +137,7 @@ def growth(before: Counters, after: Counters) -> Growth:
         {name: more for name, more in change.items() if more >= 0},
         tuple(name for name, more in change.items() if more < 0),
         tuple(sorted(before.values.keys() ^ after.values.keys())),
+        after.speeds_Gbps,
     )
 
 
@@ -138,36 +156,63 @@ def diagnose(grown: Growth) -> tuple[Finding, ...]:
 def _rules() -> tuple[_Rule, ...]:
     text = "rules:\n" + _FILE.read_text(encoding="utf-8")
     return tuple(
-        _Rule(**{**values, "names": tuple(values["names"])})
+        _Rule(**{**values, "names": tuple(values["names"]), "frames": tuple(values.get("frames", ()))})
         for values in parse_document(text, _FILE.name).values["rules"]
     )
 
 
 def _apply(rule: _Rule, grown: Growth) -> list[Finding]:
     by_device: dict[str, list[str]] = {}
-    for full, more in grown.values.items():
-        where, device, name = _split(full)
-        if (
-            not more
-            or rule.where not in ("any", where)
-            or not any(re.fullmatch(one, name) for one in rule.names)
-        ):
-            continue
-        told = f"{name} +{more}"
-        if rule.share is not None:
-            if grown.seconds is None:
-                told += " us in an unknown time"
-            elif more / 1e6 / grown.seconds < rule.share:
-                continue
-            else:
-                told += f" us, {more / 1e6 / grown.seconds:.1%} of the time"
-        by_device.setdefault(device, []).append(told)
+    for device, name, more in _matching(grown, rule.where, rule.names):
+        if more and (told := _told(rule, grown, name, more)):
+            by_device.setdefault(device, []).append(told)
+    timed = {device for device, _, _ in _matching(grown, rule.where, rule.names)}
+    for device, name, more in _matching(grown, rule.where, rule.frames):
+        if more and device not in timed and (told := _frames(rule, grown, device, name, more)):
+            by_device.setdefault(device, []).append(told)
     return [
         Finding(
-            rule.level, rule.name, device, f"{', '.join(told)}: {rule.means}", rule.remedy, rule.confidence
+            rule.level,
+            rule.name,
+            device,
+            f"{', '.join(told)}: {rule.means}",
+            rule.remedy,
+            rule.confidence if device in timed else "low",
         )
         for device, told in by_device.items()
     ]
+
+
+def _matching(grown: Growth, kind: str, names: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """Device, name and growth of the counters that bear one of the names, those that stood still included."""
+    for full, more in grown.values.items():
+        where, device, name = _split(full)
+        if kind in ("any", where) and any(re.fullmatch(one, name) for one in names):
+            yield device, name, more
+
+
+def _told(rule: _Rule, grown: Growth, name: str, more: int) -> str:
+    """A counter's growth in words; empty where it is too small a share of the time."""
+    if rule.share is None:
+        return f"{name} +{more}"
+    if grown.seconds is None:
+        return f"{name} +{more} us in an unknown time"
+    share = more / 1e6 / grown.seconds
+    return f"{name} +{more} us, {share:.1%} of the time" if share >= rule.share else ""
+
+
+def _frames(rule: _Rule, grown: Growth, device: str, name: str, more: int) -> str:
+    """The same of pause frames, whose number bounds the time that they hold the link."""
+    speed = grown.speeds_Gbps.get(device)
+    if grown.seconds is None:
+        return f"{name} +{more} frames in an unknown time"
+    if speed is None:
+        a_second = more / grown.seconds
+        told = f"{name} +{more} frames, {a_second:.3g} a second; the link's speed and their time are unknown"
+        return told if a_second >= _MANY_FRAMES else ""
+    share = more * _QUANTA_BITS / (speed * 1e9) / grown.seconds
+    told = f"{name} +{more} frames, {min(share, 1.0):.1%} of the time at most"
+    return told if share >= (rule.share or 0.0) else ""
 
 
 def _split(full: str) -> tuple[str, str, str]:
@@ -198,11 +243,9 @@ def _marks_without_answers(grown: Growth) -> list[Finding]:
 
 def _pauses_without_marks(grown: Growth) -> list[Finding]:
     """Pauses alone, without a mark anywhere: ECN does not work on this class."""
+    held = next(rule for rule in _rules() if rule.name == _PAUSED)
     pauses = {
-        device: (name, more)
-        for full, more in grown.values.items()
-        for _, device, name in [_split(full)]
-        if more and _PAUSE.fullmatch(name)
+        device: (name, more) for device, name, more in _matching(grown, held.where, held.frames) if more
     }
     marks, handled = _of(grown, _MARKED), _of(grown, _HANDLED)
     if not marks or any(marks.values()) or any(handled.values()):

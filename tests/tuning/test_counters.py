@@ -78,7 +78,63 @@ def test_marks_that_nobody_answers() -> None:
     assert [
         check for _, check, _ in found(Growth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5}))
     ] == ["congestion seen"]
-    assert found(Growth("n1", 1.0, {"net.ens1.rx_prio3_pause": 500})) == []
+    alone = found(Growth("n1", 1.0, {"net.ens1.rx_prio3_pause": 500}))
+    assert [check for _, check, _ in alone] == ["paused"]
+
+
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("rx_prio3_pause", "paused"),
+        ("tx_prio3_pause", "slow receiver"),
+        ("rx_pause_prio_3", "paused"),
+        ("rx_pfc_ena_frames_pri3", "paused"),
+        ("tx_pfc_ena_frames_pri5", "slow receiver"),
+        ("tx_priority_3_xoff", "slow receiver"),
+        ("rx_pb_3_pxoff", "paused"),
+        ("rx_ppp3", "paused"),
+        ("frames_tx_pripause", "slow receiver"),
+    ],
+)
+def test_pause_frames_are_judged_by_the_time_that_they_hold_a_link_at_most(name: str, check: str) -> None:
+    fast = {"ens1": 400.0}
+    (one,) = diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 119300}, speeds_Gbps=fast))
+    assert (one.check, one.confidence) == (check, "low")
+    assert one.text.startswith(f"{name} +119300 frames, 100.0% of the time at most: ")
+    assert diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 1000}, speeds_Gbps=fast)) == ()
+    assert (
+        "10.1% of the time"
+        in diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 300}, speeds_Gbps={"ens1": 10}))[0].text
+    )
+    assert "frames in an unknown time" in diagnose(Growth("n1", None, {f"net.ens1.{name}": 7}))[0].text
+    assert (
+        "100 a second; the link's speed" in diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 1000}))[0].text
+    )
+    assert diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 9})) == ()
+
+
+def test_where_durations_are_told_frames_say_nothing_of_their_own() -> None:
+    values = {"net.ens1.rx_prio3_pause": 90000, "net.ens1.rx_prio3_pause_duration": 0}
+    assert found(Growth("n1", 1.0, values)) == []
+    for name in ("pfc_pri3_rx_duration_us", "rx_global_pause_duration", "rx_pause_duration_prio_3"):
+        assert [check for _, check, _ in found(Growth("n1", 1.0, {f"net.ens1.{name}": 20000}))] == ["paused"]
+
+
+@pytest.mark.parametrize(
+    "name", ["rx_pause_ctrl_phy", "tx_pause_frames", "link_xoff_rx", "rx_flow_control_xoff"]
+)
+def test_pauses_of_a_whole_link(name: str) -> None:
+    assert found(Growth("n1", 1.0, {f"net.ens1.{name}": 5})) == [("warning", "global pause", "ens1")]
+
+
+def test_counters_of_intel_have_dots_in_their_names(tmp_path: Path) -> None:
+    root = lay_out("counters-before", tmp_path)
+    text = "NIC statistics:\n     rx_priority_3_xoff.nic: 7\n     port.link_xoff_rx: 9\n"
+    (root / "commands/ethtool -S ens1").write_text(text)
+    look_at = take(look(root), root, ask_captured(root))
+    assert {"net.ens1.rx_priority_3_xoff", "net.ens1.link_xoff_rx"} <= look_at.values.keys()
+    assert look_at.speeds_Gbps["ens1"] == 400.0
+    assert read_counters(look_at.as_json(), "f.json") == look_at
 
 
 def test_what_went_back_or_came_is_no_growth() -> None:
