@@ -55,6 +55,10 @@ _Clock = Annotated[
 _AtLeast = Annotated[
     float | None, typer.Option(metavar="GBPS", help="With pairs: slower is slow; default: 0.8 of the usual.")
 ]
+_Hca = Annotated[
+    str | None,
+    typer.Option(metavar="NAMES", help="With pairs: try these adapters of the nodes, such as mlx5_[0-7]."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -70,6 +74,7 @@ def doctor(
     nccl_version: _Nccl = None,
     reference_time: _Clock = None,
     at_least: _AtLeast = None,
+    hca: _Hca = None,
     as_json: _Json = False,
     always_0: Annotated[bool, typer.Option("--always-0", hidden=True)] = False,
 ) -> None:
@@ -81,10 +86,13 @@ def doctor(
     """
     if connect and not everywhere:
         raise UsageError("--connect goes with --all: it tries the nodes of an allocation")
+    if hca and (not words or words[0] != "pairs"):
+        raise UsageError("--hca goes with pairs: it names the adapters to try between nodes")
     if words and words[0] == "pairs":
         from hpcrun.cli.doctor_pairs import pairs
+        from hpcrun.hostlist import expand
 
-        findings = pairs(words[1:], at_least, as_json)
+        findings = pairs(words[1:], list(expand(hca)) if hca else [], at_least, as_json)
     elif words:
         findings = _compare(words, cluster, as_json)
     elif everywhere:

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def pairs(words: Sequence[str], at_least_GBps: float | None, as_json: bool) -> list[Finding]:
+def pairs(
+    words: Sequence[str], adapters: Sequence[str], at_least_GBps: float | None, as_json: bool
+) -> list[Finding]:
     """Read the outputs of trials, print what they say and what comes next; gives the findings."""
     from hpcrun.hostlist import expand
-    from hpcrun.tuning.trials import among, judge, next_pairs, parse_trials, stand
+    from hpcrun.tuning.trials import among, ends_of, judge, next_pairs, parse_trials, stand
 
     if not words:
         raise UsageError(
@@ -27,12 +29,13 @@ def pairs(words: Sequence[str], at_least_GBps: float | None, as_json: bool) -> l
     nodes = list(expand(words[0]))
     if len(nodes) < 2:
         raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
+    ends = ends_of(nodes, adapters)
     trials = [trial for name in words[1:] for trial in parse_trials(_text(Path(name)), name)]
-    standing = stand(nodes, among(nodes, trials), at_least_GBps)
+    standing = stand(ends, among(ends, trials), at_least_GBps)
     findings, coming = list(judge(standing)), next_pairs(standing)
     if as_json:
         content = {
-            "clear": [node for node in nodes if node in standing.clear],
+            "clear": [end for end in ends if end in standing.clear],
             "slow": list(standing.named),
             "below_GBps": standing.limit_GBps,
             "next": [list(pair) for pair in coming],
@@ -42,10 +45,12 @@ def pairs(words: Sequence[str], at_least_GBps: float | None, as_json: bool) -> l
         return findings
     for one in findings:
         print(f"{one.level:9}  {one.check}  {one}")
-    if coming:
+    if coming and adapters:
+        _print_next_adapters(coming)
+    elif coming:
         _print_next(coming)
     elif not findings:
-        print(f"all {len(nodes)} nodes are as fast as the others")
+        print(f"all {len(ends)} {'adapters' if adapters else 'nodes'} are as fast as the others")
     return findings
 
 
@@ -58,6 +63,19 @@ def _print_next(coming: Sequence[tuple[str, str]]) -> None:
     links = " ".join(f"{first}+{second}:{2 * at}-{2 * at + 1}" for at, (first, second) in enumerate(coming))
     print("or without GPUs, one after the other, with one rank a node in this order:")
     print(f"  {ranks}: python -m hpcrun.bench.pingpong links OUT.json {links}")
+
+
+def _print_next_adapters(coming: Sequence[tuple[str, str]]) -> None:
+    print("try next, all at once; then give the outputs to `hpcrun doctor pairs` with those before:")
+    for at, (first, second) in enumerate(coming):
+        (here, _, mine), (there, _, other) = first.partition(":"), second.partition(":")
+        test = f"ib_write_bw -F -D 5 -s 1048576 -q 4 --report_gbits -p {18515 + at}"
+        print(f"  srun --overlap --nodes=1 --nodelist={there} {test} -d {other} & sleep 2")
+        client = f"srun --overlap --nodes=1 --nodelist={here} {test} -d {mine} {there}"
+        print(f"  {client} > '{first}+{second}.txt' &")
+    print(
+        "with GPUs: perftest built for CUDA, and --use_cuda=INDEX of the GPU near the adapter on both sides"
+    )
 
 
 def _text(path: Path) -> str:

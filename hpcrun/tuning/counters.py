@@ -96,7 +96,7 @@ def take(host: Host, root: Path, ask: Ask) -> Counters:
 
 
 def _plain(name: str) -> str:
-    """A counter's name without the dots of Intel's drivers, as in port.rx_bytes and tx_priority_0_xoff.nic."""
+    """A counter's name without the dots of Intel's drivers, as in port.rx_bytes, tx_priority_0_xoff.nic."""
     return name.removeprefix("port.").removesuffix(".nic").replace(".", "_")
 
 

@@ -11,7 +11,9 @@ from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold, in_order
 from hpcrun.tuning.finding import Finding, Level, worst_first
 from hpcrun.tuning.rails import crossed
+from hpcrun.tuning.routes import differing as differing_routes
 
+_MOST_PAIRS = 4
 Facts = Mapping[str, Any]
 """A node's report as plain values."""
 _NEAR = 0.02
@@ -29,6 +31,7 @@ def compare(reports: Mapping[str, Facts], interface: str | None = None) -> tuple
         )
     found = [finding for what, read, level in _EQUAL for finding in _differing(reports, what, read, level)]
     found += [*_repeated_addresses(reports), *_common_network(reports, interface), *crossed(reports)]
+    found += [*differing_routes(reports), *_nearness(reports)]
     return worst_first(found)
 
 
@@ -160,6 +163,38 @@ _EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
     ("peer memory", lambda facts: {"nvidia_peermem": "nvidia_peermem" in facts["modules"]}, "warning"),
 )
 """What is read, how, and how bad a difference is."""
+
+
+def _nearness(reports: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Nodes on which GPUs and adapters stand otherwise to each other: cards in other slots, another BIOS."""
+    near = {node: _read(_near, facts) for node, facts in reports.items()}
+    near = {node: of for node, of in near.items() if of}
+    usual: dict[str, Any] = {}
+    for pair in dict.fromkeys(pair for of in near.values() for pair in of):
+        words = Counter(of[pair] for of in near.values() if pair in of)
+        usual[pair] = words.most_common(1)[0][0]
+    for node, of in near.items():
+        others = [pair for pair, word in of.items() if word != usual[pair]]
+        if others:
+            told = ", ".join(f"{pair} {of[pair]} (others {usual[pair]})" for pair in others[:_MOST_PAIRS])
+            more = f" and {len(others) - _MOST_PAIRS} more" * (len(others) > _MOST_PAIRS)
+            text = f"GPUs and adapters are not as near as elsewhere: {told}{more}"
+            remedy = (
+                "compare `nvidia-smi topo -m`: cards in other slots, or settings of the BIOS; `hpcrun doctor"
+                " pairs NODES --hca NAMES` tries the adapters"
+            )
+            yield Finding("warning", "nearness", node, text, remedy)
+
+
+def _near(facts: Facts) -> dict[str, Any]:
+    """Of RDMA devices, where there are some: a management port's place costs nothing."""
+    devices = {one["device"] for one in facts.get("ports") or ()}
+    return {
+        f"{gpu} to {nic}": word
+        for gpu, of in facts["near"].items()
+        for nic, word in of.items()
+        if nic in devices or not devices
+    }
 
 
 def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:

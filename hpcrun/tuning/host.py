@@ -16,6 +16,7 @@ from hpcrun.errors import SiteError
 from hpcrun.fabric.host import HostInside, inside, line_of, parse_cpus
 from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
 from hpcrun.tuning.environment import conf_paths, effective, parse_nccl_conf, resolve
+from hpcrun.tuning.routes import Route, parse_ip_route, parse_proc_route
 
 Ask = Callable[..., str]
 """A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
@@ -56,6 +57,8 @@ class Host:
     ports: tuple[Port, ...] = ()
     interfaces: tuple[Interface, ...] = ()
     links: tuple[PciLink, ...] = ()
+    routes: tuple[Route, ...] = ()
+    """In the order in which the kernel lists them."""
     lossless: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """The priorities with PFC, by interface; None where nobody says."""
     limits: Mapping[str, int | None] = field(default_factory=dict)
@@ -81,10 +84,14 @@ class Host:
         return next((one for one in self.interfaces if one.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, but for the inside, of which only the number of GPUs and NUMA nodes is told."""
+        """Plain values; of the inside the number of GPUs and NUMA nodes, and what is near to what."""
         found = {key: value for key, value in vars(self).items() if key != "inside"}
-        listed = {key: [asdict(one) for one in found[key]] for key in ("ports", "interfaces", "links")}
-        counts = {"gpus": len(self.inside.gpus), "numa_nodes": len(self.inside.numa)}
+        names = ("ports", "interfaces", "links", "routes")
+        listed = {key: [asdict(one) for one in found[key]] for key in names}
+        near: dict[str, dict[str, str]] = {}
+        for (gpu, nic), word in self.inside.near.items():
+            near.setdefault(f"GPU {gpu}", {})[nic] = word
+        counts = {"gpus": len(self.inside.gpus), "numa_nodes": len(self.inside.numa), "near": near}
         plain = {key: dict(found[key]) for key in ("lossless", "limits", "environ")}
         return found | listed | plain | counts | {"shm": asdict(self.shm)}
 
@@ -109,6 +116,7 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
         ports=found,
         interfaces=names,
         links=pci_links(root, host),
+        routes=_routes(root, asked),
         lossless={name: lossless_priorities(name, asked) for name in _roce_interfaces(found)},
         limits=parse_limits(_text(root / "proc/self/limits")),
         shm=_shared_memory(root, live, memory.get("MemTotal")),
@@ -144,6 +152,12 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _routes(root: Path, ask: Ask) -> tuple[Route, ...]:
+    """By `ip route`, which knows more tables than /proc."""
+    told = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
+    return told or parse_proc_route(_text(root / "proc/net/route"))
 
 
 def _roce_interfaces(found: Sequence[Port]) -> list[str]:

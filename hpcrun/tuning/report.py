@@ -15,8 +15,9 @@ from hpcrun.tuning.checks import Question, check, gid_choice
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host import Host, SharedMemory
 from hpcrun.tuning.names import socket_choice
+from hpcrun.tuning.routes import Route
 
-_LISTS = ("ports", "interfaces", "links", "findings")
+_LISTS = ("ports", "interfaces", "links", "routes", "findings")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def _shapes() -> dict[str, TypeAdapter[Any]]:
         "ports": Port,
         "interfaces": Interface,
         "links": PciLink,
+        "routes": Route,
+        "near": dict[str, dict[str, str]],
         "findings": Finding,
         "shm": SharedMemory,
         "lossless": dict[str, tuple[int, ...] | None],

@@ -1,15 +1,20 @@
 """Which two nodes to try next, and which node is to blame: a slow node found by trials of pairs.
 
-Pairs of a round share no node and run at once. A pair that is fast clears both; those of slow pairs are then
-tried with nodes that are clear. One slow node is named after two rounds, several in O(log nodes) of them.
+What is tried may be adapters as well, as NODE:HCA: then a pair is of two nodes, of the same adapter where
+it can be. Pairs of a round share no node (or adapter) and run at once. A pair that is fast clears both; those
+of slow pairs are then tried with nodes that are clear. One slow node is named after two rounds, several in
+O(log nodes) of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
@@ -24,6 +29,10 @@ _FEWEST = 3
 _HALVED = (0.35, 0.65)
 """What two flows leave each other that share one link."""
 _JOINT = "+"
+_ADAPTER = ":"
+_PERFTEST = re.compile(r"^\s*#bytes\s+#iterations\s.*BW average\[(?P<unit>Gb/sec|MB/sec|MiB/sec)\]")
+_UNITS = {"Gb/sec": 1 / 8, "MB/sec": 2**20 / 1e9, "MiB/sec": 2**20 / 1e9}
+"""In GB/s; what perftest calls MB are MiB."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,11 @@ class Standing:
         left = [node for node in self.nodes if node not in self.clear and node not in self.named]
         return tuple(sorted(left, key=lambda node: node not in tried))
 
+    def can_meet(self, one: str, other: str) -> bool:
+        """Whether two of them say something together: two adapters of a node do not cross the network."""
+        here, there = one.partition(_ADAPTER), other.partition(_ADAPTER)
+        return not here[1] or here[0] != there[0]
+
     def is_slow(self, trial: Trial) -> bool:
         """Whether a pair stayed below the limit."""
         return trial.rate_GBps < self.limit_GBps
@@ -93,7 +107,11 @@ def next_pairs(standing: Standing) -> tuple[tuple[str, str], ...]:
     while waiting:
         node = waiting.pop(0)
         for others in (helpers, waiting):
-            other = next((one for one in others if frozenset((node, one)) not in met), None)
+            rail = node.partition(_ADAPTER)[2]
+            left = [
+                one for one in others if frozenset((node, one)) not in met and standing.can_meet(node, one)
+            ]
+            other = next((one for one in left if one.partition(_ADAPTER)[2] == rail), next(iter(left), None))
             if other is not None:
                 others.remove(other)
                 found.append((node, other))
@@ -168,6 +186,8 @@ def parse_trials(text: str, name: str) -> tuple[Trial, ...]:
     """What a file tells of pairs: nccl-tests on two nodes, or the ping-pong's JSON; UsageError for others."""
     if text.lstrip().startswith("{"):
         return tuple(_of_ping_pong(text, name))
+    if told := _of_perftest(text):
+        return (Trial(_ends(name), told),)
     found = parse_nccl_tests(text)
     if len(found.nodes) != 2 or not found.times_us:
         told = f"on {len(found.nodes)} nodes" if found.times_us else "that are none"
@@ -176,7 +196,33 @@ def parse_trials(text: str, name: str) -> tuple[Trial, ...]:
     rates = [found.busbw_GBps[call] for call in found.times_us if call.size_bytes == size]
     told_pairs = number(found.env.get("NCCL_IB_QPS_PER_CONNECTION", ""))
     rate = statistics.median(rates[0])
-    return (Trial((found.nodes[0], found.nodes[1]), rate, told_pairs, found.is_wrong),)
+    adapter = found.env.get("NCCL_IB_HCA", "").strip("\"'").lstrip("=")
+    alone = re.fullmatch(r"[A-Za-z]\w*(:\d+)?", adapter)
+    first, second = (f"{node}:{adapter}" if alone else node for node in found.nodes)
+    if Path(name).stem.count(_JOINT) == 1 and _ADAPTER in Path(name).stem:
+        first, second = _ends(name)
+    return (Trial((first, second), rate, told_pairs, found.is_wrong),)
+
+
+def _of_perftest(text: str) -> float | None:
+    """GB/s at the largest size of what ib_write_bw or another of perftest printed; None for other texts."""
+    unit, rates = 0.0, {}
+    for line in text.splitlines():
+        words = line.split()
+        if match := _PERFTEST.match(line):
+            unit = _UNITS[match["unit"]]
+        elif unit and len(words) >= 4 and words[0].isdecimal():
+            with contextlib.suppress(ValueError):
+                rates[int(words[0])] = float(words[3]) * unit
+    return rates[max(rates)] if rates else None
+
+
+def _ends(name: str) -> tuple[str, str]:
+    """The two ends by a file's name, such as n1:mlx5_0+n2:mlx5_0.txt."""
+    first, joint, second = Path(name).stem.partition(_JOINT)
+    if not (first and joint and second):
+        raise UsageError(f"{name}: does not tell its two ends; call it NODE:HCA+NODE:HCA.txt, as printed")
+    return first, second
 
 
 def _of_ping_pong(text: str, name: str) -> Iterator[Trial]:
@@ -195,11 +241,26 @@ def _of_ping_pong(text: str, name: str) -> Iterator[Trial]:
 
 def among(nodes: Sequence[str], trials: Sequence[Trial]) -> tuple[Trial, ...]:
     """The trials with the nodes' names as they were given; those of other nodes are a UsageError."""
-    by_short = {node.partition(".")[0]: node for node in nodes}
+    by_short = {_short(node): node for node in nodes}
     found = []
     for trial in trials:
-        first, second = (by_short.get(node.partition(".")[0]) for node in trial.nodes)
+        # A trial that tells its adapter is one of the nodes too, where nodes are tried.
+        first, second = (
+            by_short.get(_short(node)) or by_short.get(_short(node).partition(_ADAPTER)[0])
+            for node in trial.nodes
+        )
         if first is None or second is None or first == second:
             raise UsageError(f"{' and '.join(trial.nodes)}: are no pair of {', '.join(nodes)}")
         found.append(Trial((first, second), trial.rate_GBps, trial.queue_pairs, trial.is_wrong))
     return tuple(found)
+
+
+def _short(end: str) -> str:
+    """A node without its domain, with its adapter."""
+    node, sign, adapter = end.partition(_ADAPTER)
+    return f"{node.partition('.')[0]}{sign}{adapter.removesuffix(':1')}"
+
+
+def ends_of(nodes: Sequence[str], adapters: Sequence[str]) -> list[str]:
+    """What is tried: nodes, or all their adapters."""
+    return [f"{node}{_ADAPTER}{one}" for one in adapters for node in nodes] if adapters else list(nodes)

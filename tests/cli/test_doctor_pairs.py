@@ -50,6 +50,23 @@ def test_a_limit_of_one_s_own(tmp_path: Path) -> None:
     assert "unknown" in run("n[01-02]", *files, "--at-least", "400").stdout
 
 
+def test_pairs_of_adapters(tmp_path: Path) -> None:
+    told = run("n[01-02]", "--hca", "mlx5_[0-1]").stdout.splitlines()
+    assert told[1].endswith("--nodelist=n02 ib_write_bw -F -D 5 -s 1048576 -q 4 --report_gbits -p 18515"
+                            " -d mlx5_0 & sleep 2")  # fmt: skip
+    assert told[2].endswith("-p 18515 -d mlx5_0 n02 > 'n01:mlx5_0+n02:mlx5_0.txt' &")
+    assert "-p 18516 -d mlx5_1 n02" in told[4]
+    head = "#bytes #iterations BW peak[Gb/sec] BW average[Gb/sec] MsgRate[Mpps]"
+    files = []
+    for adapter, rate in (("mlx5_0", "391.2"), ("mlx5_1", "390.0")):
+        files.append(tmp_path / f"n01:{adapter}+n02:{adapter}.txt")
+        files[-1].write_text(f"{head}\n 1048576 5000 392.0 {rate} 0.04\n")
+    words = ["n[01-02]", "--hca", "mlx5_[0-1]", "--at-least", "45", *map(str, files)]
+    assert run(*words).stdout == "all 4 adapters are as fast as the others\n"
+    with pytest.raises(UsageError, match="--hca goes with pairs"):
+        CliRunner().invoke(app, ["--hca", "mlx5_0"], catch_exceptions=False)
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

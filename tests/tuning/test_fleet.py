@@ -15,6 +15,7 @@ from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.fleet import compare
 from hpcrun.tuning.host import look
 from hpcrun.tuning.report import examine, read_reports
+from hpcrun.tuning.routes import parse_ip_route
 from tests.tuning.trees import lay_out
 
 Reports = dict[str, dict[str, Any]]
@@ -133,6 +134,97 @@ def test_a_damaged_report_is_unknown(damage: dict[str, Any], healthy: Reports) -
     healthy["n1"] = {"node": "n1", **damage}
     levels = {one.level for one in compare(healthy) if one.check not in ("state", "setting")}
     assert levels == {"unknown"}
+
+
+def routed(report: dict[str, Any], text: str) -> None:
+    report["routes"] = [vars(one) for one in parse_ip_route(text)]
+
+
+TWO_IN_ONE = """default via 10.1.0.1 dev eth0 proto dhcp metric 50
+10.1.0.0/16 dev ens1 proto kernel scope link src 10.1.0.1 metric 100
+10.1.0.0/16 dev ens2 proto kernel scope link src 10.1.1.1 metric 101
+local 10.1.0.1 dev ens1 table local proto kernel scope host
+10.1.0.0/16 dev ens1 table 101 scope link
+fe80::/64 dev ens1 proto kernel metric 256 pref medium
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "said"),
+    [
+        ("metric 101", "metric 99", "warning n3: sends to 10.1.0.0/16 by ens2, on 3 other nodes by ens1: "),
+        (
+            "metric 101",
+            "metric 102",
+            "note n3: has other routes to 10.1.0.0/16 than 3 other nodes; all send by",
+        ),
+        (
+            " metric 50\n",
+            "\ndefault via 10.9.0.1 dev ens2 metric 50\n",
+            "note n3: has other routes to default ",
+        ),
+        (
+            "dev eth0 proto dhcp metric 50\n",
+            "dev ens1 metric 40\ndefault via 10.1.0.1 dev eth0 metric 50\n",
+            "warning n3: sends to default by ens1, on 3 other nodes by eth0: `ip route` here says",
+        ),
+        (
+            "10.1.0.0/16 dev ens1 table 101 scope link",
+            "10.1.0.0/16 dev ens2 table 101\n10.1.0.0/16 dev ens1 table 101",
+            "warning n3: sends to 10.1.0.0/16 of table 101 by ens2, on 3 other nodes by ens1",
+        ),
+        (
+            "default via 10.1.0.1 dev eth0 proto dhcp metric 50",
+            "default proto static metric 50\n\tnexthop via 10.1.0.1 dev ens1 weight 1\n"
+            "\tnexthop via 10.1.0.1 dev eth0 weight 1\ndefault via 10.1.0.1 dev eth0 metric 60",
+            "warning n3: sends to default by ens1+eth0, on 3 other nodes by eth0",
+        ),
+    ],
+)
+def test_interfaces_in_one_network_by_which_nodes_send(
+    found: str, put: str, said: str, healthy: Reports
+) -> None:
+    for report in healthy.values():
+        routed(report, TWO_IN_ONE)
+    assert compare(healthy) == ()
+    routed(healthy["n3"], TWO_IN_ONE.replace(found, put))
+    (line,) = told(compare(healthy))
+    assert line.startswith(said)
+    assert "`ip route` here says '" in line
+    assert "; on n1 '" in line
+
+
+def test_routes_in_another_order_are_read_from_proc_as_well(healthy: Reports, tmp_path: Path) -> None:
+    head = "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\n"
+    rows = [f"{name}\t0000010A\t00000000\t0001\t0\t0\t0\t0000FFFF\n" for name in ("ens1", "ens2")]
+    for number, order in enumerate((rows, rows[::-1])):
+        root = lay_out("roce-healthy", tmp_path / str(number))
+        (root / "proc/net/route").write_text(head + "".join(order))
+        healthy[f"n{number + 1}"]["routes"] = look(root).as_json()["routes"]
+    lines = told(compare({"n1": healthy["n1"], "n2": healthy["n2"]}))
+    assert lines == [
+        "warning n2: sends to 10.1.0.0/16 by ens2, on 1 other node by ens1: `ip route` here says"
+        " '10.1.0.0/16 dev ens2', then '10.1.0.0/16 dev ens1'; on n1 '10.1.0.0/16 dev ens1', then"
+        " '10.1.0.0/16 dev ens2'"
+    ]
+
+
+def test_routes_that_differ_without_a_choice_are_nobodys_matter(healthy: Reports) -> None:
+    routed(healthy["n1"], "10.1.0.0/16 dev ens1 proto kernel metric 100\n10.2.0.0/16 dev ens2\n")
+    routed(healthy["n2"], "10.1.0.0/16 dev ens1 proto static metric 7\n10.3.0.0/16 dev ens2\nnonsense\n\n")
+    assert compare(healthy) == ()
+
+
+def test_adapters_that_are_not_as_near_to_their_gpus_are_named(healthy: Reports) -> None:
+    assert healthy["n1"]["near"]["GPU 0"]["mlx5_0"] == "PHB"
+    healthy["n3"]["near"] = {"GPU 0": {"mlx5_0": "SYS", "mlx5_1": "PHB"}, "GPU 1": {"mlx5_0": "SYS"}}
+    (one,) = compare(healthy)
+    assert str(one).startswith(
+        "n3: GPUs and adapters are not as near as elsewhere: GPU 0 to mlx5_0 SYS (others PHB), GPU 0 to"
+        " mlx5_1 PHB (others SYS); compare `nvidia-smi topo -m`"
+    )
+    del healthy["n3"]["near"]
+    assert compare(healthy) == ()
 
 
 def test_one_is_no_fleet(healthy: Reports) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.trials import Standing, Trial, among, judge, next_pairs, parse_trials, stand
+from hpcrun.tuning.trials import Standing, Trial, among, ends_of, judge, next_pairs, parse_trials, stand
 
 OUTPUT = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests" / "all-reduce-2.17.txt"
 
@@ -117,3 +117,36 @@ def test_slow_partners_accuse_nobody() -> None:
     assert standing.named == {}
     assert standing.suspects == ("n1", "n2", "n3")
     assert next_pairs(standing) == (("n1", "n4"), ("n2", "n5"), ("n3", "n6"))
+
+
+PERFTEST = """ Device         : mlx5_0
+ #bytes     #iterations    BW peak[Gb/sec]    BW average[Gb/sec]   MsgRate[Mpps]
+ 65536      1000             196.02             190.00               0.36
+ 1048576    1000             392.10             {rate}               0.04
+"""
+
+
+def test_adapters_are_tried_between_nodes_and_the_slow_one_is_named() -> None:
+    ends = ends_of(["n1", "n2", "n3"], ["mlx5_0", "mlx5_1"])
+    trials: list[Trial] = []
+    while pairs := next_pairs(stand(ends, trials)):
+        for pair in pairs:
+            assert pair[0].partition(":")[0] != pair[1].partition(":")[0]
+            rate = "196.00" if "n2:mlx5_1" in pair else "391.20"
+            trials += parse_trials(PERFTEST.format(rate=rate), f"out/{pair[0]}+{pair[1]}.txt")
+    standing = stand(ends, among(ends, trials))
+    assert list(standing.named) == ["n2:mlx5_1"]
+    assert trials[0] == Trial(("n1:mlx5_0", "n2:mlx5_0"), pytest.approx(48.9))
+    assert "n2:mlx5_1: is slow: 24.5 GB/s with " in str(judge(standing)[0])
+
+
+def test_an_output_of_one_adapter_is_a_trial_of_it_and_of_its_nodes() -> None:
+    log = "n01:1:1 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_3:1\n"
+    (one,) = parse_trials(OUTPUT.read_text() + log, "a")
+    assert one.nodes == ("n01:mlx5_3:1", "n02:mlx5_3:1")
+    assert among(["n01:mlx5_3", "n02:mlx5_3"], [one])[0].nodes == ("n01:mlx5_3", "n02:mlx5_3")
+    assert among(["n01", "n02"], [one])[0].nodes == ("n01", "n02")
+    many = log.replace("=mlx5_3:1", "mlx5_0,mlx5_1")
+    assert parse_trials(OUTPUT.read_text() + many, "a")[0].nodes == ("n01", "n02")
+    with pytest.raises(UsageError, match="does not tell its two ends; call it NODE:HCA"):
+        parse_trials(PERFTEST.format(rate="1.00"), "out.txt")

@@ -1,0 +1,149 @@
+"""A node's routes, and nodes that reach one network by different interfaces.
+
+NCCL and gloo bind the listening side of a socket alone: by which of several interfaces in one network a node
+sends is the kernel's choice, the route of the lowest metric and of several such the first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcrun.tuning.finding import Finding
+
+_UNUSED = ("local", "broadcast", "multicast", "anycast", "unreachable", "blackhole", "prohibit", "throw")
+"""Kinds of routes by which nothing is sent to another node."""
+_OWN = ("local", "255")
+"""Tables of the node's own addresses."""
+_HEX = re.compile(r"[0-9A-F]{8}")
+_REJECTED = 0x200
+_WORD = re.compile(r"(dev|via|metric|table) (\S+)")
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route: where to, by which interface."""
+
+    destination: str
+    """A network, or default."""
+    interface: str
+    """Several, joined by +, where packets are spread over them."""
+    metric: int = 0
+    table: str = "main"
+    line: str = ""
+    """As `ip route` prints it."""
+
+
+def parse_ip_route(text: str) -> tuple[Route, ...]:
+    """The answer of `ip route`, of one table or of all, in its order."""
+    found: list[Route] = []
+    for line in text.splitlines():
+        told = dict(_WORD.findall(line))
+        words = line.split()
+        if words[:1] == ["nexthop"] and found and line[:1].isspace() and "dev" in told:
+            last = found.pop()
+            interfaces = sorted({*filter(None, last.interface.split("+")), told["dev"]})
+            joined = f"{last.line} {' '.join(words)}"
+            found.append(Route(last.destination, "+".join(interfaces), last.metric, last.table, joined))
+            continue
+        words = words[1:] if words[:1] == ["unicast"] else words
+        name = _destination(words[0], told.get("via", "")) if words else ""
+        if not name or told.get("table") in _OWN:
+            continue
+        metric = int(told["metric"]) if told.get("metric", "").isdecimal() else 0
+        found.append(Route(name, told.get("dev", ""), metric, told.get("table", "main"), " ".join(words)))
+    return tuple(route for route in found if route.interface)
+
+
+def _destination(word: str, via: str) -> str:
+    """A network as it is compared; empty for what is none, and for link-local ones."""
+    if word in _UNUSED:
+        return ""
+    if word == "default":
+        return "default of IPv6" if ":" in via else "default"
+    try:
+        network = ipaddress.ip_network(word)
+    except ValueError:
+        return ""
+    return "" if network.is_link_local or network.is_multicast else str(network)
+
+
+def parse_proc_route(text: str) -> tuple[Route, ...]:
+    """The same from /proc/net/route: the main table of IPv4."""
+    found = []
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) < 8 or not all(_HEX.fullmatch(words[at]) for at in (1, 2, 7)):
+            continue
+        network, gateway, mask = (int.from_bytes(bytes.fromhex(words[at])[::-1]) for at in (1, 2, 7))
+        if not re.fullmatch(r"[0-9A-F]{4}", words[3]) or int(words[3], 16) & _REJECTED:
+            continue
+        length = mask.bit_count()
+        name = _destination(f"{ipaddress.IPv4Address(network)}/{length}" if length else "default", "")
+        if not name:
+            continue
+        via = f" via {ipaddress.IPv4Address(gateway)}" if gateway else ""
+        metric = int(words[6]) if words[6].isdecimal() else 0
+        told = f"{name}{via} dev {words[0]}" + (f" metric {metric}" if metric else "")
+        found.append(Route(name, words[0], metric, "main", told))
+    return tuple(found)
+
+
+def routes_in(report: Mapping[str, Any]) -> tuple[Route, ...] | None:
+    """The routes that a report tells of; None where it tells none."""
+    try:
+        return tuple(Route(**one) for one in report["routes"]) or None
+    except (KeyError, TypeError):
+        return None
+
+
+def differing(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+    """Nodes that have several interfaces in one network, and send by another one of them than most."""
+    told = {node: of for node, report in reports.items() if (of := routes_in(report))}
+    for name in dict.fromkeys(_key(route) for of in told.values() for route in of):
+        ways = {node: way for node, of in told.items() if (way := _ways(of, name))}
+        if len(ways) < 2 or all(len(way) < 2 for way in ways.values()):
+            continue
+        usual, count = Counter(map(_plain, ways.values())).most_common(1)[0]
+        like = next(node for node, way in ways.items() if _plain(way) == usual)
+        for node, way in ways.items():
+            if _plain(way) != usual:
+                yield _other_way(name, node, way, like, ways[like], count)
+
+
+def _key(route: Route) -> str:
+    return route.destination if route.table == "main" else f"{route.destination} of table {route.table}"
+
+
+def _ways(routes: Iterable[Route], name: str) -> tuple[Route, ...]:
+    """The routes to one network in the order in which they are taken."""
+    return tuple(sorted((one for one in routes if _key(one) == name), key=lambda one: one.metric))
+
+
+def _plain(way: tuple[Route, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((one.interface, one.metric) for one in way)
+
+
+def _other_way(
+    name: str, node: str, way: tuple[Route, ...], like: str, usual: tuple[Route, ...], count: int
+) -> Finding:
+    first, other = way[0].interface, usual[0].interface
+    others = f"on {count} other node{'s' * (count > 1)}"
+    if first != other:
+        text = f"sends to {name} by {first}, {others} by {other}"
+    else:
+        text = f"has other routes to {name} than {others.removeprefix('on ')}; all send by {first}"
+    text += f": `ip route` here says {_lines(way)}; on {like} {_lines(usual)}"
+    remedy = (
+        "give each interface a network of its own, or all nodes the same metrics: NCCL_SOCKET_IFNAME binds"
+        " only the side that listens, what is sent takes the first route of the lowest metric"
+    )
+    return Finding("warning" if first != other else "note", "route", node, text, remedy)
+
+
+def _lines(way: tuple[Route, ...]) -> str:
+    return ", then ".join(f"'{one.line}'" for one in way)
