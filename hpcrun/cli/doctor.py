@@ -113,11 +113,12 @@ def _look(
     from hpcrun.tuning.report import examine
 
     profile, notes = _profile(cluster)
-    host = _host(root)
     network = profile.network if profile else NetworkSpec()
     uses_ucx = profile is not None and profile.mpi.library == "openmpi"
-    version = _version(nccl, is_here=host.time is not None)
-    report = examine(Question(host, network, version, uses_ucx, _advised(profile, version, notes)))
+    version = _version(nccl, is_here=root == Path("/"))
+    advised = _advised(profile, version, notes)
+    host = _host(root, advised)
+    report = examine(Question(host, network, version, uses_ucx, advised))
     skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
     if as_json:
@@ -135,13 +136,13 @@ def _look(
     return findings
 
 
-def _host(root: Path) -> Host:
+def _host(root: Path, advised: Mapping[str, str] | None = None) -> Host:
     from hpcrun.tuning.host import look
 
     if not root.is_dir():
         raise UsageError(f"--root {root}: is no directory; give the root of a captured tree")
     # Only / itself is looked at live.
-    return look(Path(os.path.realpath(root)) if root.is_absolute() else root)
+    return look(Path(os.path.realpath(root)) if root.is_absolute() else root, advised=advised)
 
 
 def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:

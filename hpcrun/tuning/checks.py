@@ -9,9 +9,10 @@ from hpcrun.fabric.ports import Interface, PciLink, Port
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.adapters import bonded, both_ports, elsewhere_routed, left_idle, unmapped
 from hpcrun.tuning.classes import agreement, nccl_class, outside_lossless
-from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.finding import Finding, Level, worst_first
 from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
+from hpcrun.tuning.named_files import foreign
 from hpcrun.tuning.names import parse_devices, socket_choice
 
 _CONTAINER_SHM = 64 * 2**20
@@ -385,8 +386,25 @@ def _adapters(question: Question) -> Iterator[Finding]:
     yield from elsewhere_routed(question.environ, network, question.used)
 
 
+def _files(question: Question) -> Iterator[Finding]:
+    """What settings name and this node has not, or has from another machine."""
+    host = question.host
+    gpus = [gpu.address for gpu in host.inside.gpus if gpu.address]
+    devices = {port.device for port in host.ports}
+    for one in host.files:
+        source = f" ({one.where})" if one.where else ""
+        if one.lacks:
+            level: Level = "fault" if one.kind == "graphs" else "warning"
+            text = f"{one.lacks}{source}"
+            yield Finding(level, "file", one.variable, text, "put it there, or take the setting out")
+        elif other := foreign(one, gpus, devices):
+            text = f"{one.path}{source} {other}: it was made for another machine"
+            remedy = "take this machine's, or leave it out; NCCL_TOPO_DUMP_FILE writes a true one"
+            yield Finding("warning", "file", one.variable, text, remedy)
+
+
 _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
-    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters
+    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters, _files
 )  # fmt: skip
 
 

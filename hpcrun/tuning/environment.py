@@ -209,7 +209,8 @@ def conf_paths(value: str | None, version: Version | None, root: Path = Path("/"
     """The files that NCCL reads, those that win first; `value` is NCCL_CONF_FILE's."""
     site = root / SITE_CONF.relative_to("/")
     if value and (version is None or version >= CONF_FILE_SINCE):
-        return [Path(value), site]
+        below = root / value.lstrip("/")
+        return [below if value.startswith("/") and below.exists() else Path(value), site]
     try:
         home = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:

@@ -160,6 +160,13 @@ _EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
     ("driver", _of_node("driver"), "warning"),
     ("huge pages", _of_node("hugepages"), "note"),
     ("setting", lambda facts: dict(facts["environ"]), "note"),
+    (
+        "content",
+        lambda facts: {
+            f"{one['variable']} {one['path']}": one["digest"] or one["state"] for one in facts["files"]
+        },
+        "warning",
+    ),
     ("peer memory", lambda facts: {"nvidia_peermem": "nvidia_peermem" in facts["modules"]}, "warning"),
 )
 """What is read, how, and how bad a difference is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from hpcrun.tuning.environment import (
 )
 from hpcrun.tuning.library import Found, find_library, library_of_job
 from hpcrun.tuning.lint import Report, lint, worst_first
+from hpcrun.tuning.named_files import kind_of, named_files
 from hpcrun.tuning.problem import Complaint
 from hpcrun.tuning.ranks import RankDump, compare_ranks, rank_dump
 from hpcrun.tuning.registry import Version
@@ -61,7 +61,8 @@ class Gathered:
     """What stands over each of them."""
     library: Found
     dumps: tuple[RankDump, ...] = ()
-    findings: tuple[Complaint, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """Why files that are named are not looked for here; empty: they are."""
     notes: tuple[str, ...] = ()
     confs: tuple[Path, ...] | None = None
     """The files that were named; None: those that NCCL finds."""
@@ -110,7 +111,7 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
         tuple(above),
         library,
         tuple(map(rank_dump, bases)) if len(bases) > 1 else (),
-        tuple(_missing_conf(counts, confs, library.version)),
+        tuple(_elsewhere(sources, job)),
         tuple(notes),
         confs,
         advice,
@@ -123,11 +124,15 @@ def report_on(gathered: Gathered) -> Report:
     findings: dict[tuple[str, str, str], Complaint] = {}
     files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
     apart = bool(files) and len(set(files)) == len(files)
-    for one in (*gathered.findings, *(found for report in reports for found in report.findings)):
+    missing = [one for base in gathered.bases for one in _missing_files(gathered, base)]
+    for one in (*missing, *(found for report in reports for found in report.findings)):
         if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
             findings.setdefault((one.level, one.name, one.text), one)
+    notes = (*gathered.notes, *reports[0].notes)
+    if gathered.elsewhere and any(kind_of(name) for name in reports[0].chains):
+        notes += (f"files that variables name were not looked for: {gathered.elsewhere[0]}",)
     whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
-    return Report(whole, reports[0].chains, (*gathered.notes, *reports[0].notes), reports[0].read)
+    return Report(whole, reports[0].chains, notes, reports[0].read)
 
 
 def _bases(sources: Sources, environ: Mapping[str, str]) -> tuple[list[Layer], list[str]]:
@@ -207,12 +212,24 @@ def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Versi
             yield parse_nccl_conf(read_text(path), str(path))
 
 
-def _missing_conf(
-    counts: Mapping[str, Setting], named: Sequence[Path] | None, version: Version | None
-) -> Iterator[Complaint]:
-    setting = counts.get("NCCL_CONF_FILE")
-    if setting is None or not setting.value or named is not None:
+def _elsewhere(sources: Sources, job: ResolvedJob | None) -> Iterator[str]:
+    if sources.container_env is not None or (job is not None and job.spec.container is not None):
+        yield "ranks run in a container, which has files of its own"
+    elif sources.env:
+        yield "the environment was written down elsewhere"
+
+
+def _missing_files(gathered: Gathered, base: Layer) -> Iterator[Complaint]:
+    """Files that settings name and that this host has not; those of a job's own may be on its nodes alone."""
+    if gathered.elsewhere:
         return
-    if (version is None or version >= CONF_FILE_SINCE) and not os.path.isfile(setting.value):  # noqa: PTH113
-        text = f"{setting.value!r} is no file here, and NCCL passes over that in silence"
-        yield Complaint("warning", "NCCL_CONF_FILE", text, setting.where)
+    counts = effective(resolve(gathered.layers(base)))
+    values = {name: one.value for name, one in counts.items() if one.value}
+    old = gathered.library.version is not None and gathered.library.version < CONF_FILE_SINCE
+    for one in named_files(values):
+        if (one.kind == "settings" and (old or gathered.confs is not None)) or not one.lacks:
+            continue
+        setting = counts[one.variable]
+        is_here = setting.origin == "shell" or setting.origin.endswith("nccl.conf")
+        text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
+        yield Complaint("warning" if is_here else "note", one.variable, text, setting.where)

@@ -15,7 +15,8 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.host import HostInside, inside, line_of, parse_cpus
 from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
-from hpcrun.tuning.environment import conf_paths, effective, parse_nccl_conf, resolve
+from hpcrun.tuning.environment import Setting, conf_paths, effective, parse_nccl_conf, resolve
+from hpcrun.tuning.named_files import NamedFile, named_files
 from hpcrun.tuning.routes import Route, parse_ip_route, parse_proc_route
 
 Ask = Callable[..., str]
@@ -78,6 +79,8 @@ class Host:
     """The file that NCCL takes by itself for a virtual machine's PCI tree; empty: there is none."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """The variables of communication libraries."""
+    files: tuple[NamedFile, ...] = ()
+    """Those that variables name."""
 
     def interface(self, name: str) -> Interface | None:
         """An interface by its name."""
@@ -86,7 +89,7 @@ class Host:
     def as_json(self) -> dict[str, Any]:
         """Plain values; of the inside the number of GPUs and NUMA nodes, and what is near to what."""
         found = {key: value for key, value in vars(self).items() if key != "inside"}
-        names = ("ports", "interfaces", "links", "routes")
+        names = ("ports", "interfaces", "links", "routes", "files")
         listed = {key: [asdict(one) for one in found[key]] for key in names}
         near: dict[str, dict[str, str]] = {}
         for (gpu, nic), word in self.inside.near.items():
@@ -96,10 +99,11 @@ class Host:
         return found | listed | plain | counts | {"shm": asdict(self.shm)}
 
 
-def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
+def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, str] | None = None) -> Host:
     """Look at this node, or at the captured tree of one.
 
     A captured tree holds what a command printed in a file of `commands/` that is named like the command.
+    `advised`: what jobs get on it beside.
     """
     live = root == Path("/")
     asked = ask or (ask_here if live else ask_captured(root))
@@ -108,6 +112,11 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
     names = interfaces(root)
     memory = _memory(_text(root / "proc/meminfo"))
     modules = _text(root / "proc/modules")
+    own = dict(os.environ) if live else _variables(_text(root / "proc/self/environ"))
+    settings = _of_nccl_files(root, own)
+    environ = {name: one.value or "" for name, one in settings.items()} | {
+        name: value for name, value in own.items() if _OURS.match(name)
+    }
     return Host(
         node=line_of(root / "proc/sys/kernel/hostname") or (os.uname().nodename if live else "unknown"),
         time=time.time() if live else None,
@@ -127,7 +136,14 @@ def look(root: Path = Path("/"), ask: Ask | None = None) -> Host:
         driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
         is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
         topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
-        environ=nccl_files(root, os.environ if live else {}) | _environ(_text(root / "proc/self/environ")),
+        environ=environ,
+        files=tuple(
+            named_files(
+                {**(advised or {}), **environ, "LD_LIBRARY_PATH": own.get("LD_LIBRARY_PATH", "")},
+                root,
+                {name: one.where for name, one in settings.items() if name not in own},
+            )
+        ),
     )
 
 
@@ -215,17 +231,21 @@ def _is_virtual(text: str) -> bool | None:
     return None if match is None else "hypervisor" in match[1].split()
 
 
-def _environ(text: str) -> dict[str, str]:
-    """The variables of communication libraries, of /proc/PID/environ or of lines NAME=VALUE."""
+def _variables(text: str) -> dict[str, str]:
+    """Of /proc/PID/environ, or of lines NAME=VALUE."""
     entries = (entry.partition("=") for entry in re.split(r"[\0\n]", text))
-    return {name: value for name, _, value in entries if _OURS.match(name)}
+    return {name: value for name, _, value in entries if name}
 
 
 def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
+    return {name: one.value or "" for name, one in _of_nccl_files(root, environ).items()}
+
+
+def _of_nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, Setting]:
     paths = conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
     found = effective(resolve([parse_nccl_conf(_text(path), str(path)) for path in paths]))
-    return {name: one.value for name, one in found.items() if one.value is not None and _OURS.match(name)}
+    return {name: one for name, one in found.items() if one.value is not None and _OURS.match(name)}
 
 
 def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:

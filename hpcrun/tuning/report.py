@@ -14,10 +14,11 @@ from hpcrun.fabric.ports import Gid, Interface, PciLink, Port
 from hpcrun.tuning.checks import Question, check, gid_choice
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host import Host, SharedMemory
+from hpcrun.tuning.named_files import NamedFile
 from hpcrun.tuning.names import socket_choice
 from hpcrun.tuning.routes import Route
 
-_LISTS = ("ports", "interfaces", "links", "routes", "findings")
+_LISTS = ("ports", "interfaces", "links", "routes", "files", "findings")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def _shapes() -> dict[str, TypeAdapter[Any]]:
         "interfaces": Interface,
         "links": PciLink,
         "routes": Route,
+        "files": NamedFile,
         "near": dict[str, dict[str, str]],
         "findings": Finding,
         "shm": SharedMemory,

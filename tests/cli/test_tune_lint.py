@@ -116,6 +116,18 @@ def test_the_files_that_nccl_finds(home: Path, tmp_path: Path, monkeypatch: pyte
     assert traffic_class()["where"] == "shell"
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "gone"))
     assert "is no file here, and NCCL passes over that in silence" in call("lint").stdout
+    monkeypatch.setenv("NCCL_TOPO_FILE", str(tmp_path / "gone.xml"))
+    monkeypatch.setenv("NCCL_CONF_FILE", str(own))
+    own.write_text(f"NCCL_TUNER_PLUGIN={tmp_path}/libnccl-tuner-x.so\nNCCL_DEBUG_FILE={tmp_path}/%p\n")
+    lines = [one for one in call("lint").stdout.splitlines() if " is no file here, and " in one]
+    assert lines[0].startswith(
+        f"warning  shell NCCL_TOPO_FILE: '{tmp_path}/gone.xml' is no file here, and NCCL"
+    )
+    assert lines[1].startswith(
+        f"note     {own}:1 NCCL_TUNER_PLUGIN: '{tmp_path}/libnccl-tuner-x.so' is no file"
+    )
+    assert len(lines) == 2
+    monkeypatch.delenv("NCCL_TOPO_FILE")
     named = call("lint", "--nccl-conf", DATA / "nccl-broken.conf")
     assert named.exit_code == EXIT_CHECK_FAILED
     assert "nccl-broken.conf:2 NCCL_DEBUG: this is no shell" in named.stdout
