@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.tuning.finding import Finding
     from hpcrun.tuning.host import Host
+    from hpcrun.tuning.library import Found
 
 SCHEMA_VERSION = 1
 
@@ -115,10 +116,10 @@ def _look(
     profile, notes = _profile(cluster)
     network = profile.network if profile else NetworkSpec()
     uses_ucx = profile is not None and profile.mpi.library == "openmpi"
-    version = _version(nccl, is_here=root == Path("/"))
-    advised = _advised(profile, version, notes)
+    library = _version(nccl, is_here=root == Path("/"))
+    advised = _advised(profile, library.version, notes)
     host = _host(root, advised)
-    report = examine(Question(host, network, version, uses_ucx, advised))
+    report = examine(Question(host, network, library.version, uses_ucx, advised, library.cuda))
     skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
     if as_json:
@@ -158,13 +159,13 @@ def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
     return found, [] if found else ["no profile: every active adapter counts as one for jobs"]
 
 
-def _version(text: str | None, *, is_here: bool) -> tuple[int, ...] | None:
-    from hpcrun.tuning.library import find_library
+def _version(text: str | None, *, is_here: bool) -> Found:
+    from hpcrun.tuning.library import Found, Library, find_library
     from hpcrun.tuning.registry import parse_version
 
     if text is not None:
-        return parse_version(text)
-    return find_library(environ=os.environ).version if is_here else None
+        return Found(Library(parse_version(text), "--nccl-version"))
+    return find_library(environ=os.environ) if is_here else Found(None)
 
 
 def _advised(

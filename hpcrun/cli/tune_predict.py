@@ -89,8 +89,11 @@ def read(
     from hpcrun.tuning.nccl_changes import changes
     from hpcrun.tuning.nccl_diagnosis import diagnose
     from hpcrun.tuning.nccl_log import parse_nccl_log
+    from hpcrun.tuning.registry import show_version
+    from hpcrun.tuning.versions import fitting, judge_versions, versions_in
 
-    log = parse_nccl_log(_text(path))
+    text = _text(path)
+    log, versions = parse_nccl_log(text), versions_in(text)
     old = None if before is None else parse_nccl_log(_text(before))
     moved = () if old is None else changes(old, log)
     findings = diagnose(log)
@@ -100,7 +103,9 @@ def read(
             told |= {"changes": [one.as_json() for one in moved]}
         told |= {"findings": findings.as_json()}
         told |= {"warnings": {"understood": findings.understood, "unknown": findings.unknown}}
-        _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in judge_log(log)]})
+        checks = [*judge_log(log), *judge_versions(versions)]
+        told |= {"versions": {name: [show_version(one) for one in of] for name, of in versions.items()}}
+        _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in checks]})
         return
     if not log.lines and log.version is None:
         print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
@@ -110,7 +115,9 @@ def read(
     if old is not None:
         _print_changes(moved, old, log)
     _print_findings(findings, log)
-    for one in judge_log(log):
+    for line in fitting(versions):
+        print(f"versions    {line}")
+    for one in (*judge_log(log), *judge_versions(versions)):
         print(f"{one.level:11} {one}")
 
 

@@ -14,6 +14,7 @@ from hpcrun.tuning.gids import Choice, Family, predict
 from hpcrun.tuning.host import Host
 from hpcrun.tuning.named_files import foreign
 from hpcrun.tuning.names import parse_devices, socket_choice
+from hpcrun.tuning.versions import judge_versions, versions_in
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -37,6 +38,8 @@ class Question:
     uses_ucx: bool = False
     advised: Mapping[str, str] = field(default_factory=dict)
     """What hpcrun sets for jobs by the same profile."""
+    cuda: tuple[int, ...] | None = None
+    """For which NCCL was built, where it is known."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -403,8 +406,17 @@ def _files(question: Question) -> Iterator[Finding]:
             yield Finding("warning", "file", one.variable, text, remedy)
 
 
+def _versions(question: Question) -> Iterator[Finding]:
+    """The driver and libfabric of this node against the NCCL that jobs load."""
+    host = question.host
+    found = versions_in(f"{host.driver}\n{host.libfabric}")
+    told = {"nccl": question.nccl, "cuda": question.cuda if found.get("driver") else None}
+    yield from judge_versions(found | {name: (one,) for name, one in told.items() if one})
+
+
 _CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
-    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters, _files
+    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters,
+    _files, _versions,
 )  # fmt: skip
 
 

@@ -158,6 +158,7 @@ _EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
     ("number of GPUs", _of_node("gpus"), "fault"),
     ("kernel", _of_node("kernel"), "note"),
     ("driver", _of_node("driver"), "warning"),
+    ("libfabric", lambda facts: {"node": facts["libfabric"]} if facts["libfabric"] else {}, "warning"),
     ("huge pages", _of_node("hugepages"), "note"),
     ("setting", lambda facts: dict(facts["environ"]), "note"),
     (

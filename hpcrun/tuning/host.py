@@ -73,6 +73,8 @@ class Host:
     """Kernel modules; None where the list cannot be read."""
     driver: str = ""
     """The NVIDIA driver's own line."""
+    libfabric: str = ""
+    """What `fi_info --version` prints, in one line."""
     is_virtual: bool | None = None
     """Whether it is a virtual machine, by its processors; None where they do not tell."""
     topology_file: str = ""
@@ -134,6 +136,7 @@ def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, s
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
         driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
+        libfabric=" ".join(asked("fi_info", "--version").split()),
         is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
         topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=environ,

@@ -32,6 +32,9 @@ class Library(NamedTuple):
         return f"NCCL {show_version(self.version)} ({self.how})"
 
 
+_CUDA = re.compile(r"nvidia-nccl-cu(\d+)")
+
+
 class Found(NamedTuple):
     """The release that counts, and what else there is that might be loaded instead."""
 
@@ -42,6 +45,12 @@ class Found(NamedTuple):
     def version(self) -> Version | None:
         """Of the one that counts."""
         return self.library.version if self.library else None
+
+    @property
+    def cuda(self) -> Version | None:
+        """The CUDA it was built for, as far as its package's name tells."""
+        match = _CUDA.search(self.library.how) if self.library else None
+        return (int(match[1]),) if match else None
 
 
 def find_library(

@@ -78,7 +78,7 @@ def _shapes() -> dict[str, TypeAdapter[Any]]:
         "socket_interface": str | None,
         "time": float | None,
         **dict.fromkeys(("memory_bytes", "hugepages", "gpus", "numa_nodes"), int | None),
-        **dict.fromkeys(("kernel", "driver"), str),
+        **dict.fromkeys(("kernel", "driver", "libfabric"), str),
     }
     return {key: TypeAdapter(shape) for key, shape in shapes.items()}
 
