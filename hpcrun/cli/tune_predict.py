@@ -82,18 +82,26 @@ def read(
             metavar="OLD", help="An earlier log of the job: which calls go by another algorithm now."
         ),
     ] = None,
+    platform: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE.yaml", help="Where nccl-tests ran, for the times in a log."),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
-    """What an NCCL log tells: version, ways, the algorithms really used, and what its warnings mean."""
+    """What a log of NCCL or nccl-tests tells: ways, algorithms used, what warnings mean, what times lack."""
     from hpcrun.tuning.log_checks import judge_log
     from hpcrun.tuning.nccl_changes import changes
     from hpcrun.tuning.nccl_diagnosis import diagnose
     from hpcrun.tuning.nccl_log import parse_nccl_log
+    from hpcrun.tuning.nccl_tests import parse_nccl_tests
+    from hpcrun.tuning.platforms import find_platform
     from hpcrun.tuning.registry import show_version
+    from hpcrun.tuning.sweeps import judge_sweep
     from hpcrun.tuning.versions import fitting, judge_versions, versions_in
 
     text = _text(path)
     log, versions = parse_nccl_log(text), versions_in(text)
+    sweep = judge_sweep(parse_nccl_tests(text), log, find_platform(platform) if platform else None)
     old = None if before is None else parse_nccl_log(_text(before))
     moved = () if old is None else changes(old, log)
     findings = diagnose(log)
@@ -103,11 +111,15 @@ def read(
             told |= {"changes": [one.as_json() for one in moved]}
         told |= {"findings": findings.as_json()}
         told |= {"warnings": {"understood": findings.understood, "unknown": findings.unknown}}
-        checks = [*judge_log(log), *judge_versions(versions)]
+        checks = [*sweep, *judge_log(log), *judge_versions(versions)]
         told |= {"versions": {name: [show_version(one) for one in of] for name, of in versions.items()}}
         _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in checks]})
         return
+    for one in sweep:
+        print(f"{one.level:11} {one}")
     if not log.lines and log.version is None:
+        if sweep:
+            return
         print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
         _print_errors(log)
         return

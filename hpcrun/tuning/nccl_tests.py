@@ -19,7 +19,12 @@ from hpcrun.tuning.registry import Version, parse_version
 
 _TITLE = re.compile(r"#\s*Collective test starting: (?P<program>\w+)")
 _LIBRARY = re.compile(r"nccl-library=(?P<code>\d{4,6})\b")
-_RANK = re.compile(r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+")
+_RANK = re.compile(
+    r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+"
+    r"(?:\s+\[\S*\]\s+(?P<gpu>.+?)\s*$)?"
+)
+    r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+(?:\s+\[\S*\]\s+(?P<gpu>.+?)\s*$)?"
+)
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
 _SAID = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
 """0: no result is looked at, whatever a column says."""
@@ -57,6 +62,8 @@ class Timings:
     ranks: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that NCCL says it has read, where its log stands between the rows."""
+    gpu: str = ""
+    """What all ranks' GPUs call themselves; empty where they differ or do not tell."""
     not_read: tuple[str, ...] = ()
     """Rows that look like times and could not be read."""
 
@@ -109,6 +116,7 @@ class _Reader:
         self._nccl: Version | None = None
         self._hosts: dict[int, str] = {}
         self._env: dict[str, str] = {}
+        self._gpus: set[str] = set()
         self._not_read: list[str] = []
 
     def read(self, line: str) -> None:
@@ -121,6 +129,7 @@ class _Reader:
             self._collective = re.sub(r"_perf(_mpi)?$", "", match["program"])
         elif match := _RANK.match(line):
             self._hosts[int(match["rank"])] = match["host"].partition(".")[0]
+            self._gpus.add(match["gpu"] or "")
         elif match := _OUTSIDE.match(line):
             self._outside = (self._outside or 0) + int(match["count"])
             self._by_footer.clear()
@@ -187,6 +196,7 @@ class _Reader:
             tuple(dict.fromkeys(self._hosts.values())),
             len(self._hosts) or None,
             self._env,
+            next(iter(self._gpus)) if len(self._gpus) == 1 else "",
             tuple(self._not_read),
         )
 
