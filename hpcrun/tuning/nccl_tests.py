@@ -23,8 +23,6 @@ _RANK = re.compile(
     r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+"
     r"(?:\s+\[\S*\]\s+(?P<gpu>.+?)\s*$)?"
 )
-    r"#?\s*Rank\s+(?P<rank>\d+)\s.*?\bon\s+(?P<host>[\w.-]+)\s+device\s+\d+(?:\s+\[\S*\]\s+(?P<gpu>.+?)\s*$)?"
-)
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
 _SAID = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
 """0: no result is looked at, whatever a column says."""

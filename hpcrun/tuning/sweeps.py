@@ -150,7 +150,7 @@ def _judge(found: Timings, log: NcclLog, platform: PlatformSpec | None, collecti
     if aim is None:
         why = "what this collective should reach is not known"
         if steps:
-            why = "what this hardware should reach is not known: --platform says it, or NCCL_DEBUG=INFO in the run"
+            why = "what this hardware should reach is not known: --platform says it, or NCCL_DEBUG=INFO"
         yield Finding("unknown", "bandwidth", name, f"reaches {reached}; {told}", why)
         return
     share = _bus(found, last) / aim.busbw_GBps
