@@ -230,6 +230,6 @@ def _missing_files(gathered: Gathered, base: Layer) -> Iterator[Complaint]:
         if (one.kind == "settings" and (old or gathered.confs is not None)) or not one.lacks:
             continue
         setting = counts[one.variable]
-        is_here = setting.origin == "shell" or setting.origin.endswith("nccl.conf")
+        is_here = setting.origin == "shell" or "/" in setting.origin
         text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
         yield Complaint("warning" if is_here else "note", one.variable, text, setting.where)

@@ -20,7 +20,7 @@ from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.demands import is_demanded
 from hpcrun.tuning.environment import Setting as Assigned
 from hpcrun.tuning.environment import effective, resolve
-from hpcrun.tuning.grammar import NEVER_FORCED, forces_ll128
+from hpcrun.tuning.grammar import forces_ll128
 from hpcrun.tuning.library import library_of_job
 from hpcrun.tuning.policy import Demand, choose, load_policy
 from hpcrun.tuning.registry import Version
@@ -95,7 +95,8 @@ def corrupting(environ: Mapping[str, str], nccl: Version | None, by: str) -> lis
     """What somebody else sets although it may corrupt data and no platform asks for it; theirs to mend."""
     given = {name: Assigned(name, value, by, by) for name, value in environ.items()}
     return [
-        f"{name}={one} stands, as {by} has it, and may corrupt data: {NEVER_FORCED}; write {name}=^LL128"
+        f"{name}={one} stands, as {by} has it: it turns LL128 on also where NCCL has it off, which corrupts"
+        f" data in silence; where it is safe NCCL takes LL128 by itself; write {name}=^LL128"
         for name, one in environ.items()
         if forces_ll128(name, one, nccl) and not is_demanded(name, one, given)
     ]

@@ -68,12 +68,18 @@ class NamedFile:
     """Whether it holds what it must, as far as that is known."""
 
     @property
+    def _missing(self) -> str:
+        if self.kind == "plugin" and "/" not in self.path:
+            return "is in no folder of LD_LIBRARY_PATH and in none of the system's"
+        return "is in a folder that is not here" if self.kind == "folder" else "is no file here"
+
+    @property
     def lacks(self) -> str:
         """What is wrong with it by itself, and what follows; empty: nothing."""
         is_folder = self.kind == "folder"
         told = {
             "there": "" if self.is_sound else f"holds no <{_ROOTS.get(self.kind)}>",
-            "missing": "is in a folder that is not here" if is_folder else "is no file here",
+            "missing": self._missing,
             "unreadable": "is in a folder that may not be written to" if is_folder else "may not be read",
             "empty": "is empty",
             "no file": "is in what is no folder" if is_folder else "is no file here",
@@ -171,7 +177,7 @@ def _described(text: str, kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]
 def _plugins(variable: str, value: str, library_path: str, root: Path, where: str) -> Iterator[NamedFile]:
     """Plugins by their path, file or short name, several by commas (src/plugin/plugin_open.cc:69)."""
     prefix = f"libnccl-{variable.removeprefix('NCCL_').removesuffix('_PLUGIN').lower()}"
-    folders = [*library_path.split(":"), *(f"/{one}" for one in _SYSTEM_FOLDERS)]
+    folders = [*library_path.split(":"), *(f"/{one}" for one in _SYSTEM_FOLDERS), *_configured(root)]
     for name in value.split(","):
         if not name or name.lower() in _NO_PLUGIN:
             continue
@@ -183,6 +189,16 @@ def _plugins(variable: str, value: str, library_path: str, root: Path, where: st
             _below(root, f"{folder}/{file}").is_file() for folder in folders if folder for file in files
         )
         yield NamedFile(variable, name, "plugin", "there" if found else "missing", where)
+
+
+def _configured(root: Path) -> Iterator[str]:
+    """The folders that the loader's own files name."""
+    for file in (root / "etc/ld.so.conf", *sorted((root / "etc/ld.so.conf.d").glob("*.conf"))):
+        try:
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            continue
+        yield from (line.strip() for line in lines if line.startswith("/"))
 
 
 def foreign(one: NamedFile, gpus: Collection[str], adapters: Collection[str]) -> str:

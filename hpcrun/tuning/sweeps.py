@@ -92,7 +92,7 @@ def expected(found: Timings, log: NcclLog, platform: PlatformSpec | None = None)
 
 def _ring(platform: PlatformSpec, nodes: int) -> float | None:
     spec = (platform.one_node if nodes == 1 else platform.several_nodes).get("ring")
-    return spec and spec.channels * (spec.bw_intra if nodes == 1 else spec.bw_inter)
+    return None if spec is None else spec.channels * (spec.bw_intra if nodes == 1 else spec.bw_inter)
 
 
 def _adapters(log: NcclLog) -> dict[str, int]:

@@ -186,8 +186,8 @@ def parse_trials(text: str, name: str) -> tuple[Trial, ...]:
     """What a file tells of pairs: nccl-tests on two nodes, or the ping-pong's JSON; UsageError for others."""
     if text.lstrip().startswith("{"):
         return tuple(_of_ping_pong(text, name))
-    if told := _of_perftest(text):
-        return (Trial(_ends(name), told),)
+    if rate_GBps := _of_perftest(text):
+        return (Trial(_ends(name), rate_GBps),)
     found = parse_nccl_tests(text)
     if len(found.nodes) != 2 or not found.times_us:
         told = f"on {len(found.nodes)} nodes" if found.times_us else "that are none"

@@ -124,7 +124,7 @@ def test_the_files_that_nccl_finds(home: Path, tmp_path: Path, monkeypatch: pyte
         f"warning  shell NCCL_TOPO_FILE: '{tmp_path}/gone.xml' is no file here, and NCCL"
     )
     assert lines[1].startswith(
-        f"note     {own}:1 NCCL_TUNER_PLUGIN: '{tmp_path}/libnccl-tuner-x.so' is no file"
+        f"warning  {own}:1 NCCL_TUNER_PLUGIN: '{tmp_path}/libnccl-tuner-x.so' is no file"
     )
     assert len(lines) == 2
     monkeypatch.delenv("NCCL_TOPO_FILE")

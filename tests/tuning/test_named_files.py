@@ -46,8 +46,8 @@ def told(root: Path) -> list[str]:
         ("NCCL_GRAPH_FILE=/x/graphs", "warning NCCL_GRAPH_FILE: /x/graphs ({conf}:1) names GPU 7, and"),
         ("NCCL_TUNER_CONFIG_FILE=/x/no.csv", "warning NCCL_TUNER_CONFIG_FILE: '/x/no.csv' is no file here, "),
         ("NCCL_NET_PLUGIN=/x/libnccl-net.so", "warning NCCL_NET_PLUGIN: '/x/libnccl-net.so' is no"),
-        ("NCCL_NET_PLUGIN=aws-ofi", "warning NCCL_NET_PLUGIN: 'aws-ofi' is no file here, "),
-        ("NCCL_TUNER_PLUGIN=libnccl-tuner-x.so", "warning NCCL_TUNER_PLUGIN: 'libnccl-tuner-x.so' is "),
+        ("NCCL_NET_PLUGIN=aws-ofi", "warning NCCL_NET_PLUGIN: 'aws-ofi' is in no folder of LD_LIBRARY_PATH"),
+        ("NCCL_TUNER_PLUGIN=libnccl-tuner-x.so", "warning NCCL_TUNER_PLUGIN: 'libnccl-tuner-x.so' is"),
         ("NCCL_DEBUG_FILE=/logs/n.%h.%p", "warning NCCL_DEBUG_FILE: '/logs/n.%h.%p' is in a folder"),
         ("NCCL_TOPO_DUMP_FILE=/x/text/a.xml", "warning NCCL_TOPO_DUMP_FILE: '/x/text/a.xml' is in what"),
         ("NCCL_TOPO_FILE=/x/other.xml", "warning NCCL_TOPO_FILE: /x/other.xml ({conf}:1) describes GPUs at"
@@ -85,6 +85,7 @@ def test_files_that_nccl_conf_names(conf: str, said: str, tmp_path: Path) -> Non
         "NCCL_DEBUG_FILE=/x/n.%h.%p",
         "NCCL_DEBUG_FILE=/dev/stderr",
         "NCCL_DEBUG=INFO",
+        "NCCL_TUNER_PLUGIN=libnccl-tuner-ofi.so",
         "NCCL_IBVERBS_LIB=libibverbs.so.1",
         "NCCL_TOPO_FILE=",
     ],
@@ -94,6 +95,10 @@ def test_files_that_are_right_are_no_matter(conf: str, tmp_path: Path) -> None:
     right = right.replace("17:00.0", "0000:17:00.0").replace('"99:', '"0000:99:')
     root = node(tmp_path / "n1", f"{conf}\n", **{"right.xml": right, "libnccl-net-right.so": "x"})
     (root / "proc/self/environ").write_text("LD_LIBRARY_PATH=/none:/x\0")
+    (root / "etc/ld.so.conf.d").mkdir()
+    (root / "etc/ld.so.conf.d/ofi.conf").write_text("# the vendor's\n/opt/ofi/lib\n")
+    (root / "opt/ofi/lib").mkdir(parents=True)
+    (root / "opt/ofi/lib/libnccl-tuner-ofi.so").write_text("x")
     assert told(root) == []
 
 

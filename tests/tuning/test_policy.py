@@ -147,7 +147,9 @@ def test_no_fabric_of_ours_forces_ll128() -> None:
 
 def test_ll128_that_somebody_else_forces_is_told_unless_the_platform_asks_for_it() -> None:
     told = corrupting({"NCCL_PROTO": "LL128"}, None, "env of the job")
-    assert told[0].startswith("NCCL_PROTO=LL128 stands, as env of the job has it, and may corrupt data: ")
+    assert told[0].startswith(
+        "NCCL_PROTO=LL128 stands, as env of the job has it: it turns LL128 on also where NCCL has it off, "
+    )
     asked = {"NCCL_PROTO": "Simple,LL128", "NCCL_FASTRAK_NUM_FLOWS": "2"}
     assert corrupting(asked, None, "x") == corrupting({"NCCL_PROTO": "^LL128"}, None, "x") == []
 
