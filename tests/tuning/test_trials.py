@@ -151,3 +151,9 @@ def test_an_output_of_one_adapter_is_a_trial_of_it_and_of_its_nodes() -> None:
     assert parse_trials(OUTPUT.read_text() + many, "a")[0].nodes == ("n01", "n02")
     with pytest.raises(UsageError, match="does not tell its two ends; call it NODE:HCA"):
         parse_trials(PERFTEST.format(rate="1.00"), "out.txt")
+
+
+def test_two_adapters_of_one_node_are_no_pair() -> None:
+    ends = ends_of(["n1", "n2"], ["mlx5_0", "mlx5_1"])
+    trials = [Trial(("n1:mlx5_0", "n2:mlx5_0"), 48.0), Trial(("n1:mlx5_1", "n2:mlx5_1"), 20.0)]
+    assert next_pairs(stand(ends, trials)) == (("n1:mlx5_1", "n2:mlx5_0"), ("n2:mlx5_1", "n1:mlx5_0"))
