@@ -6,7 +6,8 @@
 
 Every WARN of every tagged release from 2.18 on is looked up, with samples in the place of its values. What
 the table says of a message already stays as it is; a new message is classified by its file and words: read
-those rows. Without a checkout only the logs in tests/data/tuning/healthy are judged: none of them may alarm.
+those rows. Without a checkout only what is in tests/data/tuning is judged: the logs in healthy and the
+environments of public repositories. With one, the lines that prove the errors of lint are looked up.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from pathlib import Path
 
 import harness
 
+from hpcrun.specs.yaml import load_document
+from hpcrun.tuning.lint import lint
 from hpcrun.tuning.nccl_diagnosis import diagnose, explain
 from hpcrun.tuning.nccl_log import parse_nccl_log
 from hpcrun.tuning.nccl_messages import TABLE, Message, find_message, forget, messages, subsystem_of
+from hpcrun.tuning.script import parse_script
 
 _FIRST = (2, 18)
 _SOURCE = re.compile(r"\.(cc|cpp|h|hpp|cu|c|cuh|inl)$")
@@ -34,6 +38,8 @@ _TARGET = 150
 _SHORT = 12
 """Letters that a fragment has at least."""
 _HEALTHY = Path(__file__).parents[1] / "tests" / "data" / "tuning" / "healthy"
+_ENVIRONMENTS = _HEALTHY.with_name("environments")
+_PROVED_AT = "v2.30.7-1"
 _SAMPLES = {
     "d": "7",
     "i": "7",
@@ -300,6 +306,39 @@ def _judge_healthy(report: harness.Report) -> None:
     report.claim(what, alarms, "0", not alarms and len(seen) >= 8)
 
 
+def _judge_environments(report: harness.Report) -> None:
+    """What is said of a public environment and not proved in sources.yaml is a false alarm."""
+    blocks = load_document(_ENVIRONMENTS / "sources.yaml").values
+    alarms = errors = 0
+    for name, block in blocks.items():
+        layer = parse_script((_ENVIRONMENTS / f"{name}.sh").read_text(encoding="utf-8"), name)
+        for one in lint([layer], None).findings:
+            right = block["right"].get(one.name)
+            is_proved = right is not None and right["proof"] and right["level"] == one.level
+            errors += one.level == "error"
+            if one.level != "note" and not is_proved:
+                alarms += 1
+                print(f"# alarm: {one}")
+    repositories = len({block["repository"] for block in blocks.values()})
+    what = f"false alarms on {len(blocks)} public environment blocks of {repositories} repositories"
+    report.claim(what, alarms, "0", not alarms and repositories >= 10)
+    report.claim("errors on them without a line of source or documentation", errors, "0", not errors)
+
+
+def _judge_proofs(report: harness.Report, repository: Path) -> None:
+    """Whether what proves each error of lint's stands where it is said to stand."""
+    rows = [row for row in load_document(_ENVIRONMENTS / "errors.yaml").values["errors"] if row.get("place")]
+    missing = 0
+    for row in rows:
+        line = int(row["proof"].partition(" ")[0].rpartition(":")[2])
+        text = _git(repository, "show", f"{_PROVED_AT}:{row['place']}").split("\n")
+        if row["holds"] not in text[line - 1]:
+            missing += 1
+            print(f"# {row['place']}:{line} at {_PROVED_AT} does not hold {row['holds']!r}")
+    what = f"lint's errors whose line in NCCL's source is not there, of {len(rows)}"
+    report.claim(what, missing, "0", not missing)
+
+
 def _numbers(tag: str) -> tuple[int, ...]:
     return tuple(int(word) for word in re.findall(r"\d+", tag))
 
@@ -330,7 +369,9 @@ def main() -> int:
             TABLE.write_text(head + "".join(f"{row}\n" for row in rows(all_texts)), encoding="utf-8")
             forget()
         _judge_releases(report, arguments.nccl, all_texts)
+        _judge_proofs(report, arguments.nccl)
     _judge_healthy(report)
+    _judge_environments(report)
     report.write(arguments.json)
     return 0
 

@@ -17,6 +17,8 @@ from hpcrun.tuning.values import number
 Told = tuple[str, Fault]
 """The variable at which it is told, and what."""
 
+_STEPS = 8
+"""NCCL_STEPS: parts of a buffer, each at most as large as a chunk."""
 _MIB = 2**20
 _ROUTED_FROM = 8192
 """NCCL_IB_AR_THRESHOLD of all releases where nobody sets it; from 2.30 on it is written -2."""
@@ -156,10 +158,19 @@ def _bounds(view: View) -> Iterator[Told]:
 
 
 def _chunks(view: View) -> Iterator[Told]:
-    for name in ("NCCL_CHUNK_SIZE", "NCCL_P2P_NET_CHUNKSIZE"):
+    buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
+    step = buffer // _STEPS
+    chunk = view.number("NCCL_CHUNK_SIZE")
+    if chunk is not None and chunk >= _MIB:
+        yield (
+            "NCCL_CHUNK_SIZE",
+            warning(f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"),
+        )
+    for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
         size = view.number(name)
-        if size is not None and size >= _MIB:
-            yield name, error(f"{size}: from 1 MiB on results have been wrong, with Xid 31; stay below")
+        if size is not None and size > step and (view.version is None or view.since(2, 19)):
+            text = f"{size} is cut to {step}, an eighth of NCCL_BUFFSIZE"
+            yield name, note(f"{text}; {size * _STEPS} there would let it count, and takes that much memory")
 
 
 def _adaptive_routing(view: View) -> Iterator[Told]:
@@ -279,7 +290,7 @@ def _memory(view: View) -> Iterator[Told]:
     if mixing == 1 and ordering == 0:
         yield (
             "NCCL_GRAPH_STREAM_ORDERING",
-            error("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
+            warning("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
         )
 
 

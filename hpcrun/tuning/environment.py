@@ -28,6 +28,8 @@ _LONGEST = 1023
 _MOST_BYTES = 2**24
 SITE_CONF = Path("/etc/nccl.conf")
 CONF_FILE_SINCE: Version = (2, 23)
+_PORTABLE: Version = (2, 30)
+"""From here on a line may end as on Windows, and the user's file is looked for in $HOME."""
 """From here on NCCL_CONF_FILE names the user's file."""
 SECRET = frozenset({"NCCL_PSK"})
 """Whose values are never printed."""
@@ -211,17 +213,19 @@ def conf_paths(value: str | None, version: Version | None, root: Path = Path("/"
     if value and (version is None or version >= CONF_FILE_SINCE):
         below = root / value.lstrip("/")
         return [below if value.startswith("/") and below.exists() else Path(value), site]
+    home = os.environ.get("HOME") if version is not None and version >= _PORTABLE else None
     try:
-        home = pwd.getpwuid(os.getuid()).pw_dir
+        home = home or pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return [site]
     return [root / home.lstrip("/") / ".nccl.conf", site]
 
 
-def parse_nccl_conf(text: str, name: str) -> Layer:
+def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Layer:
     """A configuration file as NCCL reads it: # in the first column alone, nothing is trimmed or unquoted."""
     settings = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, raw in enumerate(text.split("\n"), start=1):
+        line = raw.removesuffix("\r") if version is not None and version >= _PORTABLE else raw
         if line.startswith("#") or not line.strip():
             continue
         where = f"{name}:{number}"
@@ -232,7 +236,13 @@ def parse_nccl_conf(text: str, name: str) -> Layer:
             continue
         settings.append(
             Setting(
-                key[:_LONGEST], value[:_LONGEST], name, where, True, tuple(_conf_faults(key, value)), line
+                key[:_LONGEST],
+                value[:_LONGEST],
+                name,
+                where,
+                True,
+                tuple(_conf_faults(key, value, version)),
+                line,
             )
         )
     return Layer(name, tuple(_repaired(settings)), fills=True)
@@ -248,13 +258,14 @@ def _repaired(settings: Sequence[Setting]) -> Iterator[Setting]:
             yield one
 
 
-def _conf_faults(key: str, value: str) -> Iterator[Fault]:
+def _conf_faults(key: str, value: str, version: Version | None) -> Iterator[Fault]:
     if key.strip().startswith("export "):
         yield error("this is no shell: `export` becomes part of the name; take it out")
     elif key != key.strip():
         yield error("the blank is part of the name; take it out")
     if value.endswith("\r"):
-        yield error("the line ends as on Windows, and that end is part of the value")
+        text = "the line ends as on Windows, and that end is part of the value"
+        yield error(text) if version is not None else warning(f"{text} before NCCL 2.30")
     elif value != value.strip():
         yield warning("the blank is part of the value; take it out")
     if value[:1] in ("'", '"'):

@@ -201,7 +201,7 @@ def _advice(
 
 def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Version | None) -> Iterator[Layer]:
     if named is not None:
-        yield from (parse_nccl_conf(read_text(path), str(path)) for path in named)
+        yield from (parse_nccl_conf(read_text(path), str(path), version) for path in named)
         return
     for path in conf_paths(value, version):
         try:
@@ -209,7 +209,7 @@ def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Versi
         except OSError:
             found = False
         if found:
-            yield parse_nccl_conf(read_text(path), str(path))
+            yield parse_nccl_conf(read_text(path), str(path), version)
 
 
 def _elsewhere(sources: Sources, job: ResolvedJob | None) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.demands import is_demanded
 from hpcrun.tuning.environment import Chain, Layer, Setting, effective, printable, resolve
-from hpcrun.tuning.grammar import parse_selection
+from hpcrun.tuning.grammar import ELIGIBLE, parse_selection
 from hpcrun.tuning.problem import Complaint, Fault, Level, error, note, show, warning
 from hpcrun.tuning.registry import Lookalike, Variable, Version, at, registry, show_version
 from hpcrun.tuning.values import check_value, number
@@ -187,9 +187,12 @@ def check_setting(
         return
     rule = at(known.values, version)
     faults = list(check_value(known.name, setting.value, rule, version)) if rule else []
+    if is_demanded(known.name, setting.value, environment or {}):
+        yield from (one for one in faults if one.level == "error")
+        return
     yield from faults
     if not any(one.level == "error" for one in faults):
-        yield from _left_over(known, setting.value, version, environment or {})
+        yield from _left_over(known, setting.value, version)
 
 
 def _unknown(name: str) -> Iterator[Fault]:
@@ -220,23 +223,40 @@ def _impostor(found: Lookalike) -> Fault:
     if found.reader:
         return note(f"is not read by NCCL but by {found.reader}{text}")
     instead = f"; {found.instead} is what comes nearest" if found.instead else ""
-    return error(f"looks like one of NCCL's variables and is read by nobody{instead}{text}")
+    # That no plugin of any vendor reads it cannot be proved.
+    return warning(f"looks like one of NCCL's variables, and no release of NCCL reads it{instead}{text}")
 
 
-def _left_over(
-    known: Variable, value: str, version: Version | None, environment: Mapping[str, Setting]
-) -> Iterator[Fault]:
-    if not known.left or is_demanded(known.name, value, environment):
+def _left_over(known: Variable, value: str, version: Version | None) -> Iterator[Fault]:
+    if not known.left:
         return
     dangerous = known.left.split(",")
     found = {word.strip().upper() for word in re.split("[,;]", value)} | {value.strip().upper()}
     figure = number(value)
     if dangerous == ["any"] or found & {one.upper() for one in dangerous} or str(figure) in dangerous:
-        why = known.danger or known.effect
-        if known.name == "NCCL_PROTO":
-            left = parse_selection(known.name, value, version).chosen.values()
-            if all({"ll", "simple"} <= protocols for protocols in left):
-                return  # the choice by size stays, and LL128 is kept away or told of by itself
-            if not any("ll128" in protocols for protocols in left):
-                why = "A fixed choice is slower at other sizes."
-        yield warning(f"{show(value)}: left over from an experiment? {why}")
+        why: str | None = known.danger or known.effect
+        if known.name in ("NCCL_PROTO", "NCCL_ALGO"):
+            why = _of_choice(known.name, value, version) or ""
+        if why:
+            yield warning(f"{show(value)}: left over from an experiment? {why}")
+
+
+def _of_choice(name: str, value: str, version: Version | None) -> str:
+    """What is bad about a choice of protocols or algorithms; nothing where the choice by size stays."""
+    chosen = parse_selection(name, value, version).chosen
+    if name == "NCCL_PROTO":
+        if all({"ll", "simple"} <= left for left in chosen.values()):
+            return ""  # LL128 is kept away, or told of by itself
+        if any("ll128" in left for left in chosen.values()):
+            return registry().variables[name].danger
+    else:
+        if any(not left & ELIGIBLE[function] for function, left in chosen.items()):
+            return registry().variables[name].danger
+        if all(_chooses_by_size(function, left) for function, left in chosen.items()):
+            return ""
+    return "A fixed choice is slower at other sizes."
+
+
+def _chooses_by_size(function: str, left: frozenset[str]) -> bool:
+    """Whether an algorithm for small messages and one for large ones are left, where a function has both."""
+    return "ring" in left and ("tree" in left or "tree" not in ELIGIBLE[function])

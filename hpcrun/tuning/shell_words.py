@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 _HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 _ENDS = re.compile(r"[();&|]+|[{}]")
 _ARRAY = re.compile(r"[A-Za-z_]\w*\+?=")
+_HOME = re.compile(r"~(?=[/\s;&|)]|$)")
 _OPENERS = frozenset({"if", "then", "else", "elif", "do", "while", "until", "time", "!", "exec", "command"})
 _MOST_JOINED = 60
 """Lines that a quoted text may span."""
@@ -69,7 +70,7 @@ def read_commands(text: str) -> Commands:
 
 
 def without_comments(text: str) -> str:
-    """The text with what follows a # outside of quotes taken away."""
+    """The text without what follows a # outside of quotes; a ~ that the shell replaces becomes $HOME."""
     kept: list[str] = []
     quote, at = "", 0
     while at < len(text):
@@ -84,7 +85,8 @@ def without_comments(text: str) -> str:
             continue
         if char in "'\"" and quote in ("", char):
             quote = "" if quote else char
-        kept.append(char)
+        is_home = char == "~" and not quote and text[at - 1 : at] == "=" and _HOME.match(text, at)
+        kept.append("$HOME" if is_home else char)
         at += 1
     return "".join(kept)
 

@@ -1,6 +1,6 @@
 """Whether a value is one that a variable takes; the little language of `values` in registry.yaml.
 
-bool | int A..B | bytes A..B | float A..B | auto A..B    numbers; either end may be left out
+bool | int A..B | bytes A..B | auto A..B                 numbers; either end may be left out
 enum A,B | ienum A,B | words A,B | subsys A,B            one of them, in any case, several, several with ^
 level | interfaces | devices | algo | proto | cidr | netdevs | policies | address | plugin | path | text
 """
@@ -100,16 +100,6 @@ def _no_number(value: str, allowed: str) -> Iterator[Fault]:
     yield error(f"{show(value)} is no number and reads as {found}; allowed: {allowed}")
 
 
-def _float(value: str, rest: str) -> Iterator[Fault]:
-    try:
-        found = float(value)
-    except ValueError:
-        yield error(f"{show(value)} is no number; allowed: {_range(rest) or 'a number'}")
-        return
-    if not found > 0:
-        yield error(f"{show(value)} is not above 0 and is ignored")
-
-
 def _auto(value: str, rest: str) -> Iterator[Fault]:
     if value.strip().lower() not in ("auto", "inf"):
         yield from _int(value, rest)
@@ -194,7 +184,6 @@ _KINDS: dict[str, Callable[[str, str], Iterator[Fault]]] = {
     "bool": _bool,
     "int": _int,
     "bytes": _bytes,
-    "float": _float,
     "auto": _auto,
     "enum": _enum,
     "ienum": _ienum,

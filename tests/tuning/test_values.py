@@ -62,7 +62,7 @@ def test_numbers_are_those_of_strtoll() -> None:
             "INIT,NETWORK",
             "warning 'NETWORK' is not known and is left out; did you mean NET?",
         ),
-        ("NCCL_RAS_TIMEOUT_FACTOR", "0", "is not above 0"),
+        ("NCCL_RAS_TIMEOUT_FACTOR", "0.5", "reads as 0; allowed: 1 and above"),
         ("NCCL_RAS_ADDR", "localhost", "write host:port"),
         ("NCCL_NETDEVS_POLICY", "MAX:0", "allowed: AUTO, ALL, MAX:n"),
         ("NCCL_TOPO_FILE", "~/topo.xml", "~ is not replaced"),

@@ -1,0 +1,7 @@
+export FI_PROVIDER="efa"
+export FI_EFA_USE_DEVICE_RDMA="1"
+export FI_EFA_FORK_SAFE="1"
+export NCCL_BUFFSIZE="8388608"
+export NCCL_P2P_NET_CHUNKSIZE="1048576"
+export NCCL_TUNER_PLUGIN="/opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-ofi-tuner.so"
+export LD_LIBRARY_PATH="/opt/nvshmem/lib:$SITE"

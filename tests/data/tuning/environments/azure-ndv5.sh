@@ -1,0 +1,8 @@
+export LD_LIBRARY_PATH="/usr/local/nccl-rdma-sharp-plugins/lib:$SITE"
+export UCX_TLS="tcp"
+export NCCL_SOCKET_IFNAME="eth0"
+export NCCL_DEBUG="WARN"
+export NCCL_NET_GDR_LEVEL="5"
+export NCCL_IB_PCI_RELAXED_ORDERING="1"
+export NCCL_TOPO_FILE="/opt/microsoft/ndv5/topo.xml"
+export NCCL_IGNORE_CPU_AFFINITY="1"

@@ -1,0 +1,7 @@
+export FI_PROVIDER="efa"
+export NCCL_DEBUG="WARN"
+export LD_LIBRARY_PATH="/opt/amazon/efa/lib:$SITE"
+export LD_LIBRARY_PATH="/usr/local/lib/:$SITE"
+export NCCL_SOCKET_IFNAME="eth0,en,eth,em,bond"
+export NCCL_BUFFSIZE="2097152"
+export FI_EFA_SET_CUDA_SYNC_MEMOPS="0"

@@ -1,0 +1,3 @@
+export NCCL_IB_SL="1"
+export CUDA_DEVICE_MAX_CONNECTIONS="1"
+export NCCL_ALGO="^NVLS"
