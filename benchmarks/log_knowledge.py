@@ -38,6 +38,7 @@ _TARGET = 150
 _SHORT = 12
 """Letters that a fragment has at least."""
 _HEALTHY = Path(__file__).parents[1] / "tests" / "data" / "tuning" / "healthy"
+_THREADS = _HEALTHY.with_name("threads")
 _ENVIRONMENTS = _HEALTHY.with_name("environments")
 _PROVED_AT = "v2.30.7-1"
 _SAMPLES = {
@@ -306,6 +307,45 @@ def _judge_healthy(report: harness.Report) -> None:
     report.claim(what, alarms, "0", not alarms and len(seen) >= 8)
 
 
+def _threads(name: str) -> Iterator[tuple[str, str, list[str], str]]:
+    """Thread, release, what is right to say, and text of each log of a file."""
+    for part in re.split(r"(?m)^@ ", (_THREADS / f"{name}.txt").read_text(encoding="utf-8"))[1:]:
+        head, _, text = part.partition("\n")
+        thread, release, right = [cell.strip() for cell in f"{head}||".split("|")[:3]]
+        yield thread, release, right.split(), text
+
+
+def _judge_threads(report: harness.Report) -> None:
+    """Logs of public threads; half of them were kept out of the rules' making."""
+    for kept in ("made", "kept"):
+        alarms, releases_seen, count = 0, set(), 0
+        for thread, release, right, text in _threads(f"healthy-{kept}"):
+            found = diagnose(parse_nccl_log(text)).found
+            loud = [one for one in found if one.meaning.level != "harmless"]
+            wrong = [one for one in loud if f"{one.meaning.id}:{one.meaning.level}" not in right]
+            alarms += len(wrong)
+            releases_seen.add(".".join(release.strip("~").split(".")[:2]))
+            count += 1
+            for one in wrong:
+                print(f"# alarm in {thread}, line {one.line}: {one.meaning.id}: {one.text}")
+        what = (
+            f"false alarms on {count} healthy logs of public threads ({kept}), {len(releases_seen)} releases"
+        )
+        report.claim(what, alarms, "0", not alarms and len(releases_seen) >= 8)
+        missed, count = 0, 0
+        for thread, _, right, text in _threads(f"failing-{kept}"):
+            told = [f"{one.meaning.id}:{one.meaning.level}" for one in diagnose(parse_nccl_log(text)).found]
+            wanted = [word for word in right if not word.startswith("!")]
+            never = [word for word in right if word.startswith("!")]
+            is_right = told[:1] == wanted[:1] and set(wanted) <= set(told)
+            is_right = is_right and not any(word.startswith(f"{no[1:]}:") for no in never for word in told)
+            missed += not is_right
+            count += 1
+            if not is_right:
+                print(f"# misread: {thread}: {' '.join(told)}, not {' '.join(right)}")
+        report.claim(f"failing logs of public threads misread, of {count} ({kept})", missed, "0", not missed)
+
+
 def _judge_environments(report: harness.Report) -> None:
     """What is said of a public environment and not proved in sources.yaml is a false alarm."""
     blocks = load_document(_ENVIRONMENTS / "sources.yaml").values
@@ -371,6 +411,7 @@ def main() -> int:
         _judge_releases(report, arguments.nccl, all_texts)
         _judge_proofs(report, arguments.nccl)
     _judge_healthy(report)
+    _judge_threads(report)
     _judge_environments(report)
     report.write(arguments.json)
     return 0

@@ -15,6 +15,9 @@ _LOOPBACK = re.compile(r"(?:NET/Socket|Bootstrap).*(?:\]|Using |[ :])lo:(?:127\.
 _BRIDGE = re.compile(r"docker|virbr|cni|podman|veth|lxcbr|br-[0-9a-f]{6}")
 _NO_TYPE = {(2, 21): ("282", "283"), (2, 22): ("284", "285")}
 """Lines of transport/net_ib.cc on which these releases, without a warning, fail to read the type of a GID."""
+_SHARES_MEMORY = re.compile(r"\bGB10\b")
+"""GPUs without memory of their own."""
+_TOO_MUCH = re.compile(r"ncclMaxSharedMem \d+ exceeds")
 _OWN = ("ib", "socket", "none", "")
 """Networks of NCCL's own, and no plugin at all."""
 
@@ -28,6 +31,7 @@ def _decided(log: NcclLog) -> Iterator[tuple[Line, str]]:
     yield from _plugins(log)
     yield from _adapters(log)
     yield from _direct(log)
+    yield from _launches(log)
     yield from _loopback(log)
     yield from _types_of_gids(log)
 
@@ -58,12 +62,12 @@ def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
 
 def _names_another(text: str, kind: str) -> bool:
     """Whether a library is looked for that NCCL does not look for by itself."""
-    own = f"libnccl-{kind.lower()}.so"
+    own = {f"lib{library}-{kind.lower()}.so" for library in ("nccl", "rccl")}
     found = re.findall(r"[\w./+-]*\blib[\w.+-]+\.so[\w.]*", text)
     if kind != "NET":
         # What is searched for a tuner as well is the network's plugin.
-        found = [name for name in found if not name.startswith("libnccl-net")]
-    return any(name.rstrip(".") != own for name in found)
+        found = [name for name in found if not name.startswith(("libnccl-net", "librccl-net"))]
+    return any(name.rstrip(".") not in own for name in found)
 
 
 def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
@@ -78,11 +82,20 @@ def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
 
 def _direct(log: NcclLog) -> Iterator[tuple[Line, str]]:
     """GPUs reach the NICs near them directly; that they do not reach the far ones is no fault."""
+    shared = bool(log.gpus) and all(_SHARES_MEMORY.search(name) for name in log.gpus)
     near = any("GPU Direct RDMA Enabled" in line.text for line in log.lines)
     near = near or log.nodes == 1 or any("GDRDMA" in way for way in log.ways)
-    for line in log.lines if near else []:
+    for line in log.lines if near or shared else []:
         if "GPU Direct RDMA Disabled for" in line.text:
-            yield line, "gdr-far"
+            yield line, "gdr-shared" if shared else "gdr-far"
+
+
+def _launches(log: NcclLog) -> Iterator[tuple[Line, str]]:
+    """A kernel that asks for too much shared memory fails when it is started, without saying so again."""
+    if any(_TOO_MUCH.search(line.text) for line in log.lines):
+        for line in log.lines:
+            if line.kind == "WARN" and line.place == "enqueue.cc" and "invalid argument" in line.text:
+                yield line, "smem"
 
 
 def _loopback(log: NcclLog) -> Iterator[tuple[Line, str]]:

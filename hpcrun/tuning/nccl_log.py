@@ -62,6 +62,7 @@ _RDMA = re.compile(
     r"|status[ =:]*(?:IBV_WC_\w+\(?)?\d+\b.*(?:vendor|syndrom)"
 )
 """What other programs, such as perftest, say of verbs devices in words that NCCL has too."""
+_DEVICE = re.compile(r"#\s+Rank\s+\d+ .*\bdevice\s+\d+ \[[^\]]+\] (?P<gpu>\S.*?)\s*$")
 _CELL = re.compile(r"\s*(?P<latency>[\d.]+)/\s*(?P<bandwidth>[\d.]+)\s*")
 _PATTERNS = {1: "tree", 2: "tree", 3: "tree", 4: "ring", 5: "nvls", 6: "collnet"}
 """NCCL_TOPO_PATTERN_*: balanced, split and plain tree, ring, NVLS, CollNetDirect."""
@@ -114,6 +115,8 @@ class NcclLog:
     table: dict[tuple[NcclCollective, Algo, Proto], Expected] = field(default_factory=dict)
     """Latency and bandwidth that its model has worked out; without those it will not take."""
     chosen: Counter[Chosen] = field(default_factory=Counter)
+    gpus: set[str] = field(default_factory=set)
+    """Models, as nccl-tests names them."""
     lines: list[Line] = field(default_factory=list)
     read: int = 0
     """Lines of the text, whoever printed them."""
@@ -176,6 +179,8 @@ def parse_nccl_log(text: str) -> NcclLog:
             log.library, log.version = version
         found = _LINE.search(bare)
         if found is None:
+            if device := _DEVICE.match(bare):
+                log.gpus.add(device["gpu"])
             if torch.read(prefix, bare, log.read):
                 continue
             if _RDMA.search(bare):

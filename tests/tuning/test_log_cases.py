@@ -387,6 +387,10 @@ def test_the_script_says_what_it_needs(
     spec.loader.exec_module(script)
     monkeypatch.setattr(sys, "argv", ["log_knowledge.py"])
     assert script.main() == 0
-    assert "false alarms on 26 healthy logs of 13 releases: 0 (target 0): met" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "false alarms on 26 healthy logs of 13 releases: 0 (target 0): met" in told
+    assert "public environment blocks of 13 repositories: 0 (target 0): met" in told
+    assert told.count("of public threads") == 4
+    assert "missed" not in told
     monkeypatch.setattr(sys, "argv", ["log_knowledge.py", "--nccl", "/nowhere"])
     assert script.main() == 1
