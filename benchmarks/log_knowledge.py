@@ -3,6 +3,7 @@
     git clone https://github.com/NVIDIA/nccl
     python benchmarks/log_knowledge.py --nccl nccl            compares
     python benchmarks/log_knowledge.py --nccl nccl --write    makes hpcrun/tuning/nccl_messages.tsv anew
+    --rccl DIR and --ofi DIR: the same for ROCm/rccl and aws/aws-ofi-nccl, which the patterns alone must know
 
 Every WARN of every tagged release from 2.18 on is looked up, with samples in the place of its values. What
 the table says of a message already stays as it is; a new message is classified by its file and words: read
@@ -81,7 +82,7 @@ def releases(repository: Path) -> list[str]:
     return sorted(found, key=_numbers)
 
 
-def templates(repository: Path, tag: str) -> Iterator[tuple[str, str]]:
+def templates(repository: Path, tag: str, macro: str = "WARN") -> Iterator[tuple[str, str]]:
     """Text and file of every WARN of one release."""
     tree = _git(repository, "ls-tree", "-r", "--name-only", tag, "src").split("\n")
     names = [name for name in tree if _SOURCE.search(name) and name != "src/include/debug.h"]
@@ -95,7 +96,7 @@ def templates(repository: Path, tag: str) -> Iterator[tuple[str, str]]:
         size = int(data[at:end].split()[2])
         source = data[end + 1 : end + 1 + size].decode(errors="replace")
         at = end + size + 2
-        for call in _calls(_COMMENT.sub("", source)):
+        for call in _calls(_COMMENT.sub("", source), macro):
             yield _template(call), name.removeprefix("src/")
 
 
@@ -110,8 +111,8 @@ def collect(repository: Path) -> dict[str, Template]:
     return found
 
 
-def _calls(source: str) -> Iterator[str]:
-    for match in re.finditer(r"\bWARN\s*\(", source):
+def _calls(source: str, macro: str) -> Iterator[str]:
+    for match in re.finditer(rf"\b{macro}\s*\(", source):
         depth, at, quoted = 1, match.end(), False
         while at < len(source) and depth:
             letter = source[at]
@@ -346,6 +347,26 @@ def _judge_threads(report: harness.Report) -> None:
         report.claim(f"failing logs of public threads misread, of {count} ({kept})", missed, "0", not missed)
 
 
+def _judge_kin(report: harness.Report, repository: Path, macro: str, mark: str, whose: str) -> None:
+    """RCCL and the plugin for libfabric: is each of their warnings told by more than whose it is?"""
+    tags = [tag for tag in _git(repository, "tag").split() if re.match(r"(rocm-[67]|v1\.(?![0-6]\b))", tag)]
+    found: dict[str, str] = {}
+    for tag in [*tags, "HEAD"]:
+        found |= dict(templates(repository, tag, macro))
+    vague = []
+    for text, name in sorted(found.items()):
+        sample = f"{mark}{Template(text).sample}"
+        meaning = explain(sample, name)
+        known = meaning is not None and meaning.id != "ofi-other"
+        if any(Template(text).pieces) and not known and find_message(sample, name) is None:
+            vague.append(f"{name}: {sample}")
+    for line in vague:
+        print(f"# {line}")
+    what = f"warnings of {whose} without an entry of their kind, of {len(found)} in {len(tags)} releases"
+    most = len(found) // 50
+    report.claim(what, len(vague), f"{most}", bool(found) and len(vague) <= most)
+
+
 def _judge_environments(report: harness.Report) -> None:
     """What is said of a public environment and not proved in sources.yaml is a false alarm."""
     blocks = load_document(_ENVIRONMENTS / "sources.yaml").values
@@ -393,6 +414,8 @@ def main() -> int:
     """Print a row a release, and one line a claim."""
     parser = harness.options(__doc__)
     parser.add_argument("--nccl", type=Path, metavar="DIR", help="a git checkout of NCCL with its tags")
+    parser.add_argument("--rccl", type=Path, metavar="DIR", help="the same of ROCm/rccl")
+    parser.add_argument("--ofi", type=Path, metavar="DIR", help="the same of aws/aws-ofi-nccl")
     parser.add_argument("--write", action="store_true", help="make the table anew")
     arguments = parser.parse_args()
     report = harness.Report("log_knowledge")
@@ -410,6 +433,16 @@ def main() -> int:
             forget()
         _judge_releases(report, arguments.nccl, all_texts)
         _judge_proofs(report, arguments.nccl)
+    kin = (
+        (arguments.rccl, "WARN", "", "RCCL"),
+        (arguments.ofi, "NCCL_OFI_WARN", "NET/OFI ", "aws-ofi-nccl"),
+    )
+    for repository, macro, mark, whose in kin:
+        if repository is not None:
+            try:
+                _judge_kin(report, repository, macro, mark, whose)
+            except (OSError, subprocess.CalledProcessError) as error:
+                return harness.fail(f"{repository}: {error}")
     _judge_healthy(report)
     _judge_threads(report)
     _judge_environments(report)

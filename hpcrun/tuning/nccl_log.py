@@ -22,7 +22,7 @@ from hpcrun.tuning.torch_errors import TorchErrors
 _LINE = re.compile(r"(?<!\w)[RN]CCL (INFO|WARN|TRACE|VERSION|CALL) (.*)$")
 _PLACE = re.compile(r"(?:^|\s)(?P<file>[\w./+-]+):(?P<at>\d+)(?: \([^)]*\))?\s*$")
 """Where in NCCL's source a warning is printed; from 2.29 on a thread's name may stand behind it."""
-_VERSION = re.compile(r"(?<!\w)(?P<library>R?N?CCL) version (?P<version>\d+(?:\.\d+){1,3})\S*")
+_VERSION = re.compile(r"(?<!\w)(?P<library>R?N?CCL) version(?: :)? (?P<version>\d+(?:\.\d+){1,3})\S*")
 _COMM = re.compile(
     r"comm 0x[0-9a-f]+ rank (?P<rank>\d+) n[rR]anks (?P<ranks>\d+)"
     r"(?: nNodes (?P<nodes>\d+) localRanks (?P<local>\d+))?"

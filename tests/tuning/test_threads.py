@@ -38,6 +38,13 @@ def test_enough_of_them_are_looked_at() -> None:
     assert len(FAILING) >= 30
 
 
+@pytest.mark.parametrize("name", ["healthy-made", "failing-made"])
+def test_the_release_of_rccl_is_read(name: str) -> None:
+    (text,) = [text for thread, _, _, text in threads(name) if thread.startswith("ROCm/")]
+    log = parse_nccl_log(text)
+    assert (log.library, log.version) in (("RCCL", "2.21.5"), ("RCCL", "2.27.7"))
+
+
 @pytest.mark.parametrize(("thread", "release", "right", "text"), HEALTHY)
 def test_a_healthy_log_does_not_alarm(thread: str, release: str, right: str, text: str) -> None:
     loud = [one for one in told(text) if not one.endswith(":harmless")]
