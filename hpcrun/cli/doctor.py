@@ -257,6 +257,8 @@ def _read_json(path: Path) -> Any:
 
     try:
         found = read_json(path)
+    except UsageError:
+        raise UsageError(f"{path}: is not what `hpcrun doctor` writes: it holds no JSON") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if found is None:
@@ -293,7 +295,9 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
         _print_json({"growth": grown.as_json(), "findings": [one.as_json() for one in findings]})
     else:
         took = "" if grown.seconds is None else f" in {grown.seconds:.0f} s"
-        _print_findings(findings, f"{grown.node}: no counter has grown{took} that speaks of trouble")
+        alone = f"; {len(grown.missing)} are in one look alone" if grown.missing else ""
+        looked = f"{grown.node}: of {len(grown.values)} counters none has grown{took}"
+        _print_findings(findings, f"{looked} that speaks of trouble{alone}")
     return findings
 
 

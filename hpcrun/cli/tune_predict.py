@@ -120,7 +120,8 @@ def read(
     if not log.lines and log.version is None:
         if sweep:
             return
-        print(f"{path}: no line of NCCL's in it; NCCL_DEBUG=INFO makes NCCL print them")
+        lines = f"{log.read} line{'' if log.read == 1 else 's'} read"
+        print(f"{path}: no line of NCCL's in it ({lines}); NCCL_DEBUG=INFO makes NCCL print them")
         _print_errors(log)
         return
     _print_log(log)

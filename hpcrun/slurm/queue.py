@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,9 @@ from hpcrun.slurm.jobs import (
     parse_squeue,
 )
 
+_HEADS = re.compile(r"JobID|CLUSTER:")
+"""What stands in an answer without jobs."""
+_MOST_WORDS = 80
 _MOST_IDS = 5000
 """More may not fit on a command line; then all jobs are asked for."""
 _PHASES = ("running", "pending", "unknown", "ended")
@@ -132,7 +136,20 @@ def _ask(
     except SiteError as error:
         # The whole line is long, and holds the delimiter, which is no character for a terminal.
         return _Known(), str(error).replace(" ".join(argv), argv[0])
-    return _Known(parse(done.stdout)), _trouble(argv[0], done)
+    records = parse(done.stdout)
+    trouble = _trouble(argv[0], done)
+    if not records and not trouble and not done.exit_code:
+        trouble = _not_understood(argv[0], done.stdout)
+    return _Known(records), trouble
+
+
+def _not_understood(command: str, answer: str) -> str:
+    """Why an answer without a job is no proof that there is none: it is not what this command prints."""
+    lines = [line.strip() for line in answer.splitlines() if line.strip()]
+    if any(_HEADS.match(line) for line in lines) or not lines:
+        return ""
+    words = "".join(letter if letter.isprintable() else "?" for letter in lines[0])[:_MOST_WORDS]
+    return f"{command} printed what is no list of jobs: {words!r}; is it Slurm's own {command}?"
 
 
 def _trouble(command: str, done: process.Completed) -> str:

@@ -145,6 +145,9 @@ def diagnose(grown: Growth) -> tuple[Finding, ...]:
     """What the growth means, worst first; nothing where all is well."""
     found = [finding for rule in _rules() for finding in _apply(rule, grown)]
     found += [*_marks_without_answers(grown), *_pauses_without_marks(grown)]
+    if not grown.values and not grown.restarted:
+        text = "no counter is in both looks, so that nothing is known of what its network did"
+        found.append(Finding("unknown", "counters", grown.node, text, "take both looks on the node itself"))
     if grown.restarted:
         names = ", ".join(grown.restarted[:3])
         text = f"{len(grown.restarted)} counter(s) went back, such as {names}: their growth is unknown"

@@ -97,7 +97,11 @@ def test_counters_before_and_after(tmp_path: Path) -> None:
     taken = parsed(run("--root", before, "--counters", look, "--json"))
     assert (taken["node"], taken["file"], taken["counters"] > 0) == ("gpu-01", str(look), True)
     calm = run("--root", before, "--since", look)
-    assert calm.stdout == "gpu-01: no counter has grown that speaks of trouble\n"
+    assert calm.stdout == f"gpu-01: of {taken['counters']} counters none has grown that speaks of trouble\n"
+    look.write_text(json.dumps(json.loads(look.read_text()) | {"values": {}}))
+    nothing = run("--root", before, "--since", look).stdout
+    assert nothing.startswith("unknown    counters  gpu-01: no counter is in both looks")
+    run("--root", before, "--counters", look)
     slow = lay_out("counters-slow-receiver", tmp_path / "after")
     assert (
         "fault      slow receiver  ens1: tx_prio3_pause_duration +2170000"

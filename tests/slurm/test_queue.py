@@ -290,3 +290,19 @@ def test_scancel_s_own_words_come_through_but_a_job_that_is_over_is_no_error(fak
     (Path(os.environ["PATH"]) / "scancel").unlink()
     with pytest.raises(SiteError, match="scancel: cannot be run"):
         cancel_job(Question(5), "now")
+
+
+@pytest.mark.parametrize("printed", ["<html>502 Bad Gateway</html>", "\x7fELF\x02", "usage: squeue [OPTIONS]"])
+@pytest.mark.parametrize("which", ["squeue", "sacct"])
+def test_an_answer_that_is_none_is_no_proof_that_a_job_is_gone(fake: Fake, which: str, printed: str) -> None:
+    fake("squeue", printed if which == "squeue" else "")
+    fake("sacct", printed if which == "sacct" else f"{SACCT_HEAD}\n")
+    record, trouble = ask_jobs([Question(7)])[Question(7)]
+    assert record is None
+    assert f"{which} printed what is no list of jobs" in trouble
+
+
+def test_a_list_without_jobs_is_one(fake: Fake) -> None:
+    fake("squeue", "CLUSTER: north\n")
+    fake("sacct", f"{SACCT_HEAD}\n")
+    assert ask_jobs([Question(7)])[Question(7)] == (None, "")
