@@ -91,7 +91,8 @@ def unread_statements(text: str) -> list[tuple[int, str]]:
         key = statement.partition("=")[0].strip().lower()
         fields = {one.lower(): value for one, value in _FIELD.findall(statement)}
         is_empty = key in ("switchname", "blockname") and not _PARTS & set(fields)
-        if statement.strip() and (key not in _OTHERS and (key not in _KINDS or is_empty)):
+        is_cut = key in _KINDS and any("=" not in word for word in statement.split())
+        if statement.strip() and (key not in _OTHERS and (key not in _KINDS or is_empty or is_cut)):
             found.append((line, " ".join(statement.split())))
     return found
 

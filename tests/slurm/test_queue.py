@@ -292,7 +292,9 @@ def test_scancel_s_own_words_come_through_but_a_job_that_is_over_is_no_error(fak
         cancel_job(Question(5), "now")
 
 
-@pytest.mark.parametrize("printed", ["<html>502 Bad Gateway</html>", "\x7fELF\x02", "usage: squeue [OPTIONS]"])
+@pytest.mark.parametrize(
+    "printed", ["<html>502 Bad Gateway</html>", "\x7fELF\x02", "usage: squeue [OPTIONS]"]
+)
 @pytest.mark.parametrize("which", ["squeue", "sacct"])
 def test_an_answer_that_is_none_is_no_proof_that_a_job_is_gone(fake: Fake, which: str, printed: str) -> None:
     fake("squeue", printed if which == "squeue" else "")
