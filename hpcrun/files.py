@@ -72,6 +72,12 @@ def read_regular(path: Path, most_bytes: int = MOST_RECORD_BYTES, *, follow: boo
     return data
 
 
+def file_homes(directory: Path) -> tuple[Path, ...]:
+    """Where the files of a resolved directory may lie: in it, and in the `blobs` of Hugging Face's cache."""
+    is_snapshot = directory.parent.name == "snapshots"
+    return (directory, directory.parent.parent / "blobs") if is_snapshot else (directory,)
+
+
 def clock_of(directory: Path) -> float:
     """The time now by the clock that stamps new files in this directory: a file server's is not this host's.
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpcrun.cli.ckpt_show import choose, print_json, progress, refuse_while_running
+from hpcrun.specs.sha256sums import SUMS
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
+    from hpcrun.runtime.export import Exported
+    from hpcrun.runtime.importing import Imported
     from hpcrun.specs.job import JobSpec
     from hpcrun.specs.load import ResolvedJob
     from hpcrun.specs.rundir import RunDir
@@ -36,7 +41,14 @@ def export(
         ),
     ] = "hf",
     step: Annotated[int | None, typer.Option(help="which saved step; default the newest")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of hf: float32 (default), bfloat16 or float16")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE",
+            help="of hf: float32, bfloat16, float16, float64, or source (as the imported weights had it);"
+            " default as saved",
+        ),
+    ] = None,
     shard_size: Annotated[str | None, typer.Option(help="of hf: most bytes of a file; default 5GB")] = None,
     as_json: _Json = False,
 ) -> None:
@@ -51,13 +63,12 @@ def export(
             raise UsageError(f"{option}: is of --format hf; {form} keeps all as it was saved")
     shard_bytes = _parse_size(shard_size or "5GB")
     found, saved = find_run(run), choose(run, step)
-    total = sum(saved.file_bytes)
+    total, exported, left_out = sum(saved.file_bytes), None, list[str]()
     with progress(f"step {saved.step}", total) as show:
         if form == "hf":
             from hpcrun.runtime.export import export_hf
 
-            export_hf(found, saved, out, dtype=dtype or "float32", shard_bytes=shard_bytes, progress=show)
-            left_out = []
+            exported = export_hf(found, saved, out, dtype=dtype, shard_bytes=shard_bytes, progress=show)
         elif form == "dcp":
             from hpcrun.runtime.export import export_dcp
 
@@ -69,9 +80,12 @@ def export(
     if as_json:
         told: dict[str, Any] = {"run": found.id, "step": saved.step, "format": form, "path": str(out)}
         more: dict[str, Any] = {"files": [path.name for path in files], "size_bytes": size}
-        print_json(told | more | {"left_out": left_out})
+        print_json(told | more | {"left_out": left_out} | _account_of(exported))
         return
     print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
+    if exported is not None:
+        _print_account(exported)
+        print(f"to check a copy of it: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
     if left_out:
         print(f"left out of its spec.yaml, being no part of the state: {', '.join(left_out)}")
 
@@ -88,6 +102,10 @@ def import_state(
     step: Annotated[
         int | None, typer.Option(min=0, help="the step that the state is of, where SOURCE does not say it")
     ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="of hf: allow rounding to this type, the one the run keeps"),
+    ] = None,
     is_over: Annotated[
         bool, typer.Option("--is-over", help="the run is over, though that cannot be seen from here")
     ] = False,
@@ -96,8 +114,9 @@ def import_state(
     """Make a state from elsewhere the newest save of a run; `train --resume` goes on from it.
 
     SOURCE is what `ckpt export` wrote (hpcrun, dcp), a distributed checkpoint of torch's with the same
-    names, or a Hugging Face directory, whose weights become step 0. Of the job in SOURCE only what describes
-    the state is taken (model, data, layout, optimization); nothing that it says is run.
+    names, or a Hugging Face directory, whose weights become step 0; its tokenizer and other small files are
+    kept for exports. Files are held against a SHA256SUMS beside them. Of the job in SOURCE only what
+    describes the state is taken (model, data, layout, optimization); nothing that it says is run.
     """
     from hpcrun.checkpoint.restore.exchange import check_source
     from hpcrun.errors import UsageError
@@ -110,25 +129,74 @@ def import_state(
         raise UsageError("--job: is of a new run; --run has its own job")
     check_source(source)
     kind, left_out = importing.kind_of(source), list[str]()
-    read: Callable[..., Saved] = getattr(importing, f"import_{kind}")
-    total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
+    read = _reader(source, kind, step, dtype)
     if run is not None:
         found = find_run(run, use="act")
         refuse_while_running(found, "import", believe=is_over)
-        spec = _job_of(found)
-        with progress(str(source), total) as show:
-            saved = read(source, found.checkpoints, spec, step, show)
+        done = read(found.checkpoints, _job_of(found))
     else:
         resolved, left_out = _new_job(source, name or "", job)
-        with progress(str(source), total) as show:
-            found, saved = _import_new(resolved, lambda place: read(source, place, resolved.spec, step, show))
+        found, done = _import_new(resolved, lambda place: read(place, resolved.spec))
+    saved = done.saved
     if as_json:
         said = {"run": found.id, "format": kind, "step": saved.step, "samples": saved.position}
-        print_json(said | {"path": str(saved.path), "left_out": left_out})
+        more = {"path": str(saved.path), "left_out": left_out, "hashes_checked": done.is_hashed}
+        print_json(said | more | _account_of(done))
         return
     _print_left_out(source, left_out)
+    if not done.is_hashed:
+        print(f"{source} has no {SUMS}, so only headers and sizes were checked")
+    _print_account(done)
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     print(f"hpcrun train --resume {found.id} goes on from it")
+
+
+def _reader(
+    source: Path, kind: str, step: int | None, dtype: str | None
+) -> Callable[[Path, JobSpec], Imported]:
+    """What makes the state in a directory a save, given where to and of which job."""
+    from hpcrun.errors import UsageError
+    from hpcrun.runtime import importing
+
+    if dtype is not None and kind != "hf":
+        raise UsageError(f"--dtype: is for weights of Hugging Face; a state of {kind} keeps its types")
+    action: Callable[..., Imported] = getattr(importing, f"import_{kind}")
+    more = {"dtype": dtype} if kind == "hf" else {}
+    total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
+
+    def read(checkpoints: Path, job: JobSpec) -> Imported:
+        with progress(str(source), total) as show:
+            return action(source, checkpoints, job, step, show, **more)
+
+    return read
+
+
+def _account_of(done: Exported | Imported | None) -> dict[str, Any]:
+    """What was cast, what came along and what is worth a word, for a program to read."""
+    if done is None or done.carried is None:
+        return {}
+    carried = {key: value for key, value in asdict(done.carried).items() if key != "source"}
+    return {
+        "casts": [asdict(cast) for cast in done.casts],
+        "base_model": done.carried.source,
+        "carried": carried,
+        "notes": list(done.notes),
+    }
+
+
+def _print_account(done: Exported | Imported) -> None:
+    for cast in done.casts:
+        print(cast)
+    carried = done.carried
+    if carried is not None and carried.source is None:
+        print(f"without {' and '.join(carried.absent)}: training did not begin with a Hugging Face directory")
+    elif carried is not None:
+        parts = [f"from {carried.source}: {', '.join(carried.files) or 'no files besides the weights'}"]
+        parts += [f"not there: {', '.join(carried.absent)}"] if carried.absent else []
+        parts += [f"left there: {', '.join(carried.left)}"] if carried.left else []
+        print("; ".join(parts))
+    for note in done.notes:
+        print(f"note: {note}")
 
 
 def _print_left_out(source: Path, keys: list[str]) -> None:
@@ -137,7 +205,7 @@ def _print_left_out(source: Path, keys: list[str]) -> None:
         print("set what you need of it in a job file of your own, and give that with --job")
 
 
-def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[RunDir, Saved]:
+def _import_new(resolved: ResolvedJob, read: Callable[[Path], Imported]) -> tuple[RunDir, Imported]:
     """A run that holds nothing but the imported save; none at all where the import fails."""
     from dataclasses import replace
 
@@ -146,9 +214,10 @@ def _import_new(resolved: ResolvedJob, read: Callable[[Path], Saved]) -> tuple[R
     from hpcrun.specs.rundir import new_run
 
     with new_run(resolved.spec.name) as made:
-        saved = read(made.checkpoints)
+        done = read(made.checkpoints)
         write_whole(made.spec, render_job(resolved.spec))
-    return made, replace(saved, path=made.checkpoints / saved.path.name)
+    saved = replace(done.saved, path=made.checkpoints / done.saved.path.name)
+    return made, replace(done, saved=saved)
 
 
 def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, list[str]]:
@@ -175,12 +244,13 @@ def _job_of(run: RunDir) -> JobSpec:
 def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:
     from hpcrun.checkpoint.restore.exchange import copy_out, written_aside
     from hpcrun.errors import UsageError
+    from hpcrun.specs.base_model import pass_on
     from hpcrun.specs.load import render_portable
     from hpcrun.specs.records import write_whole
 
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
-    with written_aside(out) as aside:
+    with written_aside(out) as aside, pass_on(run.path, aside):
         copy_out(saved, aside, show)
         text, left_out = render_portable(run.spec)
         write_whole(aside / "spec.yaml", text)

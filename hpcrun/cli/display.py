@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcrun.cli.terminal import plain, raw
 from hpcrun.here import from_here
-from hpcrun.launch.watch.savelines import describe_save
+from hpcrun.launch.watch.savelines import describe_save, describe_weights
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -55,6 +55,8 @@ class Lines:
             self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
         elif kind == "start":
             self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
+        elif kind == "weights":
+            self.note(describe_weights(record))
         elif text := describe_save(record):
             self.note(text)
         elif kind == "restore" and isinstance(record.get("passed_over"), list) and record["passed_over"]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shlex
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from hpcrun.formulas import parameters
 from hpcrun.launch.launchable import check_root
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.corpus import inspect_corpus
+from hpcrun.specs.hf_directory import read_layout, why_inexact
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
@@ -24,8 +25,6 @@ from hpcrun.specs.secrets import check_secret_files
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""
-_HEADER_LIMIT_BYTES = 100_000_000
-"""Safetensors reads no longer one either."""
 # What a spec.yaml has pinned and a new layout has to find anew, unless it is given with it.
 _FOLLOWS_LAYOUT = {
     "parallel.microbatches": ("parallel.", "train.mbs", "train.gbs"),
@@ -155,36 +154,20 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
     # A run that has saved before starts from its save.
     if weights is None or (resume is not None and any(resume.checkpoints.glob("*"))):
         return
+    directory, wrong = Path(weights), None
+    kept = resolved.spec.train.kept_dtype
     try:
-        files = [path for path in Path(weights).iterdir() if path.suffix == ".safetensors"]
-        wrong = next((text for path in sorted(files) if (text := _why_incomplete(path))), None)
+        if not stat.S_ISDIR(directory.stat().st_mode):
+            raise NotADirectoryError
+        wrong = why_quantised(directory) or why_inexact(read_layout(directory), kept)
     except (FileNotFoundError, NotADirectoryError):
         wrong = f"{weights} is no directory; give one with safetensors"
+    except UsageError as error:
+        wrong = str(error)
     except OSError as error:
         wrong = f"{error.filename}: cannot be read: {error.strerror}; give a directory with safetensors"
-    else:
-        wrong = wrong if files else f"{weights} has no *.safetensors in it; give a directory that has"
-        wrong = why_quantised(Path(weights)) or wrong
     if wrong:
         raise resolved.mistake("model.weights", wrong)
-
-
-def _why_incomplete(path: Path) -> str | None:
-    """Why a safetensors file cannot be whole, or None; its header says where the last tensor ends."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length) if length <= min(size - 8, _HEADER_LIMIT_BYTES) else b""
-    try:
-        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        found = f"has {size} bytes, but not the header of a safetensors file"
-    else:
-        if size == expected:
-            return None
-        found = f"has {size} bytes, by its header it should have {expected}"
-    return f"{path} {found}; it is truncated or damaged, download or export it again"
 
 
 def _check_place(prepared: Prepared) -> None:

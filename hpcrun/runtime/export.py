@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,37 @@ from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
+from hpcrun.runtime.casts import Cast, Casts
 from hpcrun.runtime.hf import write_hf
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.runtime.planning import load_into
+from hpcrun.specs.base_model import BaseModel, Carried, pass_on, read_base_model
 from hpcrun.specs.load import load_job_of, render_portable
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+SOURCE = "source"
+"""As --dtype: the type that each tensor had where the run got it from."""
 NOTE = "hpcrun.json"
 """Beside torch's files: the step and what else torch has no place for."""
 
 _Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What there is to say of an export besides its files."""
+
+    casts: tuple[Cast, ...]
+    carried: Carried
+    notes: tuple[str, ...]
 
 
 def export_hf(
@@ -40,22 +59,45 @@ def export_hf(
     saved: Saved,
     directory: Path,
     *,
-    dtype: str = "float32",
+    dtype: str | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: _Progress = lambda _size: None,
-) -> None:
-    """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all."""
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(DTYPES)}")
+) -> Exported:
+    """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all.
+
+    Each tensor keeps the type it was saved in, unless `dtype` asks for another one, or for `source`: the
+    type that each had in the weights that the run began with.
+    """
     spec = load_job_of(run).spec.model
     if spec is None:
         raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
+    base = read_base_model(run.path)
+    types = _types_asked(run, dtype, base)
     shapes = {f"model.{name}": shape for name, shape in parameter_shapes(spec).items()}
-    tensors = (
-        (name.removeprefix("model."), _narrowed(name, tensor, DTYPES[dtype]))
-        for name, tensor in _tensors(saved, shapes, progress)
-    )
-    write_hf(spec, tensors, directory, DTYPES[dtype], shard_bytes)
+    casts = Casts("--dtype", may_round=True)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in _tensors(saved, shapes, progress):
+            short = name.removeprefix("model.")
+            yield short, casts.cast(name, tensor, types.get(short, types.get("", tensor.dtype)))
+
+    written = write_hf(spec, tensors(), directory, max_shard_bytes=shard_bytes, base=base)
+    return Exported(tuple(casts.all()), written.carried, written.notes)
+
+
+def _types_asked(run: RunDir, dtype: str | None, base: BaseModel | None) -> dict[str, torch.dtype]:
+    """By a tensor's name; under the empty name that of all others, where all are to have one."""
+    if dtype is None:
+        return {}
+    if dtype in DTYPES:
+        return {"": DTYPES[dtype]}
+    if dtype != SOURCE:
+        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(DTYPES)} or {SOURCE}")
+    if base is None:
+        raise UsageError(
+            f"--dtype {SOURCE}: {run.id} did not begin with weights of Hugging Face; use {', '.join(DTYPES)}"
+        )
+    return {name: DTYPES[told] for name, told in base.dtypes.items() if told in DTYPES}
 
 
 def export_dcp(
@@ -67,7 +109,11 @@ def export_dcp(
     """
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is a checkpoint of torch's own already; copy the directory")
-    with Generation(saved) as generation, written_aside(directory) as aside:
+    with (
+        Generation(saved) as generation,
+        written_aside(directory) as aside,
+        pass_on(run.path, aside),
+    ):
         state: dict[str, Any] = {
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             for name, tensor in generation.manifest.tensors.items()
@@ -133,19 +179,6 @@ def _check(saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, t
             f"{saved.path}: has {found} of {wrong}, but the run's spec.yaml says {list(wanted[wrong])};"
             " was it changed after the save?"
         )
-
-
-def _narrowed(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the type asked for; UsageError where a number is too large for it."""
-    told = tensor.to(dtype)
-    if told is tensor:
-        return tensor
-    if not torch.isfinite(told).all() and torch.isfinite(tensor).all():
-        largest = float(tensor.abs().max())
-        raise UsageError(
-            f"--dtype {str(dtype)[6:]}: {name} holds {largest:.6g}, too large for it; use bfloat16"
-        )
-    return told
 
 
 @contextmanager

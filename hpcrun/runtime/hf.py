@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,97 +17,129 @@ from torch import Tensor
 
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import UsageError
-from hpcrun.files import is_plain_name
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.planning import raw_bytes
+from hpcrun.specs.base_model import BaseModel, Carried, export_config
+from hpcrun.specs.hf_directory import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    dtype_note,
+    read_config,
+    read_layout,
+    stated_dtype,
+)
 from hpcrun.specs.hf_quantised import why_quantised
-from hpcrun.specs.model import ModelSpec, hf_config
+from hpcrun.specs.model import ModelSpec, disagreements
 from hpcrun.specs.records import sync_directory
+from hpcrun.specs.sha256sums import write_sums
+from hpcrun.specs.tensor_files import FLOATS, StoredTensor
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _STORED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_ROWS = 4096
+"""Of two matrices that are compared at a time."""
 _ENTRY_BYTES = 192
 """Most that the header of a safetensors file needs for one tensor of ours; a multiple of 8."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What else there is to say of an export."""
+
+    carried: Carried
+    notes: tuple[str, ...]
 
 
 class HFWeights:
     """The tensors of a directory that save_pretrained or write_hf made, under our names, read on demand.
 
-    UsageError says what is wrong with the directory: in the constructor for a file that is missing or an
-    index that makes no sense, at the first reading for a damaged shard.
+    UsageError says what is wrong with the directory, in the constructor as far as headers and index tell.
     """
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
+        self.layout = read_layout(self.directory)
         self._files: dict[Path, Any] = {}
-        if (self.directory / SINGLE).is_file():
-            path = self.directory / SINGLE
-            found = dict.fromkeys(self._open(path).keys(), path)
-        elif (self.directory / INDEX).is_file():
-            found = _read_index(self.directory / INDEX)
-        else:
-            raise UsageError(f"{self.directory}: has neither {SINGLE} nor {INDEX}; give a directory with one")
-        # our name -> (name in the file, file); early Llama checkpoints also stored the rotary frequencies
-        self._places = {
-            stored.removeprefix("model."): (stored, path)
-            for stored, path in found.items()
-            if not stored.endswith(".rotary_emb.inv_freq")
-        }
 
     def names(self) -> list[str]:
         """All tensors, in our names."""
-        return list(self._places)
+        return list(self.layout.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        return tuple(self._lazy(name).get_shape())
+        return self._stored(name).shape
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
         """A tensor in the type it is stored in, or only the part of it that `slices` (of step 1) cut out."""
-        lazy = self._lazy(name)
+        stored, file = self.layout.stored_names.get(name), self._open(self._stored(name).path)
         if slices is None:
-            stored, path = self._places[name]
-            whole: Tensor = self._open(path).get_tensor(stored)
+            whole: Tensor = file.get_tensor(stored)
             return whole
         assert all(cut.step in (None, 1) for cut in slices), f"safetensors ignores the step of {slices}"
-        part: Tensor = lazy[slices]
+        part: Tensor = file.get_slice(stored)[slices]
         return part
 
     def check(self, spec: ModelSpec) -> None:
         """UsageError unless exactly the model's tensors are here, in shape; a tied head may be absent."""
         if quantised := why_quantised(self.directory):
             raise UsageError(quantised)
-        expected = parameter_shapes(spec)
-        if spec.tied and "lm_head.weight" in self._places:
+        expected, there = parameter_shapes(spec), self.layout.tensors
+        if spec.tied and "lm_head.weight" in there:
             expected["lm_head.weight"] = expected[canonical_name(spec, "lm_head.weight")]
         complaints = [
-            _listed("lacks", [name for name in expected if name not in self._places]),
-            _listed("has unexpected", [name for name in self._places if name not in expected]),
+            _listed("lacks", [name for name in expected if name not in there]),
+            _listed("has unexpected", [name for name in there if name not in expected]),
             _listed(
                 "has in another shape",
                 [
-                    f"{name} {list(shape)} instead of {list(expected[name])}"
-                    for name in expected
-                    if name in self._places and (shape := self.shape(name)) != expected[name]
+                    f"{name} {list(there[name].shape)} instead of {list(shape)}"
+                    for name, shape in expected.items()
+                    if name in there and there[name].shape != shape
                 ],
+            ),
+            _listed(
+                "has, in a type that cannot be trained,",
+                [f"{name} ({tensor.dtype})" for name, tensor in there.items() if tensor.dtype not in FLOATS],
             ),
         ]
         if any(complaints):
-            raise UsageError(
-                f"{self.directory}: does not fit the model: it {'; '.join(filter(None, complaints))};"
-                " use sizes that fit, or model.hf, which takes them from its config.json"
-            )
+            remedy = "use sizes that fit, or model.hf, which takes them from its config.json"
+            rows = there["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in there else 0
+            if rows > spec.vocab and not complaints[0] and not complaints[1]:
+                remedy = f"the vocabulary is padded: use vocab: {rows} (vocab_size in {CONFIG})"
+            listed = "; ".join(filter(None, complaints))
+            raise UsageError(f"{self.directory}: does not fit the model: it {listed}; {remedy}")
 
-    def _lazy(self, name: str) -> Any:
-        """Safetensors' own view of a tensor, of which nothing but the header is read yet."""
-        if name not in self._places:
-            raise UsageError(f"{self.directory}: has no tensor {name}")
-        stored, path = self._places[name]
+    def notes(self, spec: ModelSpec) -> list[str]:
+        """What is worth a word and no reason to refuse: where config.json, tokenizer and tensors differ."""
+        notes = list(self.layout.notes)
         try:
-            return self._open(path).get_slice(stored)
-        except SafetensorError as error:
-            raise UsageError(f"{path}: {error}, against {INDEX}; download or export it again") from None
+            config = read_config(self.directory)
+        except FileNotFoundError:
+            return [*notes, f"there is no {CONFIG} beside the weights to hold the model against"]
+        except ValueError as error:
+            return [*notes, str(error)]
+        if note := dtype_note(config, self.layout):
+            notes.append(note)
+        notes += [f"{CONFIG} says {text}; the job's counts" for text in disagreements(spec, config)]
+        return notes
+
+    def check_tied_head(self, spec: ModelSpec) -> None:
+        """UsageError where a head that should share the embedding's weight is stored with other values."""
+        if not spec.tied or "lm_head.weight" not in self.layout.tensors:
+            return
+        for row in range(0, spec.vocab, _ROWS):
+            rows = (slice(row, min(row + _ROWS, spec.vocab)),)
+            if not torch.equal(self.read("lm_head.weight", rows), self.read("embed_tokens.weight", rows)):
+                raise UsageError(
+                    f"{self.directory}: lm_head.weight is not embed_tokens.weight, although the model ties"
+                    " the two (tie_word_embeddings), and would be lost; use tied: false, or remove the head"
+                )
+
+    def _stored(self, name: str) -> StoredTensor:
+        if name not in self.layout.tensors:
+            raise UsageError(f"{self.directory}: has no tensor {name}")
+        return self.layout.tensors[name]
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -121,37 +156,37 @@ def write_hf(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     directory: Path | str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
-) -> None:
+    *,
+    base: BaseModel | None = None,
+) -> Written:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
-    At most one tensor is in memory at a time. The directory appears complete or not at all. UsageError if
-    it already holds something, SiteError if it cannot be written, ValueError for tensors of another model.
+    `dtype`: of all tensors; else each keeps its own. Beside them what `base` carries, and SHA256SUMS of all
+    files. At most one tensor is in memory at a time. The directory appears complete or not at all.
+    UsageError if it already holds something, SiteError if it cannot be written, ValueError for tensors of
+    another model.
     """
     with written_aside(directory) as aside:
-        config = hf_config(spec) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-        _write_json(aside / "config.json", config)
-        _write_tensors(aside, _stored(spec, tensors, dtype), max_shard_bytes, len(parameter_shapes(spec)))
+        carried = base.carry(aside) if base is not None else Carried()
+        sizes = Counter[torch.dtype]()
+        stored = _stored(spec, tensors, dtype, sizes)
+        _write_tensors(aside, stored, max_shard_bytes, len(parameter_shapes(spec)))
+        config, notes = export_config(spec, base, _one_dtype(sizes, base))
+        _write_json(aside / CONFIG, config)
+        write_sums(aside)
         _finish(aside)
+    return Written(carried, tuple(notes))
 
 
-def _read_index(path: Path) -> dict[str, Path]:
-    """From a tensor's name in the file to the shard which holds it."""
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
-    places = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
-        raise UsageError(f"{path}: has no weight_map from tensor names to file names; download it again")
-    for shard in dict.fromkeys(places.values()):
-        # links may lead elsewhere, as they do in Hugging Face's cache; a name in a downloaded file may not
-        if not is_plain_name(shard):
-            raise UsageError(f"{path}: names {shard!r}, outside its directory; do not use these weights")
-        if not (path.parent / shard).is_file():
-            raise UsageError(f"{path}: names {shard}, which is not there; download the missing file")
-    return {name: path.parent / shard for name, shard in places.items()}
+def _one_dtype(sizes: Counter[torch.dtype], base: BaseModel | None) -> str:
+    """What config.json says of the type: of mixed ones what the base model says, or what holds all."""
+    kinds = {str(dtype).removeprefix("torch.") for dtype in sizes}
+    stated = stated_dtype(base.config) if base is not None and base.config is not None else None
+    if stated in kinds:
+        return stated
+    return str(functools.reduce(torch.promote_types, sizes)).removeprefix("torch.")
 
 
 def _listed(what: str, items: list[str]) -> str:
@@ -161,7 +196,10 @@ def _listed(what: str, items: list[str]) -> str:
 
 
 def _stored(
-    spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    sizes: Counter[torch.dtype],
 ) -> Iterable[tuple[str, Tensor]]:
     """The tensors as they go into the files, each of the model's exactly once."""
     missing = parameter_shapes(spec)
@@ -171,7 +209,10 @@ def _stored(
         if missing.pop(name, None) != tuple(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of the model, or came twice")
         # a copy, because the caller may gather the next tensor in the same memory
-        copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+        copy = tensor.detach().to(
+            "cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format
+        )
+        sizes[copy.dtype] += copy.nbytes
         yield name if name == "lm_head.weight" else f"model.{name}", copy
     if missing:
         raise ValueError(f"the model has tensors that were not given: {', '.join(missing)}")

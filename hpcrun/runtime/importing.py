@@ -28,14 +28,17 @@ from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.restore.exchange import check_newest, copy_in
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime.export import NOTE
+from hpcrun.runtime.casts import Cast, Casts
+from hpcrun.runtime.export import DTYPES, NOTE
 from hpcrun.runtime.foreign import METADATA, TorchCheckpoint
-from hpcrun.runtime.hf import INDEX, SINGLE, HFWeights
-from hpcrun.runtime.parallel import DTYPES
+from hpcrun.runtime.hf import HFWeights
 from hpcrun.runtime.planning import raw_bytes
 from hpcrun.runtime.sharded import state_shapes
+from hpcrun.specs.base_model import Carried, keep_base_model, pass_on
+from hpcrun.specs.hf_directory import INDEX, SINGLE, pickles_in, what_to_do
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_save
+from hpcrun.specs.sha256sums import check_sums
 
 _Progress = Callable[[int], None]
 _MOST_RANKS = 1 << 20
@@ -57,6 +60,8 @@ def kind_of(source: Path) -> str:
         return "dcp"
     if (source / SINGLE).is_file() or (source / INDEX).is_file():
         return "hf"
+    if pickles_in(source):
+        raise UsageError(f"{source}: has no safetensors; {what_to_do(source)}")
     raise UsageError(
         f"{source}: is nothing that can be imported; known by {RECORD} (hpcrun), {METADATA} (torch's"
         f" distributed checkpoint), {SINGLE} or {INDEX} (Hugging Face)"
@@ -69,7 +74,7 @@ def import_hpcrun(
     job: JobSpec,
     step: int | None,
     progress: _Progress = lambda _size: None,
-) -> Saved:
+) -> Imported:
     """A copy of a committed generation, every byte of which is proved."""
     saved = read_save(source)
     if isinstance(saved, Unreadable):
@@ -86,7 +91,8 @@ def import_hpcrun(
         lambda name: stored[name].dtype,
     )
     check_newest(checkpoints, saved.step)
-    return copy_in(saved, checkpoints, progress)
+    with pass_on(source, checkpoints.parent):
+        return Imported(copy_in(saved, checkpoints, progress))
 
 
 def import_dcp(
@@ -95,8 +101,9 @@ def import_dcp(
     job: JobSpec,
     step: int | None,
     progress: _Progress = lambda _size: None,
-) -> Saved:
+) -> Imported:
     """A state that torch's distributed checkpoint holds under the names of ours (model., optimizer.)."""
+    check_sums(source)
     found, note = TorchCheckpoint(source), _note(source)
     told = note.step if note else None
     if told is None and step is None:
@@ -118,7 +125,8 @@ def import_dcp(
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
     position = note.position if note else _position(job, number)
     state = _State(number, position, world, shapes, found.dtype, found.read)
-    return _write(state, checkpoints, progress)
+    with pass_on(source, checkpoints.parent):
+        return Imported(_write(state, checkpoints, progress))
 
 
 def import_hf(
@@ -127,25 +135,51 @@ def import_hf(
     job: JobSpec,
     step: int | None,
     progress: _Progress = lambda _size: None,
-) -> Saved:
-    """Weights alone, as the state before the first step: what `model.weights` would make of them."""
+    dtype: str | None = None,
+) -> Imported:
+    """Weights alone, as the state before the first step: what `model.weights` would make of them.
+
+    `dtype`: the type that training keeps them in, given to allow that values are rounded in it.
+    """
     if step not in (None, 0):
         raise UsageError(
             f"--step {step}: {source} holds weights alone, and no step but 0 begins without moments; leave"
             " --step out"
         )
-    model = job.model
+    model, kept = job.model, _dtype(job)
     assert model is not None
-    weights, dtype = HFWeights(source), _dtype(job)
+    name_kept = job.train.kept_dtype
+    if dtype not in (None, name_kept):
+        raise UsageError(
+            f"--dtype {dtype}: a run of this job keeps weights in {name_kept} (train.precision); use that"
+        )
+    hashed = check_sums(source)
+    weights, casts = HFWeights(source), Casts("--dtype", may_round=dtype is not None)
     weights.check(model)
+    weights.check_tied_head(model)
     shapes = state_shapes(model)
 
     def read(name: str) -> Tensor:
         if name.startswith("optimizer."):
-            return torch.zeros(shapes[name], dtype=dtype)
-        return weights.read(name.removeprefix("model.")).to(dtype)
+            return torch.zeros(shapes[name], dtype=kept)
+        short = name.removeprefix("model.")
+        return casts.cast(short, weights.read(short), kept)
 
-    return _write(_State(0, 0, 1, shapes, lambda _name: dtype, read), checkpoints, progress)
+    with keep_base_model(source, checkpoints.parent, weights.layout.torch_types()) as carried:
+        saved = _write(_State(0, 0, 1, shapes, lambda _name: kept, read), checkpoints, progress)
+    return Imported(saved, tuple(casts.all()), carried, tuple(weights.notes(model)), hashed)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A state that has become a save, and what there is to say of it."""
+
+    saved: Saved
+    casts: tuple[Cast, ...] = ()
+    carried: Carried | None = None
+    notes: tuple[str, ...] = ()
+    is_hashed: bool = True
+    """Its files held against hashes that came with them."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +231,7 @@ def _position(job: JobSpec, step: int) -> int:
 
 def _dtype(job: JobSpec) -> torch.dtype:
     """The type that weights and moments of a job are kept in."""
-    return torch.float64 if DTYPES[job.train.precision] == torch.float64 else torch.float32
+    return DTYPES[job.train.kept_dtype]
 
 
 def _check(
@@ -211,17 +245,18 @@ def _check(
     for name in shapes.keys() - there.keys():
         if dtype_of(name) != "uint8" or len(shapes[name]) != 1:
             raise UsageError(f"{source}: {name} is no random state; export or save it again")
-    expected, wanted = state_shapes(model), str(_dtype(job)).removeprefix("torch.")
+    expected, wanted = state_shapes(model), job.train.kept_dtype
     for complaint, names in (
         ("lacks", [name for name in expected if name not in there]),
         ("also holds", [name for name in there if name not in expected]),
         ("has another shape of", [n for n in expected if n in there and there[n] != expected[n]]),
-        (f"has, not in {wanted},", [name for name in there if dtype_of(name) != wanted]),
+        ("has another type of", [name for name in there if dtype_of(name) != wanted]),
     ):
         if not names:
             continue
         first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = f": {list(there[first])} instead of {list(expected[first])}" if "shape" in complaint else ""
+        what = f": {dtype_of(first)} instead of {wanted}" if "type" in complaint else what
         raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
 
 

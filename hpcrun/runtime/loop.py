@@ -20,6 +20,7 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.drainhome import find_home
+from hpcrun.runtime.first_weights import begin_with_weights
 from hpcrun.runtime.optim import rate_of_step
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.profile import StepProfiler
@@ -136,6 +137,11 @@ class Trainer:
         state, expected = optimizer.state(), self._model.expected_entries()
         restored = restore(self._checkpoints, self._files, self._control, state, expected)
         if restored is None:
+            model = self._job.model
+            if model is not None and model.weights is not None:
+                kept = self._job.train.kept_dtype
+                found = begin_with_weights(model, self._files.run, self._control, kept)
+                self._write({"kind": "weights", "step": 0, **found})
             return 0, 0
         optimizer.loaded(restored.step)
         # What came out of memory alone is yet to be saved for good.

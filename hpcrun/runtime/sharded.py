@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from hpcrun.errors import UsageError
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.hf import HFWeights
 from hpcrun.runtime.model import Decoder, initial_value, parameter_shapes
 from hpcrun.runtime.optim import Optimizer, TiedWeights
 from hpcrun.runtime.parallel import DTYPES, Mesh, Values, build_stage, local_parameters, materialise
 from hpcrun.runtime.pipeline import Engine
+from hpcrun.specs.hf_directory import why_inexact
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.plan import Plan
@@ -29,7 +31,7 @@ class ShardedModel:
         self.mesh = Mesh(plan, rank, device.torch_device.type, train.precision)
         indices = plan.stages_of(self.mesh.at["pp"])
         self.stages = [build_stage(spec, plan, train, self.mesh, index) for index in indices]
-        values = _values(spec, train.seed)
+        values = _values(spec, train)
         for stage in self.stages:
             materialise(stage, device.torch_device, values)
             _settle(stage)
@@ -78,13 +80,15 @@ def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:
     return [float(value) for value in packed.tolist()]
 
 
-def _values(spec: ModelSpec, seed: int) -> Values:
+def _values(spec: ModelSpec, train: TrainSpec) -> Values:
     """Where a parameter's first values come from: a directory of weights, or the seed."""
     if spec.weights is not None:
         stored = HFWeights(Path(spec.weights))
         stored.check(spec)
+        if inexact := why_inexact(stored.layout, train.kept_dtype):
+            raise UsageError(inexact)
         return lambda name, shape, slices: stored.read(name, slices)
-    return lambda name, shape, slices: initial_value(spec, name, shape, seed, rows=slices[0])[
+    return lambda name, shape, slices: initial_value(spec, name, shape, train.seed, rows=slices[0])[
         (slice(None), *slices[1:])
     ]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.specs.hf_directory import read_config
+from hpcrun.specs.tensor_files import FLOATS, read_header
 
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json that say how weights were quantised."""
 _BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """What GPTQ, AWQ and ModelOpt write beside it."""
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_LARGEST_HEADER = 100 * 2**20
 _MOST_SHARDS = 4
 """The first may hold embeddings alone, which stay as they are; no more are looked at on each load."""
 _REMEDY = "training needs plain bf16, fp16 or fp32 weights; give the model it was made from"
@@ -23,7 +25,7 @@ def why_quantised(directory: Path) -> str | None:
 
     What is missing or damaged is left to whoever reads the weights.
     """
-    config = _json(directory / "config.json")
+    config = _json(directory)
     for key in _SECTIONS:
         section = config.get(key) or {}
         if section:
@@ -37,7 +39,7 @@ def why_quantised(directory: Path) -> str | None:
             return f"{directory / name}: the weights are quantised; {_REMEDY}"
     for path in _shards(directory)[:_MOST_SHARDS]:
         for tensor, kind in _types(path):
-            if kind not in _FLOATS and not tensor.endswith(("inv_freq", "position_ids", "attn.bias")):
+            if kind not in FLOATS and not tensor.endswith(("inv_freq", "position_ids", "attn.bias")):
                 return f"{path}: the weights are quantised ({tensor} is stored as {kind}); {_REMEDY}"
     return None
 
@@ -53,20 +55,12 @@ def _shards(directory: Path) -> list[Path]:
 
 def _types(path: Path) -> Iterator[tuple[str, str]]:
     """The tensors in a safetensors file and the type of each, as its header says."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if 0 < size <= _LARGEST_HEADER else {}
-    except (OSError, ValueError, RecursionError):
-        return
-    for name, entry in header.items() if isinstance(header, dict) else ():
-        if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
-            yield name, entry["dtype"]
+    with suppress(UsageError):
+        yield from ((name, tensor.dtype) for name, tensor in read_header(path).items())
 
 
-def _json(path: Path) -> Mapping[str, Any]:
+def _json(directory: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_config(directory)
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -130,6 +130,11 @@ class TrainSpec(_Section):
     compile: bool = Field(default=False, description="torch.compile each block (needs a C++ compiler)")
     profile: ProfileSpec | None = Field(default=None, description="record a window of steps; null: none")
 
+    @property
+    def kept_dtype(self) -> str:
+        """The type that weights and moments are kept in, in torch's words."""
+        return "float64" if self.precision == "fp64" else "float32"
+
 
 class JobSpec(_Section):
     """A job file, resolved."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hpcrun.specs.hf_directory import CONFIG, read_config
 from hpcrun.specs.hf_quantised import why_quantised
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -88,43 +88,60 @@ class ModelSpec(BaseModel):
     weights: str | None = Field(default=None, description="directory of safetensors to start from")
 
 
-_FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
 }
 """Families that can be represented, with what transformers takes for keys that config.json leaves out."""
 
-_FIXED = {
+FIXED = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
     "sliding_window": None,
     "partial_rotary_factor": 1.0,
 }
+"""What a config.json may say of parts that our decoder has in one form only."""
+
+
+_ROPE = ("rope_scaling", "rope_parameters")
 
 
 def model_fields_from_hf(directory: Path) -> dict[str, Any]:
     """Read a Llama-family config.json into ModelSpec's fields; ValueError says what cannot be represented."""
-    path = directory / "config.json"
+    path = directory / CONFIG
     try:
-        config = json.loads(path.read_text())
+        config = read_config(directory)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a directory saved by save_pretrained") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a JSON object")
     if quantised := why_quantised(directory):
         raise ValueError(quantised)
+    return _fields(config, path)
+
+
+def disagreements(spec: ModelSpec, config: dict[str, Any]) -> list[str]:
+    """Where a config.json describes another model than the spec, key by key in words."""
+    try:
+        theirs = ModelSpec(**_fields(config, Path(CONFIG))).model_dump()
+    except ValidationError as error:
+        return [f"{CONFIG}: {found['loc'][0]}: {found['msg']}" for found in error.errors()]
+    except ValueError as error:
+        return [str(error)]
+    ours = spec.model_dump()
+    return [
+        f"{key} {theirs[key]!r} instead of {ours[key]!r}"
+        for key in ours
+        if key != "weights" and theirs[key] != ours[key]
+    ]
+
+
+def _fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
     family = str(config.get("model_type"))
-    if family not in _FAMILIES:
-        raise ValueError(f"{path}: model_type {family!r} is not supported; use {' or '.join(_FAMILIES)}")
-    # transformers 5 keeps the base in rope_parameters, earlier ones beside rope_scaling
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"{path}: the rope parameters are not a JSON object")
-    config = _FAMILIES[family] | config
-    for key, plain in _FIXED.items():
+    if family not in FAMILIES:
+        raise ValueError(f"{path}: model_type {family!r} is not supported; use {' or '.join(FAMILIES)}")
+    rope = _rope(config, path)
+    config = FAMILIES[family] | config
+    for key, plain in FIXED.items():
         found = rope.get(key, config.get(key, plain))
         if found != plain:
             raise ValueError(f"{path}: {key} {found!r} is not supported, only {plain!r}")
@@ -134,6 +151,23 @@ def model_fields_from_hf(directory: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no {error.args[0]}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """All that a config.json says of the rotary positions; ValueError where it says two things."""
+    # transformers 5 keeps the base in rope_parameters, earlier ones beside rope_scaling
+    merged: dict[str, Any] = {}
+    for section in ({"rope_theta": config.get("rope_theta")}, *map(config.get, _ROPE)):
+        if not isinstance(section or {}, dict):
+            raise ValueError(f"{path}: the rope parameters are not a JSON object")
+        for name, value in (section or {}).items():
+            key = "rope_type" if name == "type" else name
+            if value is not None and merged.setdefault(key, value) != value:
+                raise ValueError(
+                    f"{path}: {key} is {merged[key]!r} and also {value!r}; keep the one that the weights were"
+                    " trained with"
+                )
+    return merged
 
 
 def _translate(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
@@ -147,13 +181,13 @@ def _translate(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
         "heads": heads,
         "kv_heads": config.get("num_key_value_heads") or heads,
         "head_dim": config.get("head_dim") or hidden // heads,
-        "rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0,
+        "rope_theta": rope.get("rope_theta") or 10000.0,
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tied": config.get("tie_word_embeddings", False),
         "context": context,
         "init_std": config.get("initializer_range", 0.02),
     }
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = rope.get("rope_type") or "default"
     if kind == "llama3":
         fields["rope_scaling"] = {
             "factor": rope["factor"],

@@ -467,14 +467,25 @@ def test_weights_that_are_truncated(left: int, complain: Complain, monkeypatch: 
     weights = Path("hf/model.safetensors")
     weights.parent.mkdir()
     Path("hf/config.json").write_text(json.dumps(CONFIG))
-    check(complain("job.yaml", "model={hf: hf}"), f"{HERE} model.weights", "/hf has no *.safetensors")
-    safetensors.save_file({"a": numpy.zeros(9), "b": numpy.zeros(3)}, weights, metadata={"format": "np"})
+    check(
+        complain("job.yaml", "model={hf: hf}"),
+        f"{HERE} model.weights",
+        "/hf: has neither model.safetensors nor model.safetensors.index.json",
+    )
+    safetensors.save_file(
+        {"a": numpy.zeros(9, "float32"), "b": numpy.zeros(3, "float16")}, weights, metadata={"format": "np"}
+    )
     whole = weights.stat().st_size
     with monkeypatch.context() as patch:
         patch.setenv("HPCRUN_ROOT", "job.yaml")
         assert "HPCRUN_ROOT" in complain("job.yaml", "model={hf: hf}")[0], "the weights were refused"
     os.truncate(weights, left % whole)
-    parts = [f"/hf/model.safetensors has {left % whole} bytes", "truncated", "download or export it again"]
+    parts = [
+        "/hf/model.safetensors: is not a complete",
+        f"has {left % whole} bytes",
+        "truncated",
+        "download or export it again",
+    ]
     parts += [f"by its header it should have {whole}"] if left < 0 else []
     check(complain("job.yaml", "model={hf: hf}"), f"{HERE} model.weights", *parts)
 

@@ -198,7 +198,7 @@ Change = Callable[[dict[str, Any]], None]
         ),
         (
             lambda state: state.update({"model.norm.weight": torch.zeros(16, dtype=torch.bfloat16)}),
-            "has, not in float32, model.norm.weight;",
+            "has another type of model.norm.weight: bfloat16 instead of float32;",
         ),
     ],
     ids=["missing", "unknown", "no tensor", "shape", "type"],

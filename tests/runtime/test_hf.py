@@ -246,7 +246,9 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     ("index", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "has no weight_map"),
+        ("[]", "is not a JSON object"),
+        ("{}", "has no weight_map"),
+        ("[" * 5000, "cannot be read"),
         ('{"weight_map": {"a": 3}}', "has no weight_map"),
         ('{"weight_map": {"a": "shard-9.safetensors"}}', r"names shard-9\.safetensors, which is not there"),
         ('{"weight_map": {"a": "../m2/model.safetensors"}}', "outside its directory"),

@@ -44,6 +44,7 @@ KNOWN = {
         "launch/outlets/sinks": "TensorBoard.__init__",
         "launch/record/postmortem": "postmortem",
         "runtime/export": "export_dcp",
+        "specs/sha256sums": "write_sums",
         "runtime/hf": "_Shard.__init__ _finish _write_json _write_tensors",
         "specs/prepare": "_aside prepare",
         "tuning/policy_entry": "append_row",
@@ -101,6 +102,7 @@ KNOWN = {
             "TemplateExecutor._send dump_private place write_private"
         ),
         "specs/attempt": "Attempt.create",
+        "specs/base_model": "_copy_file _kept",
         "specs/branch": "_forget_processes _note_end _unshare",
         "specs/identity": "write_identity",
         "specs/placement": "write_placement",

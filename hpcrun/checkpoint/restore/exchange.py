@@ -16,35 +16,37 @@ from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.verify import damages, usual_jobs
 from hpcrun.checkpoint.write import write_file, write_on
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import open_regular
+from hpcrun.files import file_homes, open_regular
+from hpcrun.specs.hf_directory import CONFIG, INDEX
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
+from hpcrun.specs.sha256sums import SUMS
 from hpcrun.units import amount
 
 _BLOCK = 16 << 20
+_PARTIAL = ".partial"
 _MOST_BYTES = {
     RECORD: 16 << 20,
+    SUMS: 16 << 20,
     "hpcrun.json": 1 << 20,
     "spec.yaml": 1 << 20,
-    "config.json": 1 << 20,
-    "model.safetensors.index.json": 256 << 20,
+    CONFIG: 1 << 20,
+    INDEX: 256 << 20,
     ".metadata": 1 << 30,
 }
 """Of files from elsewhere that are read whole."""
 
 
 def check_source(source: Path) -> None:
-    """UsageError where a directory from elsewhere holds what is no file, leads out of it, or is too large.
-
-    Hugging Face's cache is links into its `blobs`.
-    """
-    home = source.resolve()
-    roots = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    """UsageError where a directory from elsewhere holds what is no file, leads out of it, or is too large."""
+    if source.name.startswith(".") and source.name.endswith(_PARTIAL):
+        raise UsageError(f"{source}: is an export that was never finished; export again")
+    homes = file_homes(source.resolve())
     try:
         with os.scandir(source) as entries:
             for entry in entries:
                 path = source / entry.name
-                if entry.is_symlink() and Path(entry.path).resolve().parent not in roots:
+                if entry.is_symlink() and Path(entry.path).resolve().parent not in homes:
                     raise UsageError(
                         f"{path}: is a link that leads out of {source}; put the file itself there"
                     )
@@ -70,7 +72,7 @@ def written_aside(directory: Path | str) -> Iterator[Path]:
     UsageError where something is there already, SiteError where it cannot be written.
     """
     target = Path(directory).resolve()
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_PARTIAL}")
     is_made = False
     try:
         if target.exists() and not target.is_dir():

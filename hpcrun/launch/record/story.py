@@ -14,7 +14,7 @@ from hpcrun.launch.hydra import describe_status
 from hpcrun.launch.record.follow import Pace, until_over
 from hpcrun.launch.record.timeline import is_count
 from hpcrun.launch.vault.words import EVENTS, in_words
-from hpcrun.launch.watch.savelines import describe_save, is_kept
+from hpcrun.launch.watch.savelines import describe_save, describe_weights, is_kept
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
@@ -123,6 +123,7 @@ class Teller:
         passed_over = line.get("passed_over") if isinstance(line.get("passed_over"), list) else []
         texts = {
             "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
+            "weights": describe_weights(line) if kind == "weights" else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",
             "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}" if is_kept(line) else "",
             "eval": f"step {step}: eval loss {_figure(line.get('eval_loss'))}",

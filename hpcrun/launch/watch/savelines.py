@@ -34,6 +34,16 @@ def describe_save(line: Mapping[str, Any]) -> str:
     return ""
 
 
+def describe_weights(line: Mapping[str, Any]) -> str:
+    """What a line about the weights that a run begins with says."""
+    dtypes, notes = line.get("dtypes"), line.get("notes")
+    kinds = [f"{count} {dtype}" for dtype, count in dtypes.items()] if isinstance(dtypes, dict) else []
+    hashes = "hashes checked" if line.get("is_hashed") else "no SHA256SUMS beside them"
+    text = f"begins with weights of {line.get('source')}"
+    text += f" ({', '.join(kinds)} tensors, kept in {line.get('kept')}; {hashes})"
+    return "; ".join([text, *(map(str, notes) if isinstance(notes, list) else ())])
+
+
 def _how_far(line: Mapping[str, Any]) -> str:
     done, size = line.get("done_bytes"), line.get("bytes")
     where = ", ".join(map(str, line.get("levels") or []))

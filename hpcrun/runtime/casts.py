@@ -1,0 +1,96 @@
+"""Tensors from one type into another, with account of every value that this changes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcrun.errors import UsageError
+
+_BLOCK = 1 << 24
+"""Elements that are compared at a time, so that the copies for it stay small."""
+_WIDER = {"float16": "bfloat16", "bfloat16": "float32", "float32": "float64"}
+
+
+@dataclass
+class Cast:
+    """What became of the tensors of one type in another."""
+
+    source: str
+    target: str
+    tensors: int = 0
+    values: int = 0
+    rounded: int = 0
+    """Values that are not the same any more."""
+    zeroed: int = 0
+    """Of these, values that were not zero and are now."""
+    first: str = ""
+    """A tensor with rounded values."""
+
+    def __str__(self) -> str:
+        count = f"{self.tensors} tensor{'s' if self.tensors > 1 else ''}"
+        what = f"{count} cast from {self.source} to {self.target}"
+        if not self.rounded:
+            return f"{what}: no value changed"
+        zeroed = f" ({self.zeroed} became zero)" if self.zeroed else ""
+        return f"{what}: {self.rounded} of {self.values} values rounded{zeroed}, first in {self.first}"
+
+
+class Casts:
+    """Casts tensors for one reading or writing, and counts."""
+
+    def __init__(self, option: str, *, may_round: bool) -> None:
+        """`option` is what asks for a type; without `may_round` a value that would change is refused."""
+        self._option, self._may_round = option, may_round
+        self._found: dict[tuple[str, str], Cast] = {}
+
+    def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """In the type; UsageError where a number is too large for it, or is rounded and may not be."""
+        if tensor.dtype == dtype:
+            return tensor
+        source, target = _name(tensor.dtype), _name(dtype)
+        cast = self._found.setdefault((source, target), Cast(source, target))
+        cast.tensors += 1
+        cast.values += tensor.numel()
+        told = tensor.to(dtype)
+        if torch.promote_types(tensor.dtype, dtype) == dtype:
+            return told
+        rounded = 0
+        for before, after in zip(_blocks(tensor), _blocks(told), strict=True):
+            lost = torch.isinf(after) & torch.isfinite(before)
+            if lost.any():
+                largest = float(before[lost].abs().max())
+                raise UsageError(
+                    f"{self._option} {target}: {name} holds {largest:.6g}, too large for it; use"
+                    f" {_WIDER[target]}"
+                )
+            changed = (after.to(before.dtype) != before) & ~torch.isnan(before)
+            rounded += int(changed.sum())
+            cast.zeroed += int((changed & (after == 0)).sum())
+        if rounded and not self._may_round:
+            raise UsageError(
+                f"{name}: {rounded} of {tensor.numel()} values in {source} would be rounded in {target};"
+                f" give {self._option} {target} to allow it"
+            )
+        cast.first = cast.first or (name if rounded else "")
+        cast.rounded += rounded
+        return told
+
+    def all(self) -> list[Cast]:
+        """One for each pair of types."""
+        return list(self._found.values())
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """For a program to read."""
+        return [asdict(cast) for cast in self._found.values()]
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(tensor.reshape(-1), _BLOCK)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

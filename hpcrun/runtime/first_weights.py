@@ -1,0 +1,51 @@
+"""What a run begins with where it has no save: weights of Hugging Face, proved and put on record."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.hf import HFWeights
+from hpcrun.specs.base_model import keep_base_model
+from hpcrun.specs.model import ModelSpec
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.sha256sums import check_sums
+
+
+def begin_with_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> dict[str, Any]:
+    """Hold the files of `model.weights` against hashes beside them, all ranks together, and keep its others.
+
+    Gives what there is to say: where they are from, their types, and what config.json and tensors disagree
+    about. UsageError on every rank where a file is another one.
+    """
+    assert spec.weights is not None
+    directory, problem, is_hashed = Path(spec.weights), None, False
+    try:
+        is_hashed = check_sums(directory, share=control.rank, shares=control.size)
+    except (UsageError, OSError) as error:
+        problem = str(error)
+    problems = [found for found in control.allgather(problem) if found is not None]
+    if problems:
+        raise UsageError(f"model.weights: {problems[0]}")
+
+    def keep() -> dict[str, Any]:
+        weights = HFWeights(directory)
+        weights.check_tied_head(spec)
+        with keep_base_model(directory, run.path, weights.layout.torch_types()) as carried:
+            counts = Counter(weights.layout.torch_types().values())
+            return {
+                "source": str(directory),
+                "dtypes": dict(counts),
+                "kept": kept,
+                "is_hashed": is_hashed,
+                "carried": list(carried.files),
+                "absent": list(carried.absent),
+                "left": list(carried.left),
+                "notes": weights.notes(spec),
+            }
+
+    told: dict[str, Any] = control.everywhere(keep)
+    return told
