@@ -115,6 +115,28 @@ def test_a_hook_reads_a_document_and_a_few_variables(run: RunDir, make: Make, tm
     assert (tmp_path / "told.env").read_text().splitlines()[0] == f"starting 1 {tmp_path}"
 
 
+def test_a_hook_is_not_told_the_secrets_that_a_message_holds(
+    run: RunDir, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", "of-the-environment")
+    path = tmp_path / "told"
+    hooks = make([*APPEND, str(path)])
+    write_json(run.next_attempt().peers, {"secret": "of-the-attempt"})
+    fault = {"cause": "crash", "message": "s3://me:of-the-url@host and of-the-environment: no"}
+    tell(run, {"event": "launch"}, {"event": "fault", **fault})
+    hooks.turn()
+    write_json(run.exit, {"status": "failed", "exit_code": 5, "message": "HF_TOKEN=of-a-name of-the-attempt"})
+    hooks.close()
+    text = path.read_text()
+    assert not [
+        word
+        for word in ("url", "environment", "attempt", "a-name")
+        if f"of-{word}" in text.replace("of-the-", "of-")
+    ]
+    assert [one["message"] for one in documents(path)][1].endswith("(masked): no")
+    assert documents(path)[1]["cause"] == "crash"
+
+
 def test_a_hook_hears_of_what_it_asked_for(run: RunDir, make: Make, tmp_path: Path) -> None:
     hooks = make([*APPEND, str(tmp_path / "told")], on=("fault", "lost"))
     tell(run, {"event": "launch"}, {"event": "fault"}, {"event": "relaunch"}, {"event": "launch"})

@@ -72,6 +72,7 @@ def test_tied_weights_are_stored_once_everywhere_and_come_back_tied(tmp_path: Pa
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert theirs.lm_head.weight.data_ptr() == theirs.model.embed_tokens.weight.data_ptr()
     assert torch.equal(theirs.lm_head.weight, state["model.embed_tokens.weight"])
+    (tmp_path / "again").mkdir()
     again = import_hf(tmp_path / "hf", tmp_path / "again" / "checkpoints", job, None).saved
     with Generation(again) as generation:
         assert "model.lm_head.weight" not in generation.manifest.tensors

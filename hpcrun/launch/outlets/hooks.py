@@ -16,8 +16,10 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.launch.outlets.beside import log, remembered, say
+from hpcrun.launch.record.secrets import known_secrets
 from hpcrun.launch.record.timeline import is_count
 from hpcrun.launch.record.view import View
+from hpcrun.masking import Masker
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -131,7 +133,13 @@ class Hooks:
         with suppress(UsageError, OSError):
             step = View(self._run, None).progress().step
         place = {"path": str(self._run.path), "step": step}
-        return {"schema_version": SCHEMA_VERSION, **about, **place, **change}
+        document = {"schema_version": SCHEMA_VERSION, **about, **place, **change}
+        # An attempt has secrets of its own: what is known is asked for each time.
+        masker = Masker(known_secrets(self._run))
+        document["message"] = masker.mask(str(change["message"]))
+        if isinstance(change.get("cause"), str):
+            document["cause"] = masker.mask(change["cause"])
+        return document
 
     def close(self) -> None:
         """The end of the run, and then until all calls have ended."""

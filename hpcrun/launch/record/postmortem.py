@@ -9,7 +9,7 @@ import platform
 import stat
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import hpcrun
-from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
+from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.files import aside_name
 from hpcrun.launch.record.describe import account
 from hpcrun.launch.record.follow import told
 from hpcrun.launch.record.runs import look_at_all
+from hpcrun.launch.record.secrets import known_secrets
 from hpcrun.launch.record.story import story
 from hpcrun.launch.record.view import View
 from hpcrun.masking import Masker, is_secret_name
@@ -105,7 +106,7 @@ def _write(run: RunDir, path: Path, file: Any) -> Bundle:
     bundle = Bundle(path, [])
     owner = run.sweep_of_element or run
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        writer = _Writer(tar, run.id.replace("/", "-"), Masker(_secrets(owner, run)), bundle)
+        writer = _Writer(tar, run.id.replace("/", "-"), Masker(known_secrets(run)), bundle)
         for name, found in _files(owner, run):
             writer.copy(name, found)
         bundle.left_out.extend(_others(run))
@@ -226,37 +227,6 @@ def _others(run: RunDir) -> Iterator[str]:
 
 def _holds_secret(path: Path) -> bool:
     return path.name == "peers.json" or is_secret_name(path.name)
-
-
-def _secrets(owner: RunDir, run: RunDir) -> Iterator[str]:
-    """The values that must not get out, as far as they can be known here."""
-    from hpcrun.specs.cluster import load_cluster
-    from hpcrun.specs.fields import given
-    from hpcrun.specs.load import load_job_of
-    from hpcrun.specs.secrets import read_secrets
-
-    for attempt in run.attempts():
-        yield from _written_secrets(attempt.peers)
-    yield from _written_secrets(run.leader)
-    environments: list[Mapping[str, str]] = [os.environ]
-    with suppress(HpcrunError, OSError):
-        spec = load_job_of(run).spec
-        environments.append(given(spec.env))
-        for name, path in spec.secrets.items():
-            with suppress(SpecError):
-                yield from read_secrets({name: path}).values()
-    with suppress(HpcrunError, OSError):
-        environments.append(given(load_cluster(owner.cluster).env))
-    for environment in environments:
-        yield from (value for name, value in environment.items() if is_secret_name(name))
-
-
-def _written_secrets(path: Path) -> Iterator[str]:
-    """The secret with which the processes of a run know each other, where it stands."""
-    with suppress(HpcrunError, OSError):
-        record = read_json(path)
-        if isinstance(record, dict) and isinstance(record.get("secret"), str):
-            yield record["secret"]
 
 
 def _slurm(run: RunDir, owner: RunDir) -> str:
