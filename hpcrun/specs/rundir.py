@@ -96,6 +96,11 @@ class RunDir:
             _run_ids[self.path] = identity.run_id
         return _run_ids[self.path]
 
+    @property
+    def shared_name(self) -> str:
+        """The id and the beginning of the identity, for places that several roots share."""
+        return f"{self.id}-{self.run_id[:8]}"
+
     def identify(self, identity: Identity, **values: Any) -> None:
         """Give the run an identity; `values` is what else job.json says."""
         write_identity(self.path, identity, **values)

@@ -155,7 +155,7 @@ def test_metrics_are_served_and_nothing_else(run: RunDir, make: Make, tmp_path: 
     assert get(port, method="HEAD")[::2] == (200, "")
     assert get(port, "/../events.jsonl")[0] == 404
     assert get(port, method="POST")[0] == 501
-    (target,) = json.loads((tmp_path / f"hpcrun-{run.id}.json").read_text())
+    (target,) = json.loads((tmp_path / f"hpcrun-{run.shared_name}.json").read_text())
     assert target == {"targets": [f"127.0.0.1:{port}"], "labels": {"run_name": "r", "job_id": "17"}}
     with socket.create_connection(("127.0.0.1", port)) as rude:
         rude.sendall(b"\x00\xff nonsense\r\n\r\n")
@@ -171,23 +171,27 @@ def test_metrics_are_served_and_nothing_else(run: RunDir, make: Make, tmp_path: 
         get(port)
 
 
-def test_a_port_that_is_taken_is_left_to_its_owner(run: RunDir, make: Make) -> None:
+def test_a_port_that_is_taken_is_left_to_its_owner_and_said(
+    run: RunDir, make: Make, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         make(port=taken)
         assert taken < port_of(run) < taken + 16
+        said = f"exporter: 127.0.0.1:{taken} is taken; the run's figures are served on port {port_of(run)}"
+        assert said in capfd.readouterr().err
         assert get(port_of(run))[0] == 200
 
 
 def test_a_file_for_the_node_exporter_stays_when_the_run_is_over(
     run: RunDir, make: Make, tmp_path: Path
 ) -> None:
-    stale = tmp_path / "hpcrun-old.prom"
+    stale = tmp_path / "hpcrun-old-0123abcd.prom"
     stale.write_text("")
     os.utime(stale, (1, 1))
     exporter = make(textfile=str(tmp_path))
     (path,) = tmp_path.glob("*.prom")
-    assert path.name == f"hpcrun-{run.id}.prom"
+    assert path.name == f"hpcrun-{run.shared_name}.prom"
     assert path.stat().st_mode & 0o777 == 0o644
     write_json(run.exit, {"status": "failed", "exit_code": 5, "message": ""})
     exporter.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.outlets.sinks import Points, TensorBoard, Wandb, scalars
+from hpcrun.specs.branch import become_itself
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -132,7 +135,7 @@ def test_wandb_is_told_step_by_step_under_one_id(run: RunDir, wandb: Path) -> No
     sink.close()
     init, first, second, *ends = told(wandb)
     assert init["env"] == {"WANDB_API_KEY": "k3y", "WANDB_BASE_URL": "http://here"}
-    wanted = {"id": run.id, "resume": "allow", "project": "p", "mode": "online", "config": {"lr": 1}}
+    wanted = {"id": run.run_id, "resume": "allow", "project": "p", "mode": "online", "config": {"lr": 1}}
     assert init["init"].items() >= wanted.items()
     assert (first["step"], first["log"]["loss_metrics/global_avg_loss"]) == (1, 1.0)
     assert (second["step"], second["log"]["validation_metrics/loss"], second["log"]["lr"]) == (2, 9.0, 1e-3)
@@ -144,7 +147,7 @@ def test_wandb_is_told_step_by_step_under_one_id(run: RunDir, wandb: Path) -> No
     write_json(run.exit, {"status": "done", "exit_code": 0, "message": ""})
     again.close()
     init, only, end = told(wandb)
-    assert (init["init"]["id"], only["step"], end) == (run.id, 3, {"finish": 0})
+    assert (init["init"]["id"], only["step"], end) == (run.run_id, 3, {"finish": 0})
 
 
 def test_wandb_without_a_key_writes_offline(
@@ -179,3 +182,20 @@ def test_tensorboard_files_can_be_opened(run: RunDir, tmp_path: Path) -> None:
                 found.setdefault(one.tag, []).append((event.step, one.simple_value))
     assert sorted(found["loss_metrics/global_avg_loss"]) == [(step, float(step)) for step in range(1, 6)]
     assert found["memory/max_allocated(GiB)"][0] == (1, 2.0)
+
+
+def test_a_copy_of_a_run_tells_its_own_series(run: RunDir, tmp_path: Path, wandb: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    copy = RunDir(Path(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id)))
+    become_itself(copy)
+    assert copy.id == run.id
+    assert copy.shared_name != run.shared_name
+    for one in (run, copy):
+        Wandb(one, ABOUT, ORDERS)
+    first, second = (line["init"]["id"] for line in told(wandb))
+    assert first != second
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    for one in (run, copy):
+        ShownFile(one, str(folder), ".prom", print).write("x")
+    assert len(list(folder.iterdir())) == 2

@@ -28,6 +28,7 @@ from hpcrun.launch.health import probes
 from hpcrun.launch.outlets.exporter import Exporter
 from hpcrun.launch.shm import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.identity import digest_of
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.checkpoint.loads import load_of
@@ -393,6 +394,7 @@ def test_only_our_own_segments_are_removed() -> None:
 
 
 ORDERS: dict[str, Any] = {"textfile": "/tmp/shown", "targets": "/tmp/shown", "address": "127.0.0.1"}
+SHOWN = f"hpcrun-r-{digest_of(Path(f'/tmp/home-{VICTIM}/runs/r'))[:8]}"
 ABOUT = {"run": "r", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 1}
 
 
@@ -401,7 +403,7 @@ def test_files_that_are_shown_to_others_leave_those_of_others_alone(kind: str) -
     def attack() -> None:
         Path("/tmp/shown").mkdir(mode=0o777)
         for suffix in (".prom", ".json"):
-            path = Path(f"/tmp/shown/hpcrun-r{suffix}")
+            path = Path(f"/tmp/shown/{SHOWN}{suffix}")
             match kind:
                 case "file":
                     path.write_text("his")
@@ -409,7 +411,7 @@ def test_files_that_are_shown_to_others_leave_those_of_others_alone(kind: str) -
                     path.symlink_to(PRECIOUS / "file")
                 case _:
                     os.mkfifo(path)
-            old = Path(f"/tmp/shown/hpcrun-old{suffix}")
+            old = Path(f"/tmp/shown/hpcrun-old-0123abcd{suffix}")
             old.write_text("his")
             os.utime(old, (1, 1))
 
@@ -424,7 +426,7 @@ def test_files_that_are_shown_to_others_leave_those_of_others_alone(kind: str) -
         shown = [path for path in Path("/tmp/shown").iterdir() if path not in planted]
         assert sorted(path.suffix for path in shown) == [".json", ".prom"]
         for path in shown:
-            assert re.fullmatch(r"hpcrun-r\.[0-9a-f]{16}\.(json|prom)", path.name)
+            assert re.fullmatch(SHOWN + r"\.[0-9a-f]{16}\.(json|prom)", path.name)
             assert path.stat().st_uid == VICTIM
         exporter._written = float("-inf")
         exporter.turn()
@@ -448,9 +450,9 @@ def test_a_directory_that_cannot_be_listed_is_written_all_the_same() -> None:
         run = RunDir(Path(f"/tmp/home-{VICTIM}/runs/r"))
         run.telemetry.mkdir(parents=True)
         exporter = Exporter(run, ABOUT, {**ORDERS, "port": None, "suffix": ""})
-        assert Path("/tmp/shown/hpcrun-r.prom").stat().st_uid == VICTIM
+        assert Path(f"/tmp/shown/{SHOWN}.prom").stat().st_uid == VICTIM
         exporter.close()
-        assert not Path("/tmp/shown/hpcrun-r.prom").exists()
+        assert not Path(f"/tmp/shown/{SHOWN}.prom").exists()
 
     played(attack, use)
 
@@ -468,14 +470,16 @@ def test_targets_of_a_run_that_lives_stay_however_old_they_are() -> None:
         os.utime(silent.events, (1, 1))
         write_json(ended.exit, {"status": "done"})
         Path("/tmp/shown").mkdir(mode=0o700)
-        for name in (living.id, f"{living.id}-3", silent.id, ended.id, "never"):
+        kept = {f"hpcrun-{run.shared_name.replace('/', '-')}" for run in (living, element)}
+        others = [f"hpcrun-{run.shared_name}" for run in (silent, ended)]
+        for name in (*kept, *others, f"hpcrun-{living.id}-0123abcd", "hpcrun-never-0123abcd"):
             for suffix in (".json", ".prom"):
-                path = Path(f"/tmp/shown/hpcrun-{name}{suffix}")
+                path = Path(f"/tmp/shown/{name}{suffix}")
                 path.write_text("[]")
                 os.utime(path, (time.time() - 3 * 86400,) * 2)
         Exporter(new, ABOUT, {**ORDERS, "port": None, "suffix": ""}).close()
         left = {path.name for path in Path("/tmp/shown").glob("*.json")}
-        assert left == {f"hpcrun-{living.id}.json", f"hpcrun-{living.id}-3.json"}
+        assert left == {f"{name}.json" for name in kept}
 
     played(lambda: None, use)
 

@@ -129,6 +129,8 @@ class Exporter:
             return
         Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
         bound = self._server.server_address[1]
+        if bound != port:
+            say(f"exporter: {address}:{port} is taken; the run's figures are served on port {bound}")
         is_here = address.startswith("127.")
         host = address if is_here else f"{self._about['host']}{suffix}"
         # Under names that no series has: Prometheus would rename those.

@@ -18,6 +18,7 @@ from hpcrun.launch.ownership import is_running_here
 from hpcrun.specs.rundir import RunDir, runs_roots
 
 _STALE_S = 86400.0
+_IDENTITY = r"-([0-9a-f]{8})"
 _RANDOM = r"(?:\.[0-9a-f]{16})?"
 
 
@@ -27,7 +28,7 @@ class ShownFile:
     def __init__(self, run: RunDir, folder: str, suffix: str, say: Callable[[str], None]) -> None:
         """`say` is told where the file has not its usual name."""
         self.folder, self._suffix, self._say = Path(folder), suffix, say
-        self._stem = f"hpcrun-{run.id.replace('/', '-')}"
+        self._stem = f"hpcrun-{run.shared_name.replace('/', '-')}"
         self._is_told = False
 
     def write(self, text: str) -> None:
@@ -68,7 +69,7 @@ class ShownFile:
 
 def remove_stale(folder: Path, suffix: str, own: RunDir) -> None:
     """Remove what runs of ours that are over have left in a directory a day ago and more."""
-    pattern = re.compile(r"hpcrun-(.+?)" + _RANDOM + re.escape(suffix))
+    pattern = re.compile(r"hpcrun-(.+?)" + _IDENTITY + _RANDOM + re.escape(suffix))
     with contextlib.suppress(OSError), Folder.below(folder) as files:
         now = clock_of(folder)
         for name in files.names():
@@ -77,7 +78,8 @@ def remove_stale(folder: Path, suffix: str, own: RunDir) -> None:
                 if found is None or not files.is_own_file(name):
                     continue
                 age = now - files.status_of(name).st_mtime
-                if age > _STALE_S and not any(map(_may_live, _runs_shown_as(found[1], own))):
+                runs = _runs_shown_as(found[1], own)
+                if age > _STALE_S and not any(_may_live(run, found[2]) for run in runs):
                     files.unlink(name)
 
 
@@ -90,10 +92,10 @@ def _runs_shown_as(name: str, own: RunDir) -> Iterator[RunDir]:
             yield RunDir(root / sweep).element(int(number))
 
 
-def _may_live(run: RunDir) -> bool:
-    """Whether a run has not ended, and has given a sign of life within a day; in doubt it is so."""
+def _may_live(run: RunDir, identity: str) -> bool:
+    """Whether a run is of this identity, has not ended, and gave a sign of life within a day; or in doubt."""
     try:
-        if not run.path.is_dir() or run.exit.exists():
+        if not run.path.is_dir() or run.exit.exists() or not run.run_id.startswith(identity):
             return False
         signs = (run.lease, run.events, run.metrics, run.telemetry / "exporter.json")
         moments = [path.stat().st_mtime for path in signs if path.exists()]

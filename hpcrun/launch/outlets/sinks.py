@@ -153,7 +153,7 @@ class Wandb:
             os.environ.update(read_secrets(orders["secrets"]))
         self._state = run.telemetry / "wandb.json"
         told = remembered(run, "wandb")
-        self._id = str(told.get("id") or os.environ.get("WANDB_RUN_ID") or run.id.replace("/", "-"))
+        self._id = str(told.get("id") or os.environ.get("WANDB_RUN_ID") or run.run_id.replace("/", "-"))
         self._points = Points(run, about["ranks"], told)
         mode = orders["mode"] or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
         if mode == "offline" and not orders["mode"]:

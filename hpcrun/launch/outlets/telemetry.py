@@ -130,7 +130,7 @@ def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None])
     if wanted.tensorboard:
         place = run.path / "tensorboard"
         if isinstance(wanted.tensorboard, str):
-            place = Path(_expanded(wanted.tensorboard) or "") / run.id
+            place = Path(_expanded(wanted.tensorboard) or "") / run.shared_name
         orders["tensorboard"] = {"directory": str(place)}
     if wanted.wandb is not None:
         orders["wandb"] = _wandb(run, spec, wanted)
