@@ -1,4 +1,4 @@
-"""submitit's executor with the site's own script, and its handles on the jobs that come of it.
+"""submitit's executor with the site's own script, and its local one for jobs in the background.
 
 `sbatch.script_text` shows the script of a job without submitting it, and without loading submitit.
 """
@@ -11,28 +11,23 @@ import pickle
 import shlex
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import submitit
-from submitit.core.core import InfoWatcher
 from submitit.core.core import Job as AnyJob
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.local import LocalJob
 
 from hpcrun import process
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import UsageError
 from hpcrun.files import require_private
 from hpcrun.process import ProcessId, with_our_package
-from hpcrun.slurm.answers import parse_trouble
-from hpcrun.slurm.client import run_client
 from hpcrun.slurm.contract import ArrayContext, ScriptContext
-from hpcrun.slurm.ids import JobId, parse_job_id
-from hpcrun.slurm.queue import Question, ask_jobs
+from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.sbatch import (
     Note,
     array_indices,
@@ -44,17 +39,9 @@ from hpcrun.slurm.sbatch import (
     take_back,
     without_unknown_nodes,
 )
-from hpcrun.slurm.states import UNKNOWN, parse_state
 from hpcrun.slurm.template import Library, Template
 from hpcrun.specs.fields import matches
 
-R = TypeVar("R", covariant=True)
-
-VANISHED = "VANISHED"
-"""The state of a job that Slurm does not know any more: it is over, and nobody says how."""
-_LOOKS = 2
-"""So often Slurm must not know a job before it counts as vanished."""
-_SCANCEL_S = 60
 _EVER_MIN = 60 * 24 * 365 * 10
 """submitit's local controller wants a time limit; a run of one's own machine has none."""
 
@@ -79,108 +66,13 @@ class Submitted(NamedTuple):
     """What --array said."""
 
 
-class SlurmWatcher(InfoWatcher):
-    """The states of one cluster's jobs, all asked for at once: squeue, then sacct where there is one."""
-
-    def __init__(self, cluster: str) -> None:
-        super().__init__(delay_s=60)
-        self._cluster = cluster
-        self._absent: dict[str, int] = {}
-
-    def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """As Slurm says it, VANISHED or UNKNOWN."""
-        return self.get_info(job_id, mode=mode).get("State", UNKNOWN.upper())
-
-    def is_done(self, job_id: str, mode: str = "standard") -> bool:
-        """Whether the job is over; not when its state is unknown."""
-        state = self.get_state(job_id, mode=mode)
-        return state == VANISHED or parse_state(state).final
-
-    def update(self) -> None:
-        """Ask about every job that is not over yet."""
-        self._num_calls += 1
-        self._last_status_check = time.time()
-        wanted = {text: found for text in self._registered - self._finished if (found := parse_job_id(text))}
-        questions = {text: Question(one.job, one.element, self._cluster) for text, one in wanted.items()}
-        answers = ask_jobs(questions.values()) if questions else {}
-        for text, question in questions.items():
-            answer = answers[question]
-            if answer.record is not None:
-                state = answer.record.state
-                shown = "+".join((state.name, *state.flags)) if state.name != UNKNOWN else UNKNOWN.upper()
-                self._info_dict[text] = {"JobID": text, "State": shown, "NodeList": answer.record.nodes}
-                self._absent.pop(text, None)
-            elif not answer.trouble:
-                self._absent[text] = self._absent.get(text, 0) + 1
-                if self._absent[text] >= _LOOKS:
-                    self._info_dict[text] = {"JobID": text, "State": VANISHED}
-            if self.is_done(text, mode="cache"):
-                self._finished.add(text)
-
-
-_watchers: dict[str, SlurmWatcher] = {}
-
-
-class _PrivateJob(AnyJob[R]):
-    """A job whose pickles are loaded only if nobody else can have written them."""
-
-    # The waiting for a result that is slow to appear is done here, where its file can be checked first.
-    _results_timeout_s = 0
-    _wait_for_result_s = 15
-
-    def submission(self) -> DelayedSubmission:
-        """What was submitted, with `function`, `args` and `kwargs`."""
-        check_private(self.paths.submitted_pickle)
-        return super().submission()
-
-    def _get_outcome_and_result(self) -> tuple[str, Any]:
-        path, end = self.paths.result_pickle, time.monotonic() + self._wait_for_result_s
-        while not path.exists() and time.monotonic() < end:
-            time.sleep(0.5)
-        if path.exists():
-            check_private(path)
-        return super()._get_outcome_and_result()
-
-
-class TemplateJob(_PrivateJob[R], submitit.SlurmJob[R]):
-    """A job of the TemplateExecutor: knows its cluster, and does not wait for a job that is gone."""
-
-    def __init__(
-        self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,), cluster: str = ""
-    ) -> None:
-        self.cluster = cluster
-        super().__init__(folder, job_id, tasks)
-        for task in self._sub_jobs:
-            assert isinstance(task, TemplateJob)
-            task.cluster = cluster
-
-    @property
-    def watcher(self) -> SlurmWatcher:  # type: ignore[override]
-        """The one of its cluster."""
-        return _watchers.setdefault(self.cluster, SlurmWatcher(self.cluster))
-
-    def _register_in_watcher(self) -> None:
-        """Nothing: the watcher comes to know a job when it is first asked about it."""
-
-    def cancel(self, check: bool = True) -> None:
-        """Cancel it; SiteError with scancel's own words where that fails. One that is over stays so."""
-        where = ["-M", self.cluster] if self.cluster else []
-        done = run_client(["scancel", *where, self.job_id], timeout_s=_SCANCEL_S)
-        trouble = parse_trouble(done.stderr)
-        over = trouble is not None and trouble.kind in ("ended", "no-job")
-        if check and not over and (trouble or done.exit_code):
-            raise SiteError(f"scancel {self.job_id}: {trouble.text if trouble else done.stderr.strip()}")
-
-
 class TemplateExecutor(submitit.SlurmExecutor):
     """Submits what submitit pickles with a script of the site's template.
 
     The context says everything about the job: `update_parameters` is refused. Its `launch` is what runs in
-    the job, its log files are submitit's own in `folder`. With `tasks` above 1 srun starts so many, each
-    with a result of its own. `note` is told what a person should know, `detail` what else happened.
+    the job, its log files are submitit's own in `folder`. `note` is told what a person should know, `detail`
+    what else happened.
     """
-
-    job_class = TemplateJob
 
     def __init__(
         self,
@@ -191,14 +83,13 @@ class TemplateExecutor(submitit.SlurmExecutor):
         *,
         slurm_cluster: str | None = None,
         slurm_module: str | None = None,
-        tasks: int = 1,
         max_num_timeout: int = 3,
         note: Note = nobody,
         detail: Note = nobody,
     ) -> None:
         log_pattern(folder)
         super().__init__(folder, max_num_timeout=max_num_timeout)
-        self.template, self.tasks = template, tasks
+        self.template = template
         self._render = partial(script_text, library, template, note=note)
         self._context, self._note, self._detail = context, note, detail
         self._slurm_cluster, self._slurm_module = slurm_cluster, slurm_module
@@ -207,9 +98,6 @@ class TemplateExecutor(submitit.SlurmExecutor):
     def affinity(cls) -> int:
         """Always there: whether Slurm is shows at the submission, and a dry run needs none."""
         return 2
-
-    def _num_tasks(self) -> int:
-        return self.tasks
 
     def _internal_update_parameters(self, **kwargs: Any) -> NoReturn:
         names = ", ".join(kwargs)
@@ -241,21 +129,9 @@ class TemplateExecutor(submitit.SlurmExecutor):
         array = ArrayContext(indices=array_indices(indices, throttle), offset=offset)
         return self._send([(source, index) for index in indices], array)
 
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[AnyJob[Any]]:
-        # submitit's own makes a plain SlurmExecutor of several, and the template would be lost.
-        pickles = [self._dump(delayed) for delayed in delayed_submissions]
-        if len(pickles) == 1:
-            job = self._send([(pickles[0], None)], None).job
-            return [self._handle(str(job.job), job.cluster)]
-        indices = list(range(len(pickles)))
-        array = ArrayContext(indices=array_indices(indices))
-        job = self._send(list(zip(pickles, indices, strict=True)), array).job
-        return [self._handle(f"{job.job}_{index}", job.cluster) for index in indices]
-
-    def _handle(self, job_id: str, cluster: str) -> TemplateJob[Any]:
-        return self.job_class(self.folder, job_id, list(range(self.tasks)), cluster)
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> NoReturn:
+        # submitit's own would make a plain script, without the template.
+        raise UsageError("a job of a template is submitted by submit_task or submit_elements")
 
     def _dump(self, delayed: DelayedSubmission) -> Path:
         limit = self._context.directives.get("time", 0)
@@ -308,14 +184,8 @@ class TemplateExecutor(submitit.SlurmExecutor):
         return self._context.model_copy(update={"directives": directives})
 
 
-class LocalTask(_PrivateJob[R], LocalJob[R]):
-    """A job of the BackgroundExecutor."""
-
-
 class BackgroundExecutor(submitit.LocalExecutor):
     """submitit's local executor, whose jobs outlive the command and the terminal that started them."""
-
-    job_class = LocalTask
 
     def __init__(
         self,
@@ -355,7 +225,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
                     job.cancel()
         return jobs
 
-    def _submit_command(self, command: str) -> LocalTask[Any]:
+    def _submit_command(self, command: str) -> LocalJob[Any]:
         # submitit's own would share our terminal, and hide the GPUs from a job that names none.
         own = {
             name: value
@@ -388,7 +258,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
                 umask=0o077,
             )
         _controllers.append(controller)
-        return LocalTask(self.folder, str(controller.pid), list(range(self._tasks)), controller)
+        return LocalJob(self.folder, str(controller.pid), list(range(self._tasks)), controller)
 
 
 _controllers: list[subprocess.Popen[bytes]] = []

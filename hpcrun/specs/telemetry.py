@@ -67,7 +67,7 @@ class TelemetrySpec(SiteTelemetrySpec):
     """Where the figures of a run go besides its own directory; what fails here never stops the run."""
 
     tensorboard: bool | Directory = Field(
-        default=False, description="event files: true (RUN/tensorboard), or a directory with one a run"
+        default=False, description="event files: true (RUN/tensorboard), or a directory with one for each run"
     )
     wandb: WandbSpec | None = Field(default=None, description="Weights & Biases; {} takes its defaults")
 

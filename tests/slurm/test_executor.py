@@ -1,4 +1,4 @@
-"""The executor: the site's script whatever is submitted, pickles that are private, handles that give up."""
+"""The executor: the site's script whatever is submitted, pickles that are private."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import pickle
 import select
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import DelayedSubmission, UncompletedJobError, cloudpickle_dump
+from submitit.core.utils import DelayedSubmission
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.process import ProcessId
 from hpcrun.slurm.contract import ScriptContext
-from hpcrun.slurm.executor import TemplateExecutor, TemplateJob, check_private
+from hpcrun.slurm.executor import TemplateExecutor, check_private
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.template import Library
 from tests.slurm.fakes import Fake, calls, stand_ins
@@ -52,7 +51,6 @@ def executor(
     *,
     directives: dict[str, object] | None = None,
     cluster: str | None = None,
-    tasks: int = 1,
 ) -> TemplateExecutor:
     context = ScriptContext.model_validate(
         {
@@ -65,7 +63,7 @@ def executor(
         }
     )
     chosen = library.find(template)
-    return TemplateExecutor(folder, library, chosen, context, slurm_cluster=cluster, tasks=tasks)
+    return TemplateExecutor(folder, library, chosen, context, slurm_cluster=cluster)
 
 
 def mode(path: Path) -> int:
@@ -75,39 +73,18 @@ def mode(path: Path) -> int:
 def test_a_call_becomes_a_job_with_the_site_s_script(library: Library, tmp_path: Path, fake: Fake) -> None:
     fake("sbatch", "12;blue")
     folder = tmp_path / "folder"
-    job = executor(library, folder, tasks=2).submit(divmod, 7, 2)
-    assert isinstance(job, TemplateJob)
-    assert (job.job_id, job.cluster, job.num_tasks) == ("12", "blue", 2)
-    assert [getattr(job.task(k), "cluster", None) for k in (0, 1)] == ["blue", "blue"]
-    script = job.paths.submission_file
-    assert "echo the site was here" in script.read_text(encoding="utf-8")
-    delayed = job.submission()
+    done = executor(library, folder).submit_task(divmod, 7, 2)
+    assert (done.job, "echo the site was here" in done.script) == (JobId(12, cluster="blue"), True)
+    script, pickled = folder / "12_submission.sh", folder / "12_submitted.pkl"
+    delayed = DelayedSubmission.load(pickled)
     assert (delayed.function, delayed.args, delayed._timeout_min) == (divmod, (7, 2), 30)
-    assert (mode(folder), mode(job.paths.submitted_pickle), mode(script)) == (0o700, 0o600, 0o600)
+    assert (mode(folder), mode(pickled), mode(script)) == (0o700, 0o600, 0o600)
 
 
-def test_every_way_to_an_array_keeps_script_and_handles(library: Library, tmp_path: Path, fake: Fake) -> None:
-    log = fake("sbatch", "12;blue")
-    made = executor(library, tmp_path / "folder", cluster="blue", tasks=2)
-    with made.batch():
-        in_batch = [made.submit(divmod, a, 2) for a in (7, 8, 9)]
-    mapped = made.map_array(divmod, [7, 8, 9], [2, 2, 2])
-    for jobs in (in_batch, mapped, made.submit_array([partial(divmod, a, 2) for a in (7, 8, 9)])):
-        assert [(job.job_id, job.num_tasks) for job in jobs] == [("12_0", 2), ("12_1", 2), ("12_2", 2)]
-        assert all(isinstance(job, TemplateJob) and job.cluster == "blue" for job in jobs)
-    assert len(calls(log)) == 3
-    script = (tmp_path / "folder" / "12_submission.sh").read_text(encoding="utf-8")
-    assert "echo the site was here" in script
-    assert "#SBATCH --array=0-2\n" in script
-    assert f"#SBATCH --output={tmp_path}/folder/%A_%a_0_log.out\n" in script
-
-
-def test_each_element_of_an_array_gets_its_own_arguments(
-    library: Library, tmp_path: Path, fake: Fake
-) -> None:
-    fake("sbatch", "12")
-    jobs = executor(library, tmp_path / "folder").map_array(divmod, [7, 8, 9], [2, 3, 4])
-    assert [job.submission().args for job in jobs] == [(7, 2), (8, 3), (9, 4)]
+def test_submitit_s_own_ways_would_lose_the_template(library: Library, tmp_path: Path) -> None:
+    for submit in (executor(library, tmp_path / "a").submit, executor(library, tmp_path / "a").map_array):
+        with pytest.raises(UsageError, match="submit_task or submit_elements"):
+            submit(divmod, [7], [2])
 
 
 def test_the_elements_of_a_sweep_share_one_pickle(library: Library, tmp_path: Path, fake: Fake) -> None:
@@ -145,7 +122,7 @@ def test_a_refused_job_leaves_no_file(library: Library, tmp_path: Path, fake: Fa
     fake("sbatch", "!sbatch: error: Batch job submission failed: Invalid account or account/partition")
     folder = tmp_path / "folder"
     with pytest.raises(SiteError, match=r"did not take the job: .*Invalid account"):
-        executor(library, folder).submit(dict)
+        executor(library, folder).submit_task(dict)
     assert list(folder.iterdir()) == []
 
 
@@ -179,117 +156,28 @@ def test_parameters_are_the_spec_s(library: Library, tmp_path: Path) -> None:
         executor(library, tmp_path / "folder").update_parameters(time=5)
 
 
-def test_cancelling_asks_the_job_s_own_cluster(tmp_path: Path, fake: Fake) -> None:
-    log = fake("scancel", "")
-    TemplateJob[object](tmp_path, "12_3", cluster="blue").cancel()
-    assert calls(log) == ["-M blue 12_3"]
-
-
-def test_cancelling_what_is_over_is_no_mistake(tmp_path: Path, fake: Fake) -> None:
-    fake("scancel", "!scancel: error: Kill job error on job id 12: Invalid job id specified")
-    TemplateJob[object](tmp_path, "12").cancel()
-    fake("scancel", "!scancel: error: Kill job error on job id 12: Access/permission denied")
-    with pytest.raises(SiteError, match="permission denied"):
-        TemplateJob[object](tmp_path, "12").cancel()
-
-
-@pytest.mark.parametrize(
-    ("state", "is_done"),
-    [
-        ("PENDING", False),
-        ("CONFIGURING", False),
-        ("RUNNING", False),
-        ("SUSPENDED", False),
-        ("COMPLETING", False),
-        ("REQUEUE_HOLD", False),
-        ("RESV_DEL_HOLD", False),
-        ("NEVER_HEARD_OF", False),
-        ("COMPLETED", True),
-        ("FAILED", True),
-        ("OUT_OF_MEMORY", True),
-        ("NODE_FAIL", True),
-        ("PREEMPTED", True),
-    ],
-)
-def test_states_that_are_an_end(state: str, is_done: bool, tmp_path: Path, fake: Fake) -> None:
-    fake("squeue", f"12|{state}|None|N/A|n[01-02]|main|0:01|1:00|name|with bar")
-    job = TemplateJob[object](tmp_path, "12", cluster=f"of-{state}")
-    assert job.done(force_check=True) is is_done
-
-
-def test_an_element_is_found_among_those_that_wait(tmp_path: Path, fake: Fake) -> None:
-    fake(
-        "squeue", "12_[4-9%2]|PENDING|Resources|N/A||main|0:00|1:00|n\n12_3|FAILED|None|N/A||main|0:00|1:00|n"
-    )
-    failed, waiting = (TemplateJob[object](tmp_path, f"12_{k}", cluster="elements") for k in (3, 5))
-    assert (failed.done(force_check=True), waiting.done(force_check=True)) == (True, False)
-    assert (failed.state, waiting.state) == ("FAILED", "PENDING")
-
-
-@pytest.fixture
-def no_accounting(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake("sacct", "!Slurm accounting storage is disabled")
-    monkeypatch.setattr(TemplateJob, "_wait_for_result_s", 0)
-
-
-@pytest.mark.usefixtures("no_accounting")
-def test_nobody_waits_for_a_job_that_crashed(tmp_path: Path, fake: Fake) -> None:
-    fake("squeue", "12|FAILED|NonZeroExitCode|N/A|n01|main|0:01|1:00|n")
-    job = TemplateJob[object](tmp_path, "12", cluster="crashed")
-    job.paths.stderr.write_text("it went wrong", encoding="utf-8")
-    with pytest.raises(UncompletedJobError, match=r"FAILED(.|\n)*it went wrong"):
-        job.result()
-
-
-@pytest.mark.usefixtures("no_accounting")
-def test_a_job_that_slurm_forgot_is_over_at_the_second_look(tmp_path: Path, fake: Fake) -> None:
-    log = fake("squeue", "!slurm_load_jobs error: Invalid job id specified")
-    job = TemplateJob[object](tmp_path, "12", cluster="forgot")
-    assert [job.watcher.is_done("12", "force"), job.watcher.is_done("12", "force")] == [False, True]
-    with pytest.raises(UncompletedJobError, match="VANISHED"):
-        job.result()
-    assert len(calls(log)) == 2
-
-
-@pytest.mark.usefixtures("no_accounting")
-def test_a_controller_that_is_away_is_no_end(tmp_path: Path, fake: Fake) -> None:
-    fake("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    job = TemplateJob[object](tmp_path, "12", cluster="away")
-    assert not any(job.watcher.is_done("12", "force") for _ in range(3))
-    assert job.state == "UNKNOWN"
-
-
-def test_handles_survive_pickling(tmp_path: Path) -> None:
-    job = pickle.loads(pickle.dumps(TemplateJob[object](tmp_path, "12", (0, 1), cluster="blue")))
-    assert (job.job_id, job.cluster, job.num_tasks, job.task(1).cluster) == ("12", "blue", 2, "blue")
-
-
-def result_of(folder: Path, value: object) -> TemplateJob[object]:
-    folder.mkdir(mode=0o700, exist_ok=True)
-    job = TemplateJob[object](folder, "12")
-    cloudpickle_dump(("success", value), job.paths.result_pickle)
-    job.paths.result_pickle.chmod(0o600)
-    return job
-
-
-def test_a_result_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
-    job = result_of(tmp_path / "folder", 7)
-    assert job.result() == 7
-    job.paths.result_pickle.chmod(0o620)
+def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    path = folder / "12_submitted.pkl"
+    path.touch(mode=0o600)
+    check_private(path)
+    path.chmod(0o620)
     with pytest.raises(UsageError, match="written by others"):
-        job.result()
-    job.paths.result_pickle.chmod(0o600)
-    job.paths.folder.chmod(0o703)
+        check_private(path)
+    path.chmod(0o600)
+    folder.chmod(0o703)
     with pytest.raises(UsageError, match="written by others"):
-        job.result()
+        check_private(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away; run as root in a container")
-def test_a_result_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
-    job = result_of(tmp_path / "folder", 7)
-    os.chown(job.paths.result_pickle, 12345, -1)
+def test_a_pickle_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "12_submitted.pkl"
+    path.touch(mode=0o600)
+    os.chown(path, 12345, -1)
     with pytest.raises(UsageError, match="belongs to user 12345"):
-        check_private(job.paths.result_pickle)
+        check_private(path)
 
 
 START = """
