@@ -68,6 +68,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("float32", "int32", "uint32"), 4),
     **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     "complex128": 16,
 }
 """The types that a save may hold, by torch's names."""

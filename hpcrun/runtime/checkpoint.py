@@ -181,7 +181,7 @@ class Checkpointer:
         newest = max((step_of(path) for path in self._damaged), default=saved.step)
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
-            _set_rng_state(random_state)
+            set_rng_state(random_state)
         lost = newest - saved.step
         return Restored(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
@@ -216,7 +216,7 @@ class Checkpointer:
             if (step, generation) != (told[0][0], told[0][1]):
                 raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
         if random_state is not None:
-            _set_rng_state(random_state)
+            set_rng_state(random_state)
         passed_by = list(passed_over)
         return Restored(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
 
@@ -378,7 +378,8 @@ def rng_state() -> Tensor:
     return torch.cat(states)
 
 
-def _set_rng_state(state: Tensor) -> None:
+def set_rng_state(state: Tensor) -> None:
+    """Set what `rng_state` gave."""
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size])
     if state.numel() > size:

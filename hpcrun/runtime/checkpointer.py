@@ -28,13 +28,7 @@ from hpcrun.runtime.drainhome import AgentHome, OwnHome
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
 from hpcrun.runtime.state_loading import StateLoading
-from hpcrun.runtime.trees import (
-    begin_optimizers,
-    forget_unfilled,
-    hand_back,
-    pack,
-    take_apart,
-)
+from hpcrun.runtime.state_tree import flatten, pack
 
 
 class Checkpointer:
@@ -94,10 +88,8 @@ class Checkpointer:
         values in the state are kept as each rank has them now. `position`: any count of yours, such as of
         samples.
         """
-        tree = take_apart(state)
-        ties = tree.ties()
-        entries = {name: tensor.detach() for name, tensor in tree.tensors.items() if name not in ties}
-        entries[self._own] = pack({"values": tree.values, "ties": ties})
+        flat = flatten(state)
+        entries = flat.tensors | {self._own: pack(flat.tree)}
         if self._behind is None:
             self._direct.save(step, position, entries)
             return True
@@ -119,28 +111,24 @@ class Checkpointer:
         """Fill a state from the newest save that proves whole, whatever layout wrote it; gives its step.
 
         A state is nested dicts and lists of tensors and plain values, and of what has state_dict() and
-        load_state_dict(): give the optimizer itself, which before its first step has no tensors to fill.
-        Tensors are filled where they are, plain values replaced, random state set last. `only`: a beginning
-        of names, such as "model."; nothing else is touched. Without `strict`, what is in one of state and
-        save alone, or has another shape or type there, stays as it is. None where nothing was saved.
+        load_state_dict(): such an object is handed what was saved of it, new tensors where it has none yet.
+        Other tensors are filled where they are, plain values set, random state last; UsageError, with names,
+        where something is in one of state and save alone, or cannot be what it was. `only`: a beginning of
+        names, such as "model."; nothing else is touched. Without `strict`, what is in one of them alone, or
+        has another shape or type there, stays as it is. None where nothing was saved.
         """
         if self._behind is not None:
             self._behind.settle()
-        begun = begin_optimizers(state)
-        tree = take_apart(state)
-        tree.tensors = {name: tensor for name, tensor in tree.tensors.items() if name.startswith(only)}
-        loading = StateLoading(self._control, tree, strict=strict, only=only)
+        loading = StateLoading(self._control, state, strict=strict, only=only)
         attempt = self._run.attempt(self._direct.attempt)
-        filled: set[str] = set()
-        try:
-            restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
-            if restored is None:
-                return None
-            loading.finish()
-            filled = loading.filled
-        finally:
-            forget_unfilled(begun, filled)
-        hand_back(tree, filled)
+        restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
+        if restored is None:
+            return None
+        # What objects do with their state may draw numbers, which is not to be seen afterwards.
+        random_state = checkpoint.rng_state()
+        for note in loading.finish():
+            _say(note)
+        checkpoint.set_rng_state(random_state)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)
         for problem in restored.passed_over if self._control.rank == 0 else ():

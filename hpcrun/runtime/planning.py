@@ -142,7 +142,12 @@ def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[Piece, P
     if stored is None or len(stored.chunks) != 1 or isinstance(tensor, DTensor):
         return None
     is_alike = stored.shape == tuple(tensor.shape) and stored.dtype == dtype_name(tensor)
-    return stored.chunks[0] if is_alike and tensor.is_cpu and tensor.is_contiguous() else None
+    return stored.chunks[0] if is_alike and _lies_as_stored(tensor) else None
+
+
+def _lies_as_stored(tensor: Tensor) -> bool:
+    """Whether its memory has the bytes of its elements in order; a conjugate's is that of another."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _Reader:
@@ -168,7 +173,7 @@ class _Reader:
                 continue
             target = self._planner.resolve_tensor(items[0])
             whole = len(items) == 1 and tuple(items[0].lengths) == piece.sizes
-            if whole and target.is_cpu and target.is_contiguous():
+            if whole and _lies_as_stored(target):
                 yield piece, place, raw_bytes(target)
                 continue
             buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
@@ -206,6 +211,11 @@ def dtype_name(tensor: Tensor) -> str:
     if name not in ITEM_BYTES:
         raise UsageError(f"a tensor of type {name} cannot be saved; use one of {', '.join(ITEM_BYTES)}")
     return name
+
+
+def is_known_dtype(dtype: torch.dtype) -> bool:
+    """Whether the format has this type."""
+    return str(dtype).removeprefix("torch.") in ITEM_BYTES
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -2,89 +2,409 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from hpcrun.checkpoint.format import Tensor as StoredTensor
 from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.errors import UsageError
-from hpcrun.runtime import checkpoint
+from hpcrun.runtime import checkpoint, optimizer_state
 from hpcrun.runtime.control import Control
+from hpcrun.runtime.plain_values import (
+    TAG,
+    Keys,
+    Node,
+    PlainValueError,
+    encode,
+    no_others,
+    path_of,
+    types_of,
+)
 from hpcrun.runtime.planning import dtype_name, raw_bytes
-from hpcrun.runtime.trees import Tree, put_back, unpack
+from hpcrun.runtime.state_match import Handover, Match, Matching, PlainTarget, Target
+from hpcrun.runtime.state_tree import (
+    RESERVED,
+    TENSOR,
+    differences,
+    is_object,
+    merge,
+    names_of,
+    tensor_nodes,
+    tree_of,
+    unflatten,
+    unpack,
+)
+from hpcrun.runtime.tensor_memory import (
+    can_hold_all,
+    clusters_of,
+    identity_of,
+    overlaps_itself,
+    problem_of,
+    same_bytes,
+    samples_of,
+    write,
+)
 
 
 class StateLoading:
-    """What of a state is filled from a save."""
+    """A state that is filled from a save: `fit` checks and touches nothing, `finish` hands over."""
 
-    def __init__(self, control: Control, tree: Tree, *, strict: bool, only: str) -> None:
-        self._control, self._tree, self._strict, self._only = control, tree, strict, only
-        mine = {name: list(tensor.shape) for name, tensor in tree.tensors.items()}
-        self._names = {name for told in control.allgather(list(mine)) for name in told}
-        self._values: dict[str, Any] = {}
-        self._tied: dict[str, str] = {}
-        self.filled: set[str] = set()
-        """Names of what the save has."""
+    def __init__(self, control: Control, state: Mapping[str, Any], *, strict: bool, only: str) -> None:
+        self._control, self._state, self._strict, self._only = control, state, strict, only
+        self._told: dict[Keys, Any] = {}
+        self._types: dict[str, type] = {}
+        own = [keys for keys, _ in self._matching({}).leaves(state, ())]
+        self._types = types_of([dict(state), list(self._told.values())])
+        paths = [path_of(keys) for keys in own]
+        self._names = {name for of_rank in control.allgather(paths) for name in of_rank}
+        self._match = Match()
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """Tensors, and what they get when all is read."""
+        self._new: dict[tuple[str, str], Tensor] = {}
+        """What is handed over in memory of its own, by its stored name and its device."""
+        if only and not any(f"{name}.".startswith(only) for name in self._names):
+            raise UsageError(f"load: only={only!r}: nothing in the state is called so")
 
     def fit(self, where: str, world_size: int, source: ChunkSource) -> dict[str, Tensor]:
         """Those tensors of the state that the save has; UsageError where it is another state."""
         every = source.manifest.tensors
-        stored = {
-            name for name in every if name.startswith(self._only) and not name.startswith(("rng.", "hpcrun."))
-        }
-        told = self._told(world_size, source, stored)
-        ties = {name: owner for one in told for name, owner in one["ties"].items()}
-        self._tied = {name: ties[name] for name in self._names - stored if ties.get(name) in self._names}
-        found, other = dict[str, Tensor](), list[str]()
-        for name, tensor in self._tree.tensors.items():
-            if name in stored:
-                same = (every[name].shape, every[name].dtype) == (tuple(tensor.shape), dtype_name(tensor))
-                if same:
-                    found[name] = tensor.detach()
-                else:
-                    other.append(name)
+        stored = {name: tensor for name, tensor in every.items() if not name.startswith(RESERVED)}
+        self._copies, self._new = [], {}
+        self._match = match = self._matched(where, world_size, source, stored)
+        found = self._placed(source, match, stored)
+        identities = {identity_of(one.tensor) for one in match.targets if one.tensor is not None}
+        lacks = [
+            path_of(keys)
+            for keys, tensor in match.lacks
+            if tensor is None or identity_of(tensor) not in identities - {None}
+        ]
         if self._strict:
-            _refuse(where, "has another shape or type of", other)
-            _refuse(where, "lacks", sorted(self._names - stored - self._tied.keys()))
-            _refuse(where, "also holds", sorted(stored - self._names))
-        self._values = {} if self._only or not told else told[0]["values"]
+            _refuse(where, "has another shape or type of", [_told(*one) for one in match.unlike])
+            _refuse(where, "lacks", lacks)
+            extra = [path_of(keys) for keys in match.extra]
+            _refuse(where, "also holds", [path for path in extra if path not in self._names])
+        self._make_states(where)
         random, mine = checkpoint.rng_state(), f"rng.{self._control.rank}"
-        self.filled = {*found, *self._tied, *self._values}
         is_alike = world_size == self._control.size and mine in every and every[mine].shape == random.shape
         if is_alike and not self._only:
             found[mine] = random
         return found
 
-    def finish(self) -> None:
-        """What is not tied here any more gets its own copy, and plain values get theirs."""
-        tensors = self._tree.tensors
+    def finish(self) -> list[str]:
+        """Set what is no tensor, and hand objects their state; what their own values have become of it."""
         with torch.no_grad():
-            for name, owner in self._tied.items():
-                if name in tensors and owner in tensors and tensors[name] is not tensors[owner]:
-                    tensors[name].copy_(tensors[owner])
-        put_back(self._tree, self._values)
+            for target, content in self._copies:
+                write(target, content)
+        for one in self._match.values:
+            _set(one)
+        notes = list[str]()
+        for handover in self._match.objects:
+            notes += self._hand_over(handover)
+        return notes
 
-    def _told(self, world_size: int, source: ChunkSource, stored: set[str]) -> list[dict[str, Any]]:
-        """What the ranks had besides tensors: this one's, or the first's; all, where names are missing."""
-        mine = self._control.rank if world_size == self._control.size else 0
-        others = range(world_size) if self._names - stored else ()
-        names = [f"hpcrun.{rank}" for rank in dict.fromkeys((mine, *others))]
-        found = []
-        for name in names:
-            if name in source.manifest.tensors:
-                tensor = source.manifest.tensors[name]
-                data = torch.empty(tensor.shape, dtype=torch.uint8)
-                begin = 0
-                for piece, place in sorted(tensor.chunks, key=lambda one: one[0].offsets):
-                    end = begin + piece.size_bytes
-                    source.read(piece, place, raw_bytes(data[begin:end]))
-                    begin = end
-                found.append(unpack(bytes(raw_bytes(data))))
+    def _matching(self, stored: Mapping[str, StoredTensor]) -> Matching:
+        return Matching(self._told_by, self._types, stored, self._only)
+
+    def _told_by(self, keys: Keys, one: Any) -> Any:
+        if keys not in self._told:
+            self._told[keys] = one.state_dict()
+        return self._told[keys]
+
+    def _matched(
+        self, where: str, world_size: int, source: ChunkSource, stored: Mapping[str, StoredTensor]
+    ) -> Match:
+        """Both states beside each other: of this rank, or the first; of all, where something is missing."""
+        is_alike = world_size == self._control.size
+        first = self._control.rank if is_alike else 0
+        tree = _record(where, source, first)
+        if tree is None:
+            tree = self._of_names_alone(stored)
+        known = {node["v"] for _, node in tensor_nodes(tree, self._types)}
+        matching = self._matching(stored)
+        matching.walk(self._state, tree)
+        if matching.match.lacks or (not is_alike and stored.keys() - known):
+            for rank in range(world_size):
+                other = _record(where, source, rank) if rank != first else None
+                tree = tree if other is None else merge(tree, other, self._types)
+            matching = self._matching(stored)
+            matching.walk(self._state, tree)
+        return matching.match
+
+    def _of_names_alone(self, stored: Mapping[str, StoredTensor]) -> Node:
+        """The tree of a save that has tensors alone, such as of a training of hpcrun's own."""
+        leaves = self._matching({}).leaves(self._state, ())
+        names = names_of([keys for keys, tensor in leaves if tensor is not None])
+        there = {keys: name for keys, name in names.items() if name in stored}
+        tree = _pruned(dict(self._state), there, self)
+        left = sorted(stored.keys() - set(names.values()))
+        tree["v"] += [[name, {TAG: TENSOR, "v": name}] for name in left]
+        return tree
+
+    def _placed(
+        self, source: ChunkSource, match: Match, stored: Mapping[str, StoredTensor]
+    ) -> dict[str, Tensor]:
+        """Memory for every tensor that is wanted: what is read right into its place, by its stored name."""
+        able = []
+        for target in match.targets:
+            problem = _misfit(target, stored)
+            if not problem:
+                able.append(target)
+                continue
+            if target.is_free:
+                problem = self._renew(target, stored)
+            if problem:
+                target.tensor = None
+                match.unlike.append((target.keys, problem))
+        self._share_out(source, match, able, stored)
+        found = dict[str, Tensor]()
+        kept = {id(target) for target, _ in self._copies}
+        for target in match.targets:
+            tensor = target.tensor
+            if tensor is None or id(tensor) in kept:
+                continue
+            first = found.setdefault(target.name, tensor.detach())
+            if identity_of(first) != identity_of(tensor):
+                self._copies.append((tensor.detach(), first))
         return found
 
+    def _share_out(
+        self, source: ChunkSource, match: Match, able: list[Target], stored: Mapping[str, StoredTensor]
+    ) -> None:
+        """See to it that no memory is filled with two contents."""
+        for numbers in clusters_of([_tensor(one) for one in able]):
+            cluster = [able[number] for number in numbers]
+            one = _tensor(cluster[0])
+            is_one = len({(identity_of(_tensor(target)), target.name) for target in cluster}) == 1
+            if is_one and (isinstance(one, DTensor) or not overlaps_itself(one)):
+                continue
+            for target in [target for target in cluster if target.is_free]:
+                if problem := self._renew(target, stored):
+                    target.tensor = None
+                    match.unlike.append((target.keys, problem))
+            cluster = [target for target in cluster if not target.is_free]
+            if len(cluster) > 1 or (cluster and overlaps_itself(_tensor(cluster[0]))):
+                self._share_memory(source, match, cluster)
 
-def _refuse(where: str, verb: str, names: list[str]) -> None:
+    def _renew(self, target: Target, stored: Mapping[str, StoredTensor]) -> str:
+        """Give an object's target memory of its own; why that cannot be done."""
+        saved, like = stored.get(target.name), target.like
+        if saved is None:
+            return "is not in the save's list of tensors"
+        dtype: torch.dtype = getattr(torch, saved.dtype)
+        if isinstance(like, DTensor) and tuple(like.shape) == saved.shape:
+            target.tensor = torch.empty_like(like, dtype=dtype, requires_grad=False)
+        elif target.is_sharded:
+            return "was saved as a DTensor, and nothing says how it lies here; give the object its state"
+        else:
+            device = str(like.device) if like is not None and not like.is_meta else "cpu"
+            # What was one tensor is handed over as one.
+            key = (target.name, device)
+            if key not in self._new:
+                self._new[key] = torch.empty(saved.shape, dtype=dtype, device=device)
+            target.tensor = self._new[key]
+        return ""
+
+    def _share_memory(self, source: ChunkSource, match: Match, cluster: list[Target]) -> None:
+        """Tensors that are one memory, in part or all, get their contents if these fit each other."""
+        tensors = [_tensor(target) for target in cluster]
+        problem = ""
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            problem = "shares its memory with another tensor here, and is a DTensor"
+        else:
+            whole = {target.name: _read_whole(source, target.name) for target in cluster}
+            contents = [whole[target.name] for target in cluster]
+            if can_hold_all(tensors, contents):
+                self._copies += [(tensor, content) for tensor, content in zip(tensors, contents, strict=True)]
+                return
+            others = ", ".join(path_of(target.keys) for target in cluster[1:]) or "itself"
+            problem = f"shares its memory with {others} here, and was saved with other contents than that"
+        match.unlike.append((cluster[0].keys, problem))
+        for target in cluster:
+            target.tensor = None
+
+    def _make_states(self, where: str) -> None:
+        """The state that each object is to be handed; UsageError for what cannot be made here."""
+        filled = {target.keys: target.tensor for target in self._match.targets}
+        problems, able = list[str](), list[Handover]()
+
+        def tensor_at(keys: Keys) -> Tensor:
+            if (tensor := filled.get(keys)) is None:
+                raise _UnfilledError
+            return tensor
+
+        for handover in self._match.objects:
+            try:
+                if handover.told is None:
+                    handover.state = unflatten(handover.node, tensor_at, self._types, handover.keys)
+                else:
+                    handover.state = handover.told
+                able.append(handover)
+            except PlainValueError as error:
+                problems.append(_told(error.keys, error.problem))
+            except _UnfilledError:
+                continue  # it was said which tensor cannot be made
+        self._match.objects = able
+        if self._strict:
+            _refuse(where, "has another shape or type of", problems)
+
+    def _hand_over(self, handover: Handover) -> list[str]:
+        """Hand one object its state, and see that nothing has become of it that was not saved."""
+        one, name = handover.object, path_of(handover.keys)
+        handed = tree_of(handover.state, handover.keys)
+        before = samples_of(list(handed.tensors.values()))
+        is_torchs = isinstance(one, torch.optim.Optimizer) and handover.parameters is not None
+        if is_torchs:
+            optimizer_state.load_into(one, handover.state)
+        else:
+            one.load_state_dict(handover.state)
+        changed, values = self._changes(handover, handed, before)
+        if is_torchs and (changed or values):
+            assert handover.parameters is not None
+            optimizer_state.set_exactly(one, handover.state, handover.parameters)
+            changed, values = self._changes(handover, handed, before)
+        if isinstance(one, torch.optim.Optimizer | torch.nn.Module):
+            changed, values = [*changed, *values], []
+        if changed and self._strict:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"{changed[0]}{more}: is not what was saved after load_state_dict of {name}"
+                f" ({type(one).__qualname__}); have it keep its state as it is, or load with strict=False"
+            )
+        changed += values
+        return [f"{path} is not what was saved, after load_state_dict of {name}" for path in changed]
+
+    def _changes(
+        self, handover: Handover, handed: Any, before: Sequence[Tensor]
+    ) -> tuple[list[str], list[str]]:
+        """Names of tensors and of plain values that are others than were handed over."""
+        try:
+            after = tree_of(handover.object.state_dict(), handover.keys)
+        except UsageError as error:
+            return [], [str(error).removeprefix("state: ")]
+        tensors = []
+        for (keys, tensor), sample in zip(handed.tensors.items(), before, strict=True):
+            now = after.tensors.get(keys)
+            if now is None or (now.dtype, now.shape) != (tensor.dtype, tensor.shape):
+                tensors.append(f"{path_of(keys)} ({_kind(tensor)} was saved, {_kind(now)} is there)")
+            elif identity_of(now) == identity_of(tensor):
+                if not same_bytes(samples_of([now])[0], sample):
+                    tensors.append(path_of(keys))
+            elif not same_bytes(tensor, now):
+                tensors.append(path_of(keys))
+        gone = {keys for keys in handed.tensors if keys not in after.tensors}
+        values = [
+            path_of(keys)
+            for keys in differences(handed.tree, after.tree, self._types, handover.keys)
+            if keys not in gone
+        ]
+        return tensors, values
+
+
+class _UnfilledError(Exception):
+    """A tensor has no memory here."""
+
+
+def _record(where: str, source: ChunkSource, rank: int) -> Node:
+    """The tree that a rank had; None where there is none."""
+    name = f"hpcrun.{rank}"
+    if name not in source.manifest.tensors:
+        return None
+    return unpack(bytes(raw_bytes(_read_whole(source, name))), where)
+
+
+def _read_whole(source: ChunkSource, name: str) -> Tensor:
+    """A stored tensor, read and proved."""
+    stored = source.manifest.tensors[name]
+    whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
+    for piece, place in stored.chunks:
+        part = torch.empty(piece.sizes, dtype=whole.dtype)
+        source.read(piece, place, raw_bytes(part))
+        whole[tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))] = part
+    return whole
+
+
+def _pruned(new: Any, names: Mapping[Keys, str], loading: StateLoading, keys: Keys = ()) -> Node:
+    """The tree of those tensors of a state that have a name."""
+    if keys in names:
+        return {TAG: TENSOR, "v": names[keys]}
+    if is_object(new):
+        new = loading._told_by(keys, new)
+    if isinstance(new, Mapping):
+        below = {key: _pruned(value, names, loading, (*keys, key)) for key, value in new.items()}
+        pairs = [[encode(key, no_others), node] for key, node in below.items() if node is not None]
+        return {TAG: "dict", "v": pairs}
+    if isinstance(new, list | tuple):
+        found = [_pruned(value, names, loading, (*keys, number)) for number, value in enumerate(new)]
+        return [node for node in found if node is not None]
+    return None
+
+
+def _tensor(target: Target) -> Tensor:
+    assert target.tensor is not None
+    return target.tensor
+
+
+def _misfit(target: Target, stored: Mapping[str, StoredTensor]) -> str:
+    """Why a stored tensor cannot be read into the one that is there."""
+    tensor, saved = target.tensor, stored.get(target.name)
+    if saved is None:
+        return "is not in the save's list of tensors"
+    if tensor is None:
+        return "is not there"
+    if problem := problem_of(tensor):
+        return problem
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "is an inference tensor, which cannot be filled; clone it"
+    if (saved.shape, saved.dtype) != (tuple(tensor.shape), dtype_name(tensor)):
+        return f"{saved.dtype} {list(saved.shape)} was saved, here it is {_kind(tensor)}"
+    return ""
+
+
+def _set(target: PlainTarget) -> None:
+    """Set a plain value, in place where others may hold on to it."""
+    container, key, value = target.container, target.key, target.value
+    now = container[key]
+    if type(now) is not type(value):
+        container[key] = value
+    elif isinstance(value, dict) and not (isinstance(value, defaultdict) and _makes(now) != _makes(value)):
+        now.clear()
+        now.update(value)
+    elif isinstance(value, list | bytearray):
+        now[:] = value
+    elif isinstance(value, set):
+        now.clear()
+        now.update(value)
+    elif isinstance(value, deque) and now.maxlen == value.maxlen:
+        now.clear()
+        now.extend(value)
+    elif isinstance(value, np.ndarray) and (now.dtype, now.shape) == (value.dtype, value.shape):
+        if now.flags.writeable:
+            now[...] = value
+        else:
+            container[key] = value
+    else:
+        container[key] = value
+
+
+def _makes(value: defaultdict[Any, Any]) -> Any:
+    return value.default_factory
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _told(keys: Keys, problem: str) -> str:
+    return f"{path_of(keys)} ({problem})"
+
+
+def _refuse(where: str, verb: str, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(

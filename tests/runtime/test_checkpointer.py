@@ -108,8 +108,9 @@ def test_only_part_of_a_save_may_be_wanted(directory: Path) -> None:
     ("state", "words"),
     [
         ({"a": object()}, "a is of type object"),
-        ({"a.b": torch.ones(1), "a": {"b": 2}}, "two things are called a.b"),
-        ({"rng": {"x": 1}}, "rename the key"),
+        ({"a": {(1, 2): [{"b": object()}]}}, r"a\.\(1, 2\)\.0\.b is of type object"),
+        ({"a": torch.eye(2).to_sparse(), "b": torch.ones(1)}, "a: is a sparse_coo tensor"),
+        ({"a": [torch.empty(2, device="meta")]}, r"a\.0: is on the meta device"),
     ],
 )
 def test_what_cannot_be_saved_is_said(tmp_path: Path, state: Any, words: str) -> None:

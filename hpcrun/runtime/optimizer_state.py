@@ -1,0 +1,101 @@
+"""The state of torch's optimizers, exactly: their own load_state_dict casts it to its parameter's type."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcrun.runtime.plain_values import Keys, Node, Types, children
+from hpcrun.runtime.tensor_memory import same_bytes
+
+
+def parameters_of(
+    optimizer: torch.optim.Optimizer, node: Node, types: Types
+) -> dict[Hashable, Tensor] | str | None:
+    """The parameters by the numbers that a saved state has for them; a text where it is of other groups.
+
+    None where the state is not of the form that torch's optimizers give.
+    """
+    told = children(node, types) or {}
+    saved = children(told.get("param_groups"), types)
+    if saved is None or "state" not in told:
+        return None
+    numbers = []
+    for group in saved.values():
+        listed = children((children(group, types) or {}).get("params"), types)
+        if listed is None:
+            return None
+        numbers.append(list(listed.values()))
+    here = [group["params"] for group in optimizer.param_groups]
+    if [len(one) for one in here] != [len(one) for one in numbers]:
+        was = f"was saved with parameters in groups of {_counts(numbers)}"
+        return f"{was}; here they are in groups of {_counts(here)}"
+    return {
+        number: param
+        for group, params in zip(numbers, here, strict=True)
+        for number, param in zip(group, params, strict=True)
+    }
+
+
+def init_optimizer_state(param: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    """Memory for one tensor of a parameter's state, laid out as that; None where it is of another shape."""
+    if param is None or tuple(param.shape) != shape:
+        return None
+    return torch.empty_like(param, dtype=dtype, requires_grad=False)
+
+
+def load_into(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Hand a state to an optimizer's own load_state_dict."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        optimizer.load_state_dict(state)
+        return
+    # Texts and named tuples come out as something else, or not at all: they are set afterwards.
+    castable = {number: _castable(values) for number, values in state["state"].items()}
+    optimizer.load_state_dict({**state, "state": castable})
+
+
+def set_exactly(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameters: Mapping[Hashable, Tensor]
+) -> None:
+    """Set an optimizer's state to what it was handed, where it has made something else of it."""
+    for number, values in state["state"].items():
+        key = parameters.get(number, number)
+        optimizer.state[key] = _exact(values, optimizer.state.get(key))
+
+
+def param_number(keys: Keys) -> Hashable:
+    """Of which parameter a value in an optimizer's state is, by the keys below the optimizer."""
+    return keys[1] if len(keys) > 2 and keys[0] == "state" else None
+
+
+def _exact(handed: Any, actual: Any) -> Any:
+    if isinstance(handed, Tensor):
+        if not isinstance(actual, Tensor) or type(actual) is not type(handed):
+            return handed
+        return actual if same_bytes(handed, actual) else handed.to(actual.device)
+    if type(handed) is dict:
+        mine = actual if isinstance(actual, Mapping) else {}
+        return {key: _exact(value, mine.get(key)) for key, value in handed.items()}
+    if type(handed) in (list, tuple):
+        mine = (
+            actual
+            if isinstance(actual, list | tuple) and len(actual) == len(handed)
+            else [None] * len(handed)
+        )
+        return type(handed)(_exact(*both) for both in zip(handed, mine, strict=True))
+    return handed
+
+
+def _castable(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _castable(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_castable(one) for one in value)
+    return value if isinstance(value, Tensor | int | float) else None
+
+
+def _counts(groups: list[Any]) -> str:
+    return ", ".join(str(len(group)) for group in groups)

@@ -1,0 +1,233 @@
+"""What of a saved state goes where in the one that is to be filled; nothing is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcrun.checkpoint.format import Tensor as StoredTensor
+from hpcrun.errors import UsageError
+from hpcrun.runtime.optimizer_state import init_optimizer_state, param_number, parameters_of
+from hpcrun.runtime.plain_values import Keys, Node, PlainValueError, Types, children, path_of, same
+from hpcrun.runtime.state_tree import (
+    has_parts,
+    is_object,
+    is_tensor,
+    leaves_of,
+    tensor_nodes,
+    tree_of,
+    unflatten,
+)
+
+
+@dataclass
+class Target:
+    """A saved tensor, and what it is read into."""
+
+    keys: Keys
+    name: str
+    """That it is stored under."""
+    tensor: Tensor | None
+    """Where the state has it now."""
+    like: Tensor | None = None
+    """Lies as a new one has to."""
+    is_free: bool = False
+    """It may be another tensor: it is handed over."""
+    is_sharded: bool = False
+
+
+@dataclass
+class PlainTarget:
+    """A plain value, and where it goes."""
+
+    keys: Keys
+    container: Any
+    key: Any
+    value: Any
+
+
+@dataclass
+class Handover:
+    """An object that is handed its state."""
+
+    keys: Keys
+    object: Any
+    node: Node = None
+    """Its state as it was saved; for a module what it told of itself is filled."""
+    told: Any = None
+    parameters: Mapping[Hashable, Tensor] | None = None
+    """Of an optimizer of torch's."""
+    state: Any = None
+    """What it is handed."""
+
+
+@dataclass
+class Match:
+    """A saved state beside the one to be filled."""
+
+    targets: list[Target] = field(default_factory=list)
+    values: list[PlainTarget] = field(default_factory=list)
+    objects: list[Handover] = field(default_factory=list)
+    lacks: list[tuple[Keys, Tensor | None]] = field(default_factory=list)
+    """What the save does not have."""
+    extra: list[Keys] = field(default_factory=list)
+    """What the save alone has."""
+    unlike: list[tuple[Keys, str]] = field(default_factory=list)
+    """What cannot be put where it belongs, and why."""
+
+
+class Matching:
+    """Walks through both states at once."""
+
+    def __init__(
+        self, told_by: Callable[[Keys, Any], Any], types: Types, stored: Mapping[str, StoredTensor], only: str
+    ) -> None:
+        """`told_by`: what an object at a place tells of its state; `only`: the beginning of wanted names."""
+        self._told_by, self._types, self._stored, self._only = told_by, types, stored, only
+        self.match = Match()
+
+    def walk(self, new: Any, node: Node, keys: Keys = (), container: Any = None) -> None:
+        """Match a part of the new state with what was saved of it."""
+        if isinstance(new, Tensor):
+            if not self._wants(keys):
+                return
+            if is_tensor(node):
+                self.match.targets.append(Target(keys, node["v"], new))
+            else:
+                self.match.unlike.append((keys, "is no tensor in the save"))
+        elif is_object(new):
+            self._object(new, node, keys)
+        elif not keys or has_parts(new):
+            self._below(new, node, keys)
+        elif self._wants(keys):
+            self._value(new, node, keys, container)
+
+    def _wants(self, keys: Keys) -> bool:
+        return f"{path_of(keys)}.".startswith(self._only)
+
+    def _below(self, new: Any, node: Node, keys: Keys) -> None:
+        saved = children(node, self._types, keys)
+        mine = {(type(key), key): (key, value) for key, value in _items(new)}
+        its = {} if saved is None else {(type(key), key): (key, one) for key, one in saved.items()}
+        for both, (key, value) in mine.items():
+            below = (*keys, key)
+            if both in its:
+                self.walk(value, its[both][1], below, new)
+            else:
+                self.match.lacks += [one for one in self.leaves(value, below) if self._wants(one[0])]
+        if saved is None and self._wants(keys):
+            self.match.extra.append(keys)
+        for both, (key, one) in its.items():
+            if both not in mine:
+                leaves = leaves_of(one, self._types, (*keys, key))
+                self.match.extra += [found for found in leaves if self._wants(found)]
+
+    def leaves(self, new: Any, keys: Keys) -> Iterator[tuple[Keys, Tensor | None]]:
+        """Every tensor, object and plain value of a new state."""
+        if isinstance(new, Tensor):
+            yield keys, new
+        elif is_object(new):
+            yield keys, None
+            if isinstance(new, torch.nn.Module):
+                yield from self.leaves(self._told_by(keys, new), keys)
+        elif (not keys or has_parts(new)) and isinstance(new, Mapping | list | tuple):
+            for key, value in _items(new):
+                yield from self.leaves(value, (*keys, key))
+        else:
+            yield keys, None
+
+    def _value(self, new: Any, node: Node, keys: Keys, container: Any) -> None:
+        tensors = [found for found, _ in tensor_nodes(node, self._types, keys)]
+        if tensors:
+            self.match.extra += tensors
+            return
+        try:
+            value = unflatten(node, _no_tensor, self._types, keys)
+        except PlainValueError as error:
+            self.match.unlike.append((error.keys, error.problem))
+            return
+        if isinstance(container, MutableMapping | list):
+            self.match.values.append(PlainTarget(keys, container, keys[-1], value))
+        elif not _is_already(new, node):
+            what = f"has another value in the save, and a {type(container).__name__} does not take it"
+            self.match.unlike.append((keys, f"{what}; use a dict or a list"))
+
+    def _object(self, new: Any, node: Node, keys: Keys) -> None:
+        name = path_of(keys)
+        is_whole = f"{name}.".startswith(self._only)
+        is_part = not is_whole and self._only.startswith(f"{name}.")
+        if not is_whole and not is_part:
+            return
+        if children(node, self._types, keys) is None:
+            self.match.unlike.append((keys, "has no state in the save"))
+            return
+        told = self._told_by(keys, new)
+        if isinstance(new, torch.nn.Module) or _holds_objects(told):
+            self._below(told, node, keys)
+            self.match.objects.append(Handover(keys, new, told=told))
+            return
+        if is_part:
+            raise UsageError(f"load: only={self._only!r}: {name} takes its state whole; use only='{name}.'")
+        parameters = None
+        if isinstance(new, torch.optim.Optimizer):
+            found = parameters_of(new, node, self._types)
+            if isinstance(found, str):
+                self.match.unlike.append((keys, found))
+                return
+            parameters = found
+        self._tensors_of(told, node, keys, parameters)
+        self.match.objects.append(Handover(keys, new, node=node, parameters=parameters))
+
+    def _tensors_of(
+        self, told: Any, node: Node, keys: Keys, parameters: Mapping[Hashable, Tensor] | None
+    ) -> None:
+        """What an object is handed: its own tensors, filled, or new ones."""
+        for below, one in tensor_nodes(node, self._types):
+            mine = _at(told, below)
+            like = mine if isinstance(mine, Tensor) else None
+            stored = self._stored.get(one["v"])
+            # The count of steps lies on the host, or where the optimizer moves it.
+            if like is None and parameters is not None and stored is not None and below[-1] != "step":
+                param = parameters.get(param_number(below))
+                dtype: torch.dtype = getattr(torch, stored.dtype)
+                like = init_optimizer_state(param, stored.shape, dtype)
+            target = Target((*keys, *below), one["v"], like, like, is_free=True)
+            target.is_sharded = bool(one.get("sharded"))
+            self.match.targets.append(target)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+
+
+def _holds_objects(told: Any) -> bool:
+    if isinstance(told, Mapping):
+        return any(_holds_objects(one) for one in told.values())
+    if isinstance(told, list | tuple):
+        return any(_holds_objects(one) for one in told)
+    return is_object(told)
+
+
+def _at(value: Any, keys: Keys) -> Any:
+    """What lies at some keys; None where nothing does."""
+    for key in keys:
+        try:
+            value = value[key]
+        except (LookupError, TypeError):
+            return None
+    return value
+
+
+def _is_already(value: Any, node: Node) -> bool:
+    try:
+        return same(tree_of({"value": value}).tree["value"], node)
+    except UsageError:
+        return False
+
+
+def _no_tensor(keys: Keys) -> Tensor:
+    raise AssertionError(f"{path_of(keys)}: a tensor in a plain value")

@@ -1,0 +1,162 @@
+"""The memory that tensors lie in: which of them share it, and whether it has changed meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+
+from hpcrun.runtime.planning import is_known_dtype, local_of
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_WHOLE_ITEMS, _SAMPLE_ITEMS = 4096, 256
+"""So many elements are compared all, and of more so many."""
+
+
+def problem_of(tensor: Tensor) -> str:
+    """Why a tensor cannot be saved, or filled; empty where it can."""
+    kind = type(tensor)
+    if kind is DTensor:
+        if any(isinstance(one, Partial) for one in tensor.placements):
+            return "is a DTensor of partial sums; redistribute it"
+        return problem_of(tensor.to_local())
+    # torch sets the class of a buffer as it does that of a parameter.
+    if kind not in _PLAIN:
+        return f"is of the tensor type {kind.__module__}.{kind.__qualname__}; give a torch.Tensor"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"is a {layout} tensor; give its dense parts"
+    if tensor.is_quantized:
+        return "is a quantised tensor; give its int_repr() and scales"
+    if not is_known_dtype(tensor.dtype):
+        return f"is of type {str(tensor.dtype).removeprefix('torch.')}, which a save does not know"
+    if tensor.is_meta:
+        return "is on the meta device, without elements; make it real with to_empty()"
+    if tensor.numel() and (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize > (
+        tensor.untyped_storage().nbytes()
+    ):
+        return "has lost its memory, which was resized or freed"
+    return ""
+
+
+def identity_of(tensor: Tensor) -> Hashable | None:
+    """Equal for tensors that are one and the same; None for those without elements."""
+    local = local_of(tensor)
+    if not local.numel():
+        return None
+    where = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
+    marks = (local.is_conj(), local.is_neg())
+    shape = (tuple(tensor.shape), tuple(local.shape), local.stride())
+    return (local.device, local.data_ptr(), local.dtype, *shape, *marks, where)
+
+
+def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names of tensors that are another one, and the first name that has it."""
+    # Most begin where no other does; only of the others more has to be looked at, which takes longer.
+    begins: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        begins.setdefault(local_of(tensor).data_ptr(), []).append(name)
+    first: dict[Hashable, str] = {}
+    found = dict[str, str]()
+    for names in begins.values():
+        for name in names if len(names) > 1 else ():
+            identity = identity_of(tensors[name])
+            if identity is not None and (owner := first.setdefault(identity, name)) != name:
+                found[name] = owner
+    return found
+
+
+def clusters_of(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Numbers of tensors whose memory may overlap, and of those that overlap themselves, together."""
+    spans = []
+    for number, tensor in enumerate(tensors):
+        local = local_of(tensor)
+        if local.numel():
+            begin = local.data_ptr()
+            end = begin + _extent(local) * local.itemsize
+            spans.append((str(local.device), begin, end, number))
+    spans.sort()
+    cluster, reach, place = list[int](), 0, ""
+    for device, begin, end, number in spans:
+        if cluster and (device != place or begin >= reach):
+            yield cluster
+            cluster, reach = [], 0
+        cluster.append(number)
+        reach, place = max(reach, end), device
+    if cluster:
+        yield cluster
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether some of its elements may be one in memory."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def write(target: Tensor, content: Tensor) -> None:
+    """Copy elements into a tensor, also where some of its own are one in memory: the last one wins."""
+    if not overlaps_itself(target):
+        target.copy_(content)
+        return
+    flat = torch.as_strided(target, (_extent(target),), (1,))
+    places = torch.arange(flat.numel(), device=target.device).as_strided(target.shape, target.stride())
+    flat[places.reshape(-1)] = content.reshape(-1).to(target.device)
+
+
+def can_hold_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> bool:
+    """Whether tensors that share memory could have these contents all at once; tries it beside them."""
+    begin = min(target.data_ptr() for target in targets)
+    end = max(target.data_ptr() + _extent(target) * target.itemsize for target in targets)
+    memory = torch.empty(end - begin + 16, dtype=torch.uint8)
+    # Elements have to begin at multiples of their size, as they do where the targets lie.
+    begin -= begin % 16
+    tries = []
+    for target in targets:
+        start = (target.data_ptr() - begin) // target.itemsize
+        room = memory[: memory.numel() // target.itemsize * target.itemsize].view(target.dtype)
+        tries.append(room.as_strided(target.shape, target.stride(), start))
+    for one, content in zip(tries, contents, strict=True):
+        write(one, content)
+    return all(same_bytes(one, content) for one, content in zip(tries, contents, strict=True))
+
+
+def same_bytes(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits; not a number equals itself."""
+    one, two = (local_of(tensor).detach().resolve_conj().resolve_neg() for tensor in (one, two))
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    two = two.to(one.device)
+    return torch.equal(_as_bytes(one.reshape(-1)), _as_bytes(two.reshape(-1)))
+
+
+def samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of some elements of each, of small ones of all: what changes them as a whole changes these."""
+    found = []
+    with torch.no_grad():
+        for tensor in tensors:
+            local = local_of(tensor).detach()
+            if (count := local.numel()) > _WHOLE_ITEMS:
+                if local.is_contiguous():
+                    local = local.as_strided((_SAMPLE_ITEMS,), (count // _SAMPLE_ITEMS,))
+                else:
+                    step = max(1, math.ceil((count / _SAMPLE_ITEMS) ** (1 / local.dim())))
+                    local = local[(slice(None, None, step),) * local.dim()]
+            found.append(local.resolve_conj().resolve_neg().clone())
+    return found
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _extent(tensor: Tensor) -> int:
+    """How many elements lie between its first and its last one in memory, with both."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
