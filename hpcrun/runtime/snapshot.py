@@ -1,7 +1,9 @@
 """This rank's part of a save as an image in the memory of its node, copied beside training.
 
 The trainer plans, starts the copying and goes on; before it changes anything it has saved, it comes to the
-fence. What was changed before is noticed there, and such an image is never sealed.
+fence. What was changed before is noticed there, and such an image is never sealed: torch counts changes, and
+as it counts none that are made by `.data` or numpy, some elements of each tensor are compared as well. The
+smallest tensors are copied at once, so that nothing can happen to them.
 """
 
 from __future__ import annotations
@@ -21,8 +23,12 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import HEADER_BYTES, Layout, Piece, lay_out
 from hpcrun.errors import SiteError
+from hpcrun.runtime.kept_storage import keep_until
 from hpcrun.runtime.planning import WritePlan, local_of
+from hpcrun.runtime.tensor_memory import Samples
 
+_AT_ONCE_BYTES, _AT_ONCE = 8 << 20, 512
+"""So much, and so many tensors, are copied before training goes on."""
 _DIGEST_AT = 48
 """Where in a chunk's header the hash of its bytes stands."""
 
@@ -40,11 +46,19 @@ class Copied:
 
 @dataclass(frozen=True)
 class _Job:
-    sources: list[Tensor]
-    """Held on to until the fence: their memory must not go to others."""
+    beside: list[tuple[str, Tensor, int]]
+    """What is copied beside training, and its address: held on to until the fence."""
+    samples: Samples
     versions: list[tuple[str, Tensor, int]]
     size_bytes: int
     copying: Future[float]
+
+    def changed(self) -> list[str]:
+        """Names of tensors that are others than when the copy was begun."""
+        moved = {number for number, (_, tensor, at) in enumerate(self.beside) if tensor.data_ptr() != at}
+        found = [name for name, tensor, version in self.versions if tensor._version != version]
+        found += [self.beside[number][0] for number in self.samples.changed(moved)]
+        return list(dict.fromkeys(found))
 
 
 class Snapshot:
@@ -76,10 +90,17 @@ class Snapshot:
                 self._cuts = [(piece.tensor, _cut_of(locals_[piece.tensor], cut)) for piece, cut in slices]
             sources = [locals_[name] if cut is None else locals_[name][cut] for name, cut in self._cuts]
         versions = [(n, t, t._version) for n, t in locals_.items() if not t.is_inference()]
-        ready = self._ready(sources)
-        copying = self._thread.submit(_copy, views, sources, ready, self._side)
+        at_once = _smallest(sources)
+        _copy([views[number] for number in at_once], [sources[number] for number in at_once], None, None)
+        names = [name for name, _ in self._cuts]
+        beside = [number for number in range(len(sources)) if number not in at_once]
+        rest = [(names[number], sources[number], sources[number].data_ptr()) for number in beside]
+        samples, ready = Samples([tensor for _, tensor, _ in rest]), self._ready(sources)
+        tensors = [tensor for _, tensor, _ in rest]
+        copying = self._thread.submit(_copy, [views[number] for number in beside], tensors, ready, self._side)
+        keep_until(copying, tensors)
         size = sum(piece.size_bytes for piece in plan.pieces)
-        self._job = _Job(sources, versions, size, copying)
+        self._job = _Job(rest, samples, versions, size, copying)
 
     @property
     def is_copying(self) -> bool:
@@ -95,8 +116,7 @@ class Snapshot:
             seconds = job.copying.result()
         except (RuntimeError, OSError, MemoryError, ValueError) as error:
             raise SiteError(f"the copy into memory failed: {error}") from error
-        changed = [name for name, tensor, version in job.versions if tensor._version != version]
-        if changed:
+        if changed := job.changed():
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise SiteError(f"{changed[0]}{more} was changed while it was copied; call fence() before that")
         return Copied(job.size_bytes, seconds, time.monotonic() - begin)
@@ -157,6 +177,18 @@ def _cut_of(local: Tensor, slices: tuple[slice, ...]) -> tuple[slice, ...] | Non
     if all(one.start == 0 and one.stop == size for one, size in zip(slices, local.shape, strict=True)):
         return None
     return slices
+
+
+def _smallest(sources: Sequence[Tensor]) -> set[int]:
+    """Numbers of the smallest tensors of the host, as many as are copied at once."""
+    sizes = sorted((tensor.nbytes, number) for number, tensor in enumerate(sources) if tensor.is_cpu)
+    found, total = set[int](), 0
+    for size, number in sizes[:_AT_ONCE]:
+        total += size
+        if total > _AT_ONCE_BYTES:
+            break
+        found.add(number)
+    return found
 
 
 def _copy(views: list[Tensor], sources: list[Tensor], ready: Any, side: Any) -> float:

@@ -31,6 +31,7 @@ from hpcrun.runtime.state_match import Handover, Match, Matching, PlainTarget, T
 from hpcrun.runtime.state_tree import (
     RESERVED,
     TENSOR,
+    StateTree,
     differences,
     is_object,
     merge,
@@ -41,13 +42,13 @@ from hpcrun.runtime.state_tree import (
     unpack,
 )
 from hpcrun.runtime.tensor_memory import (
+    Samples,
     can_hold_all,
     clusters_of,
     identity_of,
     overlaps_itself,
     problem_of,
     same_bytes,
-    samples_of,
     write,
 )
 
@@ -257,7 +258,7 @@ class StateLoading:
         """Hand one object its state, and see that nothing has become of it that was not saved."""
         one, name = handover.object, path_of(handover.keys)
         handed = tree_of(handover.state, handover.keys)
-        before = samples_of(list(handed.tensors.values()))
+        before = Samples(list(handed.tensors.values()))
         is_torchs = isinstance(one, torch.optim.Optimizer) and handover.parameters is not None
         if is_torchs:
             optimizer_state.load_into(one, handover.state)
@@ -279,21 +280,20 @@ class StateLoading:
         changed += values
         return [f"{path} is not what was saved, after load_state_dict of {name}" for path in changed]
 
-    def _changes(
-        self, handover: Handover, handed: Any, before: Sequence[Tensor]
-    ) -> tuple[list[str], list[str]]:
+    def _changes(self, handover: Handover, handed: StateTree, before: Samples) -> tuple[list[str], list[str]]:
         """Names of tensors and of plain values that are others than were handed over."""
         try:
             after = tree_of(handover.object.state_dict(), handover.keys)
         except UsageError as error:
             return [], [str(error).removeprefix("state: ")]
         tensors = []
-        for (keys, tensor), sample in zip(handed.tensors.items(), before, strict=True):
+        in_place = set(before.changed())
+        for number, (keys, tensor) in enumerate(handed.tensors.items()):
             now = after.tensors.get(keys)
             if now is None or (now.dtype, now.shape) != (tensor.dtype, tensor.shape):
                 tensors.append(f"{path_of(keys)} ({_kind(tensor)} was saved, {_kind(now)} is there)")
             elif identity_of(now) == identity_of(tensor):
-                if not same_bytes(samples_of([now])[0], sample):
+                if number in in_place:
                     tensors.append(path_of(keys))
             elif not same_bytes(tensor, now):
                 tensors.append(path_of(keys))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial
 from hpcrun.runtime.planning import is_known_dtype, local_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_WHOLE_ITEMS, _SAMPLE_ITEMS = 4096, 256
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 256
 """So many elements are compared all, and of more so many."""
 
 
@@ -137,20 +138,41 @@ def same_bytes(one: Tensor, two: Tensor) -> bool:
     return torch.equal(_as_bytes(one.reshape(-1)), _as_bytes(two.reshape(-1)))
 
 
-def samples_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of some elements of each, of small ones of all: what changes them as a whole changes these."""
-    found = []
-    with torch.no_grad():
-        for tensor in tensors:
-            local = local_of(tensor).detach()
-            if (count := local.numel()) > _WHOLE_ITEMS:
-                if local.is_contiguous():
-                    local = local.as_strided((_SAMPLE_ITEMS,), (count // _SAMPLE_ITEMS,))
-                else:
-                    step = max(1, math.ceil((count / _SAMPLE_ITEMS) ** (1 / local.dim())))
-                    local = local[(slice(None, None, step),) * local.dim()]
-            found.append(local.resolve_conj().resolve_neg().clone())
-    return found
+class Samples:
+    """Some elements of each of many tensors, of small ones all: what changes a tensor as a whole is seen."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """The tensors are held on to, and copied from again by `changed`."""
+        self._views: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        for number, tensor in enumerate(tensors):
+            view = _sample(tensor)
+            self._views.setdefault((view.device, view.dtype), []).append((number, view))
+        self._before = [torch.cat([view for _, view in views]) for views in self._views.values()]
+
+    def changed(self, gone: Collection[int] = ()) -> list[int]:
+        """Numbers of tensors with other elements by now; `gone`: those whose memory must not be looked at."""
+        found = []
+        for views, before in zip(self._views.values(), self._before, strict=True):
+            if not gone and torch.equal(before, torch.cat([view for _, view in views])):
+                continue
+            parts = before.split([view.numel() for _, view in views])
+            for (number, view), part in zip(views, parts, strict=True):
+                if number not in gone and not torch.equal(view, part):
+                    found.append(number)
+        return sorted(found)
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A view of some elements in one row, as whole numbers of their size; of a strange layout a copy."""
+    local = local_of(tensor).detach().resolve_conj().resolve_neg()
+    if (number := _NUMBERS.get(local.itemsize)) is not None:
+        local = local.view(number)
+    if (count := local.numel()) > _WHOLE_ITEMS:
+        if local.is_contiguous():
+            return local.as_strided((_SAMPLE_ITEMS,), (count // _SAMPLE_ITEMS,))
+        step = max(1, math.ceil((count / _SAMPLE_ITEMS) ** (1 / local.dim())))
+        local = local[(slice(None, None, step),) * local.dim()]
+    return local.reshape(-1)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

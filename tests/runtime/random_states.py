@@ -26,6 +26,8 @@ from hpcrun.checkpoint.format import ITEM_BYTES
 from hpcrun.runtime.tensor_memory import same_bytes
 
 DTYPES = [getattr(torch, name) for name in ITEM_BYTES]
+SHARDED = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+"""That ranks can send each other."""
 
 
 class Colour(enum.Enum):
@@ -93,7 +95,7 @@ class Masters(torch.optim.Optimizer):
                 state = self.state[param]
                 state.setdefault("master", param.detach().float() * 1.001)
                 state.setdefault("moment", torch.arange(param.numel(), dtype=torch.int8).reshape(param.shape))
-                state.setdefault("scales", torch.rand(3))
+                state.setdefault("scales", torch.linspace(0, 1, 3))
                 state.setdefault("mode", "block")
                 state.setdefault("place", Place(3, (1, 2)))
 
@@ -172,10 +174,15 @@ class Maker:
         if kind < 0.25 and self._tensors:
             return self.again(self.plan.choice(self._tensors))
         made = self.new()
-        if self.mesh is not None and made.dim() and made.numel() and self.plan.random() < 0.4:
-            placement = self.plan.choice([Shard(0), Shard(made.dim() - 1), Replicate()])
-            if made.dtype.itemsize > 1:
-                return distribute_tensor(made, self.mesh, [placement])
+        if self.mesh is not None and made.dim() and made.numel() and made.dtype in SHARDED:
+            layouts = [Shard(0), Shard(made.dim() - 1), Replicate()]
+            saved, filled, is_sharded = (
+                self.plan.choice(layouts),
+                self.plan.choice(layouts),
+                self.plan.random(),
+            )
+            if is_sharded < 0.6:
+                return distribute_tensor(made.detach(), self.mesh, [filled if self.is_fresh else saved])
         self._tensors.append(made)
         return made
 

@@ -1,0 +1,61 @@
+"""Memory that is being copied from is not freed by its owner before the copy is over.
+
+To resize the storage of a tensor frees what a thread beside may be reading, which ends the process. While
+such a thread reads, whoever resizes one of its storages waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_lock = threading.Lock()
+_kept: list[tuple[Future[Any], frozenset[int]]] = []
+"""Readers, and the storages that each of them reads."""
+
+
+def keep_until(reading: Future[Any], tensors: Sequence[Tensor]) -> None:
+    """Let nobody resize the storages of these tensors until they have been read."""
+    storages = frozenset(_storage_of(tensor) for tensor in tensors if tensor.is_cpu)
+    if not storages:
+        return
+    kept = (reading, storages)
+    with _lock:
+        _kept.append(kept)
+        if len(_kept) == 1:
+            for owner in _OWNERS:
+                owner.resize_ = _waiting(owner.resize_)
+    reading.add_done_callback(lambda _: _let_go(kept))
+
+
+def _let_go(kept: tuple[Future[Any], frozenset[int]]) -> None:
+    with _lock:
+        _kept.remove(kept)
+        if not _kept:
+            for owner in _OWNERS:
+                del owner.resize_  # torch's own is that of the class above
+
+
+def _waiting(resize: Callable[..., Any]) -> Callable[..., Any]:
+    def resize_(self: Any, *sizes: Any, **options: Any) -> Any:
+        storage = _storage_of(self) if isinstance(self, Tensor) else self._cdata
+        for reading, storages in list(_kept):
+            if storage in storages:
+                with suppress(Exception):  # the reader's own affair
+                    reading.result()
+        return resize(self, *sizes, **options)
+
+    return resize_
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+_OWNERS: tuple[Any, ...] = (torch.UntypedStorage, Tensor)
