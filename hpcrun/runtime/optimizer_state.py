@@ -80,12 +80,9 @@ def _exact(handed: Any, actual: Any) -> Any:
         mine = actual if isinstance(actual, Mapping) else {}
         return {key: _exact(value, mine.get(key)) for key, value in handed.items()}
     if type(handed) in (list, tuple):
-        mine = (
-            actual
-            if isinstance(actual, list | tuple) and len(actual) == len(handed)
-            else [None] * len(handed)
-        )
-        return type(handed)(_exact(*both) for both in zip(handed, mine, strict=True))
+        is_alike = isinstance(actual, list | tuple) and len(actual) == len(handed)
+        there = actual if is_alike else [None] * len(handed)
+        return type(handed)(_exact(*both) for both in zip(handed, there, strict=True))
     return handed
 
 

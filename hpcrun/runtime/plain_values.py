@@ -379,8 +379,11 @@ def _decode_time(node: dict[str, Any], _other: Decode, _types: Types, _keys: Key
         case "timedelta":
             return dt.timedelta(*node["v"])
         case "time":
-            return dt.time(*node["v"], tzinfo=_zone(node["zone"]), fold=node["fold"])
-    return dt.datetime(*node["v"], tzinfo=_zone(node["zone"]), fold=node["fold"])
+            hour, minute, second, micro = node["v"]
+            return dt.time(hour, minute, second, micro, _zone(node["zone"]), fold=node["fold"])
+    year, month, day, hour, minute, second, micro = node["v"]
+    zone, fold = _zone(node["zone"]), node["fold"]
+    return dt.datetime(year, month, day, hour, minute, second, micro, zone, fold=fold)
 
 
 def _scalar(tag: str, told: Callable[[Any], Node]) -> Callable[[Any, Encode, Keys], Node]:

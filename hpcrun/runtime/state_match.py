@@ -101,10 +101,13 @@ class Matching:
                 self.match.unlike.append((keys, "is no tensor in the save"))
         elif is_object(new):
             self._object(new, node, keys)
-        elif not keys or has_parts(new):
+        elif not keys or has_parts(new) or (_is_container(new) and self._has_tensors(node, keys)):
             self._below(new, node, keys)
         elif self._wants(keys):
             self._value(new, node, keys, container)
+
+    def _has_tensors(self, node: Node, keys: Keys) -> bool:
+        return any(True for _ in tensor_nodes(node, self._types, keys))
 
     def _wants(self, keys: Keys) -> bool:
         return f"{path_of(keys)}.".startswith(self._only)
@@ -134,16 +137,15 @@ class Matching:
             yield keys, None
             if isinstance(new, torch.nn.Module):
                 yield from self.leaves(self._told_by(keys, new), keys)
-        elif (not keys or has_parts(new)) and isinstance(new, Mapping | list | tuple):
+        elif (not keys or has_parts(new)) and _is_container(new):
             for key, value in _items(new):
                 yield from self.leaves(value, (*keys, key))
         else:
             yield keys, None
 
     def _value(self, new: Any, node: Node, keys: Keys, container: Any) -> None:
-        tensors = [found for found, _ in tensor_nodes(node, self._types, keys)]
-        if tensors:
-            self.match.extra += tensors
+        if self._has_tensors(node, keys):
+            self.match.extra += leaves_of(node, self._types, keys)
             return
         try:
             value = unflatten(node, _no_tensor, self._types, keys)
@@ -198,6 +200,10 @@ class Matching:
             target = Target((*keys, *below), one["v"], like, like, is_free=True)
             target.is_sharded = bool(one.get("sharded"))
             self.match.targets.append(target)
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:

@@ -20,7 +20,7 @@ _WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 256
 def problem_of(tensor: Tensor) -> str:
     """Why a tensor cannot be saved, or filled; empty where it can."""
     kind = type(tensor)
-    if kind is DTensor:
+    if kind is DTensor and isinstance(tensor, DTensor):
         if any(isinstance(one, Partial) for one in tensor.placements):
             return "is a DTensor of partial sums; redistribute it"
         return problem_of(tensor.to_local())
@@ -123,7 +123,9 @@ def can_hold_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> bool:
     for target in targets:
         start = (target.data_ptr() - begin) // target.itemsize
         room = memory[: memory.numel() // target.itemsize * target.itemsize].view(target.dtype)
-        tries.append(room.as_strided(target.shape, target.stride(), start))
+        one = room.as_strided(target.shape, target.stride(), start)
+        one = one.conj() if target.is_conj() else one
+        tries.append(torch._neg_view(one) if target.is_neg() else one)
     for one, content in zip(tries, contents, strict=True):
         write(one, content)
     return all(same_bytes(one, content) for one, content in zip(tries, contents, strict=True))
