@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,25 @@ from hpcrun.checkpoint.format import MANIFEST, DamagedError, Part, file_name, re
 from hpcrun.checkpoint.policy.retention import Rule, Verdict, pointed_at
 from hpcrun.checkpoint.read import check_sizes
 from hpcrun.checkpoint.write import write_file
+from hpcrun.errors import UsageError
+from hpcrun.specs.descent import is_on_line
 from hpcrun.specs.records import sync_directory
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_saves, render_record
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import (
+    FORMAT_VERSION,
+    RECORD,
+    Saved,
+    Unreadable,
+    read_save,
+    read_saves,
+    render_record,
+    saved_steps,
+    sort_saves,
+)
 
-DAMAGED = "damaged-"
+DAMAGED, LEFT = "damaged-", "left-"
+"""What the names of generations begin with that were set aside: as damaged, or for another save of that
+step."""
 _LEFTOVER, _DOOMED, _BESIDE = ".step-*", ".deleted", ".ranks"
 _ASIDE = re.compile(rf"\.step-[0-9]+\.([0-9]+)({re.escape(_BESIDE)})?")
 
@@ -93,10 +108,14 @@ def commit(
     position: int,
     world_size: int,
     attempt: int,
+    descent: str = "",
+    warn: Callable[[str], None] = lambda text: None,
 ) -> Saved:
-    """Make written and synced parts the generation of a step; what stood under its name is set aside.
+    """Make written and synced parts the generation of a step, for the run in whose directory that is.
 
-    DamagedError if a file is not as long as the parts say.
+    What stood under its name goes where it was made by the same line of starts, and is set aside elsewhere.
+    DamagedError if a file is not as long as the parts say. Once it has its name it is committed: what fails
+    after that is told by `warn`.
     """
     sizes: dict[int, int] = {}
     for part in parts:
@@ -111,6 +130,8 @@ def commit(
         format_version=FORMAT_VERSION,
         generation=draft.generation.hex(),
         structure=structure,
+        run_id=RunDir(draft.final.parent.parent).run_id,
+        descent=descent,
         written=time.time(),
         manifest_bytes=len(manifest),
         manifest_hash=xxh3_64_hexdigest(manifest),
@@ -120,11 +141,38 @@ def commit(
     check_sizes(saved)
     write_file(draft.aside / RECORD, render_record(saved).encode())
     sync_directory(draft.aside)
-    if draft.final.exists():
-        set_aside(draft.final)
-    os.rename(draft.aside, draft.final)  # noqa: PTH104
-    sync_directory(draft.final.parent)
+    with making_way(saved, draft.final) as replaced:
+        os.rename(draft.aside, draft.final)  # noqa: PTH104
+    try:
+        sync_directory(draft.final.parent)
+    except OSError as error:
+        warn(
+            f"{draft.final}: is saved, but a crash of this machine may undo that: its directory could not be"
+            f" synced: {error}"
+        )
+    for path in replaced:
+        shutil.rmtree(path, ignore_errors=True)
     return Saved(**{**vars(saved), "path": draft.final})
+
+
+@contextlib.contextmanager
+def making_way(saved: Saved, final: Path) -> Iterator[list[Path]]:
+    """Set aside what stands under the name of a save that gets it in the body; put back where that fails.
+
+    Gives what is no longer needed then: the same step of the same line, which was to be replaced.
+    """
+    before = read_save(final)
+    if before is None:
+        yield []
+        return
+    aside = set_aside(final, DAMAGED if isinstance(before, Unreadable) else LEFT)
+    try:
+        is_replaced = isinstance(before, Saved) and before.run_id == saved.run_id
+        yield [aside] if is_replaced and is_on_line(before, saved) else []
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.rename(final)
+        raise
 
 
 def discard(draft: Draft) -> None:
@@ -132,9 +180,9 @@ def discard(draft: Draft) -> None:
     shutil.rmtree(draft.aside, ignore_errors=True)
 
 
-def set_aside(path: Path) -> Path:
-    """Take a damaged generation out of the committed ones, and keep it: another level may repair it."""
-    target = path.with_name(f"{DAMAGED}{path.name}.{secrets.token_hex(4)}")
+def set_aside(path: Path, what: str = DAMAGED) -> Path:
+    """Take a generation out of the committed ones, and keep it: another level may repair a damaged one."""
+    target = path.with_name(f"{what}{path.name}.{secrets.token_hex(4)}")
     path.rename(target)
     sync_directory(path.parent)
     return target
@@ -149,21 +197,36 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0) -> None:
+def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0) -> list[str]:
     """Delete the generations that the rule does not keep (see retention), none known to be damaged.
 
-    What cannot be deleted is left to the next time.
+    Only the line of the newest is judged: what was left, or is a stranger's, neither counts nor goes. What
+    could not be done is returned, for people: no save is the worse for it, and it is tried again next time.
     """
-    committed = {saved.path.name: saved for saved in read_saves(checkpoints)[0]}
-    for verdict in _judge(committed, checkpoints, Rule(keep, keep_every), {path.name for path in damaged}):
-        if not verdict.stays:
-            with contextlib.suppress(OSError):
-                remove(committed[verdict.key].path)
+    problems = list[str]()
+    try:
+        for saved in _unwanted(checkpoints, saved_steps(checkpoints), Rule(keep, keep_every), damaged):
+            try:
+                remove(saved.path)
+            except FileNotFoundError:
+                continue  # somebody else cleans up, too
+            except OSError as error:
+                problems.append(f"{saved.path}: is no longer wanted, but cannot be deleted: {error}")
+    except (OSError, UsageError) as error:
+        problems.append(f"{checkpoints}: older saves stay, for what is there cannot be read: {error}")
+    return problems
+
+
+def _unwanted(checkpoints: Path, line: Sequence[Saved], rule: Rule, damaged: Collection[Path]) -> list[Saved]:
+    committed = {saved.path.name: saved for saved in line}
+    verdicts = _judge(committed, checkpoints, rule, {path.name for path in damaged})
+    return [committed[one.key] for one in verdicts if not one.stays]
 
 
 def _judge(
     committed: Mapping[str, Saved], checkpoints: Path, rule: Rule, broken: Collection[str]
 ) -> list[Verdict]:
+    """Of saves of one line, oldest first."""
     steps = [(name, saved.step) for name, saved in committed.items()]
     return rule.judge(steps, pointed_at(checkpoints), broken)
 
@@ -209,11 +272,16 @@ def find_garbage(
     broken += [(path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED}*"))]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
-    committed = {saved.path.name: saved for saved in whole}
+    found = sort_saves(checkpoints, whole)
+    committed = {saved.path.name: saved for saved in found.line}
     for verdict in _judge(committed, checkpoints, Rule(keep, keep_every), ()):
         if not verdict.stays:
             path = committed[verdict.key].path
             garbage.append(Garbage(path, verdict.why, _size(path)))
+    left = [*(saved.path for saved in found.left), *sorted(checkpoints.glob(f"{LEFT}*"))]
+    garbage += [Garbage(path, "of a branch that the run has left", _size(path)) for path in left]
+    why = "no save of this run: move it away, or import it"
+    kept += [Kept(saved.path, why) for saved in found.strangers]
     for path, problem in broken:
         if damaged and whole:
             garbage.append(Garbage(path, f"damaged: {problem}", _size(path)))

@@ -31,6 +31,8 @@ class Stamp:
     world_size: int
     """How many parts it has: one a rank, numbered as the ranks."""
     attempt: int
+    descent: str = ""
+    """What the attempt went on from; see `hpcrun.specs.descent`."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verif
 from hpcrun.cli.ckpt_repair import repair
 from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
 from hpcrun.cli.ckpt_show import choose as _choose
+from hpcrun.cli.ckpt_show import find_saves
 from hpcrun.cli.ckpt_show import print_json as _print_json
 from hpcrun.cli.ckpt_show import progress as _progress
 from hpcrun.units import amount
@@ -35,7 +36,7 @@ app.command()(upload)
 app.command()(download)
 app.command("plan")(ckpt_plan.plan)
 
-_Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
+_Run = Annotated[str, typer.Argument(metavar="RUN", help="run, or the directory of a script's saves")]
 _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
 _Step = Annotated[int | None, typer.Option(help="which saved step; default the newest")]
 
@@ -43,19 +44,30 @@ _Step = Annotated[int | None, typer.Option(help="which saved step; default the n
 @app.command("ls")
 def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _Json = False) -> None:
     """List the saved steps of a run and their copies in an object store, and whether all is there."""
-    from hpcrun.checkpoint.commit import DAMAGED, problem_of
-    from hpcrun.specs.saves import read_saves
+    from hpcrun.checkpoint.commit import DAMAGED, LEFT, problem_of
+    from hpcrun.specs.saves import read_saves, sort_saves
 
     checkpoints = _checkpoints(run)
     found, unreadable = read_saves(checkpoints)
-    steps = [_as_json(saved, problem_of(saved)) for saved in found]
+    sorted_saves = sort_saves(checkpoints, found)
+    standing = {one.path: "left: of a branch that is not gone on from" for one in sorted_saves.left}
+    standing |= {
+        one.path: f"of another run ({one.run_id})" if one.run_id else "of no known run"
+        for one in sorted_saves.strangers
+    }
+    steps = [_as_json(one, problem_of(one)) | {"standing": standing.get(one.path)} for one in found]
     damaged = [{"path": str(one.path), "problem": one.problem} for one in unreadable]
     damaged += [
         {"path": str(path), "problem": "set aside when a restart found it damaged"}
         for path in sorted(checkpoints.glob(f"{DAMAGED}*"))
     ]
+    damaged += [
+        {"path": str(path), "problem": "set aside when another save of that step took its place"}
+        for path in sorted(checkpoints.glob(f"{LEFT}*"))
+    ]
     copies, broken, unknown = look(run, url, endpoint)
-    steps += [_as_json(copy.saved, copy.problem) | {"path": copy.url} for copy in copies]
+    more: dict[str, Any] = {"standing": None}
+    steps += [_as_json(copy.saved, copy.problem) | more | {"path": copy.url} for copy in copies]
     steps.sort(key=lambda one: one["step"])
     damaged += [{"path": one.url, "problem": one.problem} for one in broken]
     if unknown is not None:
@@ -67,9 +79,13 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         size = amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
         ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
         facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
-        print("  ".join((*facts, one["path"])) + (f"  {one['problem']}" if one["problem"] else ""))
+        words = "".join(f"  {one[key]}" for key in ("standing", "problem") if one[key])
+        print("  ".join((*facts, one["path"])) + words)
     for bad in damaged:
-        print(f"damaged  {bad['path']}  {bad['problem']}")
+        what = "left" if "/left-" in bad["path"] else "damaged"
+        print(f"{what}  {bad['path']}  {bad['problem']}")
+    if not steps and not damaged:
+        print(f"no saved step in {checkpoints}", file=sys.stderr)
 
 
 @app.command()
@@ -230,18 +246,23 @@ def gc(
     import contextlib
 
     from hpcrun.checkpoint.commit import find_garbage, remove
+    from hpcrun.checkpoint.writer import live_writer
     from hpcrun.launch.record.runs import look_at_all
+    from hpcrun.specs.checkpoint import CheckpointSpec
     from hpcrun.specs.load import load_job_of
-    from hpcrun.specs.rundir import find_run
 
-    found = find_run(run, use="plan" if dry_run else "act")
-    (state,) = look_at_all([found])
+    found = find_saves(run, use="plan" if dry_run else "act")
+    if found.spec.exists():
+        in_flight = not look_at_all([found])[0].is_over
+    else:
+        in_flight = live_writer(found.checkpoints) is not None
     if keep is None or keep_every is None:
-        rule = load_job_of(found).spec.checkpoint
+        # What a script wants to keep nobody knows: what it has kept so far stays.
+        rule = load_job_of(found).spec.checkpoint if found.spec.exists() else CheckpointSpec(keep=1 << 30)
         keep = rule.keep if keep is None else keep
         keep_every = rule.keep_every if keep_every is None else keep_every
     garbage, kept = find_garbage(
-        found.checkpoints, keep, in_flight=not state.is_over, damaged=damaged, keep_every=keep_every
+        found.checkpoints, keep, in_flight=in_flight, damaged=damaged, keep_every=keep_every
     )
     for one in garbage if not dry_run else ():
         # The run itself may have been quicker.
@@ -266,7 +287,7 @@ def _of_format_2(saved: Saved) -> Saved:
     if saved.format_version == 1:
         raise UsageError(
             f"{saved.path}: is of format 1, whose list of tensors is a pickle, which this verb does not open;"
-            " `train --resume` and `ckpt export` can, and the next save is of format 2"
+            " `ckpt export` can"
         )
     return saved
 

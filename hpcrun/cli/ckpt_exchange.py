@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import choose, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import choose, find_saves, print_json, progress, refuse_while_running
 from hpcrun.specs.sha256sums import SUMS
 from hpcrun.units import amount
 
@@ -30,7 +30,7 @@ _Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="run, or the directory of a script's saves")],
     out: Annotated[Path, typer.Option("--out", help="directory to make; must not exist or be empty")],
     form: Annotated[
         str,
@@ -54,7 +54,6 @@ def export(
 ) -> None:
     """Write a saved step in another form, every byte of it proved; the run stays as it is."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.rundir import find_run
 
     if form not in _FORMATS:
         raise UsageError(f"--format {form}: not known; use {', '.join(_FORMATS)}")
@@ -62,7 +61,11 @@ def export(
         if value is not None and form != "hf":
             raise UsageError(f"{option}: is of --format hf; {form} keeps all as it was saved")
     shard_bytes = _parse_size(shard_size or "5GB")
-    found, saved = find_run(run), choose(run, step)
+    found, saved = find_saves(run), choose(run, step)
+    if form == "hf" and not found.spec.exists():
+        raise UsageError(
+            f"{found.path}: has no job, so nobody knows the model of these saves; use --format dcp or hpcrun"
+        )
     total, exported, left_out = sum(saved.file_bytes), None, list[str]()
     with progress(f"step {saved.step}", total) as show:
         if form == "hf":
@@ -121,7 +124,6 @@ def import_state(
     from hpcrun.checkpoint.restore.exchange import check_source
     from hpcrun.errors import UsageError
     from hpcrun.runtime import importing
-    from hpcrun.specs.rundir import find_run
 
     if (run is None) == (name is None):
         raise UsageError("give either --run RUN, or --name NAME for a new run")
@@ -131,9 +133,9 @@ def import_state(
     kind, left_out = importing.kind_of(source), list[str]()
     read = _reader(source, kind, step, dtype)
     if run is not None:
-        found = find_run(run, use="act")
+        found = find_saves(run, use="act")
         refuse_while_running(found, "import", believe=is_over)
-        done = read(found.checkpoints, _job_of(found))
+        done = read(found.checkpoints, _job_of(found, kind))
     else:
         resolved, left_out = _new_job(source, name or "", job)
         found, done = _import_new(resolved, lambda place: read(place, resolved.spec))
@@ -148,12 +150,13 @@ def import_state(
         print(f"{source} has no {SUMS}, so only headers and sizes were checked")
     _print_account(done)
     print(f"step {saved.step} ({kind}) is now {saved.path}")
-    print(f"hpcrun train --resume {found.id} goes on from it")
+    goes_on = f"hpcrun train --resume {found.id}" if found.spec.exists() else "Checkpointer.load"
+    print(f"{goes_on} goes on from it")
 
 
 def _reader(
     source: Path, kind: str, step: int | None, dtype: str | None
-) -> Callable[[Path, JobSpec], Imported]:
+) -> Callable[[Path, JobSpec | None], Imported]:
     """What makes the state in a directory a save, given where to and of which job."""
     from hpcrun.errors import UsageError
     from hpcrun.runtime import importing
@@ -164,7 +167,7 @@ def _reader(
     more = {"dtype": dtype} if kind == "hf" else {}
     total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
 
-    def read(checkpoints: Path, job: JobSpec) -> Imported:
+    def read(checkpoints: Path, job: JobSpec | None) -> Imported:
         with progress(str(source), total) as show:
             return action(source, checkpoints, job, step, show, **more)
 
@@ -235,10 +238,19 @@ def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, li
     return (load_job(path, [f"name={name}"]), []) if job is not None else load_portable(path, name)
 
 
-def _job_of(run: RunDir) -> JobSpec:
+def _job_of(run: RunDir, kind: str) -> JobSpec | None:
+    """The job that the state has to fit; a script's own directory has none, and takes what a script saved."""
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.identity import Identity
     from hpcrun.specs.load import load_job_of
 
-    return load_job_of(run).spec
+    if run.spec.exists():
+        return load_job_of(run).spec
+    if kind != "hpcrun":
+        raise UsageError(f"{run.path}: has no job that says what {kind} is to become; only saves go there")
+    if not run.job.exists():
+        run.identify(Identity.new(run.path))
+    return None
 
 
 def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:
@@ -252,6 +264,8 @@ def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], N
         raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
     with written_aside(out) as aside, pass_on(run.path, aside):
         copy_out(saved, aside, show)
+        if not run.spec.exists():
+            return []
         text, left_out = render_portable(run.spec)
         write_whole(aside / "spec.yaml", text)
     return left_out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import choose, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import choose, find_saves, print_json, progress, refuse_while_running
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -42,9 +42,8 @@ def upload(
     from hpcrun.checkpoint.objects.download import damages
     from hpcrun.checkpoint.objects.upload import upload as send
     from hpcrun.errors import EXIT_CHECK_FAILED
-    from hpcrun.specs.rundir import find_run
 
-    found = find_run(run, use="plan" if dry_run else "act")
+    found = find_saves(run, use="plan" if dry_run else "act")
     saved = choose(str(found.path), step)
     size = sum(saved.file_bytes)
     with _store_of(found, url, endpoint) as store:
@@ -85,9 +84,8 @@ def download(
     Every byte is proved before it counts; a save of that step that is not this one is set aside.
     """
     from hpcrun.checkpoint.objects import download as home
-    from hpcrun.specs.rundir import find_run
 
-    found = find_run(run, use="plan" if dry_run else "act")
+    found = find_saves(run, use="plan" if dry_run else "act")
     refuse_while_running(found, "download", believe=is_over)
     with _store_of(found, url, endpoint) as store:
         copy = _choose_copy(store, found, step)
@@ -116,9 +114,8 @@ def look(
     """The copies of a run for `ckpt ls`; or why they are not known. Nothing where the job has no store."""
     from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import HpcrunError
-    from hpcrun.specs.rundir import find_run
 
-    found = find_run(run)
+    found = find_saves(run)
     try:
         if url is None and _of_job(found) is None:
             return [], [], None
@@ -153,9 +150,8 @@ def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | N
     from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.checkpoint.objects.download import damages
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
-    from hpcrun.specs.rundir import find_run
 
-    found, results = find_run(run), list[dict[str, Any]]()
+    found, results = find_saves(run), list[dict[str, Any]]()
     with _store_of(found, url, endpoint) as store:
         copies, broken = list_copies(store, found.run_id)
         for copy in reversed([one for one in copies if step in (None, one.saved.step)]):

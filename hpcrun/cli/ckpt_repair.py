@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.cli.ckpt_objects import Endpoint, Url, copies_of
-from hpcrun.cli.ckpt_show import print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import find_saves, print_json, progress, refuse_while_running
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -48,9 +48,8 @@ def repair(
     from hpcrun.checkpoint.restore.copies import DirectoryCopy, HeldCopy
     from hpcrun.checkpoint.restore.repair import damaged_generations
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
-    from hpcrun.specs.rundir import find_run
 
-    found = find_run(run, use="plan" if dry_run else "act")
+    found = find_saves(run, use="plan" if dry_run else "act")
     if not dry_run:
         refuse_while_running(found, "repair", believe=is_over)
     for directory in others or ():

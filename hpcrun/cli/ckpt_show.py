@@ -14,28 +14,68 @@ from hpcrun.cli.terminal import plain, raw
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
-    from hpcrun.specs.rundir import RunDir
+    from hpcrun.specs.rundir import RunDir, Use
     from hpcrun.specs.saves import Saved
 
 SCHEMA_VERSION = 1
 
 
 def checkpoints(run: str) -> Path:
-    """Where a run has its saves."""
-    from hpcrun.specs.rundir import find_run
+    """Where a run, or a script's directory, has its saves."""
+    return find_saves(run).checkpoints
 
-    return find_run(run).checkpoints
+
+def find_saves(word: str, *, use: Use = "read") -> RunDir:
+    """RUN of these verbs: a run as all verbs know it, or a directory that a script has given to Checkpointer.
+
+    Such a directory is known by its path, or by that of its `checkpoints`. UsageError for anything else.
+    """
+    from pathlib import Path
+
+    from hpcrun.errors import UsageError
+    from hpcrun.specs.branch import become_itself
+    from hpcrun.specs.owner import require_mine
+    from hpcrun.specs.rundir import RunDir, find_run
+
+    place = Path(word).expanduser().resolve() if word.strip() else Path("/dev/null")
+    try:
+        if place.name == "checkpoints" and place.is_dir():
+            place = place.parent
+            word = str(place)
+        is_run, is_place = (place / "spec.yaml").exists(), place.exists()
+        is_saves = not is_run and (place / "checkpoints").is_dir()
+    except OSError as error:
+        raise UsageError(f"{word}: cannot be read: {error.strerror}") from None
+    if not is_saves:
+        try:
+            return find_run(word, use=use)
+        except UsageError:
+            if is_run or not is_place:
+                raise
+            what = "holds no saves" if place.is_dir() else "is a file"
+            raise UsageError(
+                f"{word}: {what}, and no run is called so; give a run, the directory that a script has given"
+                " to hpcrun.Checkpointer, or the `checkpoints` in it"
+            ) from None
+    saves = RunDir(place)
+    if use != "read":
+        require_mine(saves, is_named_by_path=True)
+    if use == "act" and saves.job.exists():
+        become_itself(saves)
+    return saves
 
 
 def choose(run: str, step: int | None) -> Saved:
-    """A saved step of a run, or the newest."""
+    """A saved step of a run, or the newest: of what it may go on from, if there is any."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.saves import saved_steps
+    from hpcrun.specs.saves import read_saves, sort_saves
 
-    found = saved_steps(checkpoints(run))
+    place = checkpoints(run)
+    sorted_saves = sort_saves(place, read_saves(place)[0])
+    found = [*sorted_saves.strangers, *sorted_saves.left, *sorted_saves.line]
     chosen = [saved for saved in found if step is None or saved.step == step]
     if not chosen:
-        known = ", ".join(str(saved.step) for saved in found) or "none"
+        known = ", ".join(str(saved.step) for saved in sorted(found, key=lambda one: one.step)) or "none"
         raise UsageError(
             f"{run}: has no saved step {step if step is not None else 'at all'} (saved: {known})"
         )
@@ -75,10 +115,18 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
 
     `believe` takes the person's word for it that an unknown run is over.
     """
+    from hpcrun.checkpoint.writer import live_writer
     from hpcrun.errors import UsageError
     from hpcrun.launch.record.runs import look_at_all
     from hpcrun.specs.provenance import read_provenance
 
+    if not run.spec.exists():  # a script's saves
+        if (writer := live_writer(run.checkpoints)) and not believe:
+            raise UsageError(
+                f"{run.checkpoints}: {writer} saves there; {what} when it has ended, or with"
+                " --is-over if it has"
+            )
+        return
     if not run.attempts() and read_provenance(run) is None:
         return  # it was never started
     (state,) = look_at_all([run])

@@ -26,7 +26,7 @@ from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
 from hpcrun.runtime.planning import WritePlan, plan_write, structure_key
 from hpcrun.runtime.snapshot import Copied, Snapshot
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import Saved, read_save
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes a line for metrics.jsonl."""
@@ -127,7 +127,8 @@ class SavesBehind:
         slot = self._claim(step, generation, wait=lasting)
         if not isinstance(slot, int):
             return slot
-        stamp = Stamp(generation, step, position, self._control.size, self._direct.attempt)
+        owner = (self._control.size, self._direct.attempt, self._direct.descent)
+        stamp = Stamp(generation, step, position, *owner)
         levels, size = self._levels(step, lasting=lasting), self._plan.whole_bytes
         flight = Flight(self._serial, stamp, slot, self._key, levels, size, at, 0.0)
         self._flights[self._serial] = self._current = flight
@@ -443,7 +444,10 @@ class SavesBehind:
         self._link = None
         for flight in self._flights.values():
             for level in flight.ahead if flight.is_sealed else ["memory"]:
-                self._fail(flight, level, why)
+                if level == "durable" and self._is_committed(flight):
+                    flight.outcomes[level] = None  # it only did not live to tell
+                else:
+                    self._fail(flight, level, why)
 
     def _report_failure(self, step: int, level: str, why: str) -> None:
         """Rank 0 writes it; what another rank knows reaches it at the next agreement."""
@@ -471,8 +475,13 @@ class SavesBehind:
         if flight.outcomes.get("durable", "not asked for") is None:
             return True
         # It may have been committed by a worker that did not live to tell.
-        saves = saved_steps(self._direct.root)
-        return any(one.step == step and one.generation == flight.stamp.generation for one in saves)
+        return self._is_committed(flight)
+
+    def _is_committed(self, flight: Flight) -> bool:
+        stamp = flight.stamp
+        final = draft_of(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
+        saved = read_save(final)
+        return isinstance(saved, Saved) and saved.generation == stamp.generation
 
     def _written(self, flight: Flight) -> int:
         """What all nodes have written so far, as far as their files show it."""

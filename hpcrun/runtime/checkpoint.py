@@ -6,6 +6,7 @@ Ranks agree through their control alone: training's process groups see nothing o
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -18,17 +19,19 @@ from torch import Tensor
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
 from hpcrun.checkpoint.format import DamagedError, collect, render_tensors, structure_digest
 from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.oserrors import explain
 from hpcrun.checkpoint.read import Generation, read_tail
 from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.checkpoint.restore.decide import key_of
 from hpcrun.checkpoint.restore.holdings import no_collection
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.datafiles import DataFiles, Written, parts_of
 from hpcrun.runtime.planning import WritePlan, dtype_name, load_into, plan_write, structure_key
 from hpcrun.specs.checkpoint import DurableSpec
-from hpcrun.specs.saves import Saved, Unreadable, read_saves, saved_steps, step_of
+from hpcrun.specs.descent import descent_from
+from hpcrun.specs.saves import Saved, read_saves, refuse_strangers, saved_steps, sort_saves, step_of
 
 Fit = Callable[[str, int, ChunkSource], dict[str, Tensor]]
 """Looks at a state before it is loaded (its name for people, how many ranks wrote it, its chunks) and says
@@ -64,10 +67,11 @@ class Checkpointer:
     ) -> None:
         """`durable`: how files are to lie on a file system where one can say it."""
         self.root, self.attempt = checkpoints, attempt
+        self.descent = ""
+        """What this start has gone on from; its saves say so."""
         self._files = DataFiles(checkpoints, durable or DurableSpec(), control)
         self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
-        self._here: dict[int, Path] = {}
         self._damaged: dict[Path, _Problem] = {}
         self._opened: dict[Path, Generation] = {}
         self.avoided: frozenset[str] = frozenset()
@@ -81,11 +85,9 @@ class Checkpointer:
     def save(self, step: int, position: int, state: dict[str, Tensor], *, beside: bool = False) -> Path:
         """Write the state of a step; every rank returns when it is committed and durable.
 
-        It fails as a whole: SiteError on every rank, and nothing is left of it. `beside`: after a worker has
-        failed to, out of its way.
+        A save of that step is replaced. It fails as a whole: SiteError on every rank, and nothing is left of
+        it. `beside`: after a worker has failed to, out of its way.
         """
-        if step in self._here:
-            return self._here[step]
         aside, final, generation, laid_out = self._control.everywhere(lambda: self._begin(step, beside))
         draft = Draft(Path(aside), Path(final), bytes.fromhex(generation))
         entries = self.entries(state)
@@ -93,7 +95,6 @@ class Checkpointer:
         written = self._files.write(draft, plan, lambda: plan.contents(entries), laid_out=laid_out)
         facts = {"step": step, "position": position}
         self._control.everywhere(lambda: self._commit(draft, plan, written, facts))
-        self._here[step] = draft.final
         return draft.final
 
     def entries(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -101,7 +102,10 @@ class Checkpointer:
         return state | {f"rng.{self._control.rank}": rng_state()}
 
     def _begin(self, step: int, beside: bool) -> list[Any]:
-        draft = begin(self.root, step, self.attempt, beside=beside)
+        try:
+            draft = begin(self.root, step, self.attempt, beside=beside)
+        except OSError as error:
+            raise SiteError(f"step {step} cannot be written: {explain(error, self.root)}") from None
         return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.are_laid_out()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
@@ -128,11 +132,18 @@ class Checkpointer:
                 )
                 plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
             world: dict[str, int] = {"world_size": self._control.size, "attempt": self.attempt}
-            commit(draft, parts, plan.tensors, plan.structure, **facts, **world)
-        except (OSError, SiteError):
+            more: dict[str, Any] = {"descent": self.descent, "warn": _warn}
+            commit(draft, parts, plan.tensors, plan.structure, **facts, **world, **more)
+        except OSError as error:
+            discard(draft)
+            raise SiteError(
+                f"step {facts['step']} cannot be committed: {explain(error, self.root)}"
+            ) from None
+        except HpcrunError:
             discard(draft)
             raise
-        retire(self.root, self._keep, self._damaged, keep_every=self._keep_every)
+        for problem in retire(self.root, self._keep, self._damaged, keep_every=self._keep_every):
+            _warn(problem)
 
     def restore(
         self,
@@ -177,7 +188,7 @@ class Checkpointer:
             if kind == "damaged" and mendable == saved.generation:
                 self._control.everywhere(self._set_damaged_aside)
                 raise DamagedError(text)
-        self._here[saved.step] = saved.path
+        self.descent = descent_from(saved, self.attempt)
         newest = max((step_of(path) for path in self._damaged), default=saved.step)
         passed_over = self._control.everywhere(self._set_damaged_aside)
         if random_state is not None:
@@ -215,24 +226,31 @@ class Checkpointer:
         for rank, (step, generation, _) in enumerate(told):
             if (step, generation) != (told[0][0], told[0][1]):
                 raise SiteError(f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}")
+        self.descent = descent_from(stamp, self.attempt)
         if random_state is not None:
             set_rng_state(random_state)
         passed_by = list(passed_over)
         return Restored(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
 
     def choose(self) -> list[Any] | None:
-        """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell."""
+        """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell.
+
+        Of the line that the run is on; UsageError where there are other runs' saves alone.
+        """
         saves, unreadable = read_saves(self.root)
-        found: list[Saved | Unreadable] = [*saves, *unreadable]
-        for one in sorted(found, key=lambda one: step_of(one.path), reverse=True):
-            if one.path in self._damaged or (isinstance(one, Saved) and key_of(one) in self.avoided):
+        sorted_saves = sort_saves(self.root, saves)
+        lost = {one.path: _Problem(f"{one.path}: is damaged: {one.problem}", True) for one in unreadable}
+        for one in reversed(sorted_saves.line):
+            if one.path in self._damaged or key_of(one) in self.avoided:
                 continue
             problem = self._problem_of(one)
             if problem is None:
-                assert isinstance(one, Saved)
+                self._damaged |= {path: bad for path, bad in lost.items() if step_of(path) >= one.step}
                 return _plain(one)
             self._damaged[one.path] = problem
+        self._damaged |= lost
         if not self._damaged:
+            refuse_strangers(self.root, sorted_saves)
             return None
         newest = next(iter(self._damaged.values()))
         raise SiteError(
@@ -240,10 +258,8 @@ class Checkpointer:
             " all to start from the beginning"
         )
 
-    def _problem_of(self, saved: Saved | Unreadable) -> _Problem | None:
+    def _problem_of(self, saved: Saved) -> _Problem | None:
         """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
-        if isinstance(saved, Unreadable):
-            return _Problem(f"{saved.path}: is damaged: {saved.problem}", True)
         if saved.format_version == 1:
             return None
         try:
@@ -368,6 +384,12 @@ def _refuse(where: str, verb: str, names: list[str]) -> None:
             f"{where}: {verb} {names[0]}{more}; was the model changed?"
             " Resume with the model of the run, or start a new run with model.weights"
         )
+
+
+def _warn(text: str) -> None:
+    """Of what is wrong beside a save that is none the worse for it."""
+    sys.stderr.write(f"hpcrun: {text}\n")
+    sys.stderr.flush()
 
 
 def rng_state() -> Tensor:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -26,6 +26,7 @@ from hpcrun.runtime import checkpoint
 from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.drainhome import AgentHome, OwnHome
 from hpcrun.runtime.planned import restore
+from hpcrun.runtime.script_line import ScriptLine, Start, count_of
 from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
 from hpcrun.runtime.state_loading import StateLoading
 from hpcrun.runtime.state_tree import flatten, pack
@@ -38,11 +39,17 @@ class Checkpointer:
         self,
         directory: str | Path | None = None,
         *,
+        start: Start | None = None,
         memory: int | None = None,
         on_record: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
         """`directory`: where saves go, in `checkpoints/` there; inside a run of hpcrun by default that run's.
+
+        Where there are saves, load() goes on from the newest, and a start that trains or saves without having
+        loaded is refused. Unless `start` is "new": load() gives None, and a line of saves of its own begins,
+        beside which the others stay until `hpcrun ckpt gc`; or "resume": it goes on from the newest by means
+        of its own. Only one world of ranks at a time may save in a directory.
 
         The options are those of a job's `checkpoint` section: keep, keep_every, local, durable, object,
         behind; where nothing is given, that section of the run's own job holds. `memory`: slots a rank, 2
@@ -54,11 +61,13 @@ class Checkpointer:
         self._run, section = run, section_of(run, os.environ)
         slots = {} if memory is None else {"memory": memory}
         self._spec = spec_of({"memory": 2} | section | slots, options)
-        attempt = self._control.everywhere(lambda: attempt_of(run, agent))
+        line = ScriptLine(run, self._control, start=start, attempt=attempt_of(run, os.environ))
+        self._line, attempt = line, line.found.attempt
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
         self._direct = checkpoint.Checkpointer(
             run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
         )
+        line.serve(self._direct)
         self._on_record = on_record
         self._behind: SavesBehind | None = None
         if self._spec.memory:
@@ -79,17 +88,34 @@ class Checkpointer:
         # After an error the others may never come to a common end.
         if error is None:
             self.close()
+        else:
+            self._line.close()
 
-    def save(self, step: int, state: Mapping[str, Any], position: int = 0, *, wait: bool = False) -> bool:
+    def save(
+        self,
+        step: SupportsIndex,
+        state: Mapping[str, Any],
+        position: SupportsIndex = 0,
+        *,
+        wait: bool = False,
+        replace: bool = False,
+    ) -> bool:
         """Begin to save a state, which must not change until `fence`; False where this save was left out.
+
+        Steps grow: the one that was saved or loaded last is left out, and that is said, unless `replace`: its
+        save is then replaced, once the new one is whole. A smaller step is a UsageError.
 
         A name stands for one tensor: what several ranks have under it is taken to be equal, and stored once.
         `wait`: return when it is in the directory, SiteError on all ranks if it does not get there. Plain
         values in the state are kept as each rank has them now. `position`: any count of yours, such as of
         samples.
         """
+        step, position = count_of(step, "step"), count_of(position, "position")
+        if not self._may_save(step, replace):
+            return False
         flat = flatten(state)
         entries = flat.tensors | {self._own: pack(flat.tree)}
+        self._line.has_begun(step)
         if self._behind is None:
             self._direct.save(step, position, entries)
             return True
@@ -104,7 +130,11 @@ class Checkpointer:
             self._behind.fence()
 
     def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call `fence` before every step of an optimizer."""
+        """Call `fence` before every step of an optimizer.
+
+        It says that training begins: who may not save in this directory hears so here.
+        """
+        self._line.claim()
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def load(self, state: Mapping[str, Any], *, strict: bool = True, only: str = "") -> int | None:
@@ -117,18 +147,23 @@ class Checkpointer:
         names, such as "model."; nothing else is touched. Without `strict`, what is in one of them alone, or
         has another shape or type there, stays as it is. None where nothing was saved.
         """
+        self._line.loads()
+        if self._line.begins_anew:
+            return None
         if self._behind is not None:
             self._behind.settle()
         loading = StateLoading(self._control, state, strict=strict, only=only)
         attempt = self._run.attempt(self._direct.attempt)
         restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
         if restored is None:
+            self._line.has_loaded(None)
             return None
         # What objects do with their state may draw numbers, which is not to be seen afterwards.
         random_state = checkpoint.rng_state()
         for note in loading.finish():
             _say(note)
         checkpoint.set_rng_state(random_state)
+        self._line.has_loaded(restored.step)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)
         for problem in restored.passed_over if self._control.rank == 0 else ():
@@ -141,6 +176,17 @@ class Checkpointer:
             self._behind.settle()
             self._behind.close()
             self._behind = None
+        self._line.close()
+
+    def _may_save(self, step: int, replace: bool) -> bool:
+        """Whether this save is begun; one that is on its way is waited for before it is said to exist."""
+        if self._line.may_exist(step) and self._behind is not None:
+            self._behind.settle()
+        if self._line.may_save(step, replace=replace):
+            return True
+        why = "it is saved already; replace=True replaces it"
+        self._tell({"kind": "save_skipped", "step": step, "why": why})
+        return False
 
     @property
     def _own(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from hpcrun.checkpoint.commit import Draft
 from hpcrun.checkpoint.format import Part, file_name
 from hpcrun.checkpoint.lustre.storage import Storage
+from hpcrun.checkpoint.oserrors import explain
 from hpcrun.checkpoint.write import write_part
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan
@@ -60,7 +61,7 @@ class DataFiles:
             except OSError as error:
                 problem = error
             self._control.barrier()
-        mine = self._failed(plan, problem) if problem else self._part(draft, plan, contents, facts)
+        mine = self._failed(draft, plan, problem) if problem else self._part(draft, plan, contents, facts)
         every = self._gather(mine)
         if not laid_out or all(one.number != errno.ENOSPC for one in every):
             return every
@@ -114,12 +115,12 @@ class DataFiles:
         try:
             part = write_part(path, draft.generation, self._control.rank, plan.pieces, contents(), **where)
         except OSError as error:
-            return self._failed(plan, error)
+            return self._failed(draft, plan, error)
         facts = facts | self._storage.layout_facts(path) if facts else {}
         return Written("", None, plan.file, list(astuple(part)), facts)
 
-    def _failed(self, plan: WritePlan, error: OSError) -> Written:
-        return Written(str(error), error.errno, plan.file, [])
+    def _failed(self, draft: Draft, plan: WritePlan, error: OSError) -> Written:
+        return Written(explain(error, draft.file(plan.file)), error.errno, plan.file, [])
 
     def _gather(self, mine: Written) -> list[Written]:
         return [Written(*fields) for fields in self._control.allgather(list(astuple(mine)))]

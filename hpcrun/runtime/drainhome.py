@@ -93,7 +93,12 @@ class OwnHome:
             raise SiteError(f"{sys.executable}: the drain worker cannot be started: {error}") from None
         told: dict[str, Any] = {"spec": self._spec.model_dump(mode="json"), "attempt": self._attempt}
         alone: dict[str, Any] = {"set": None, "parity": 0, "peers": {}, "secret": os.urandom(16).hex()}
-        self._tell({"do": "configure", "run": str(self._run), "node": self._node, **told, **alone})
+        run: dict[str, Any] = {
+            "run": str(self._run),
+            "run_ids": RunDir(self._run).run_ids,
+            "node": self._node,
+        }
+        self._tell({"do": "configure", **run, **told, **alone})
         self._await_ready()
 
     def _tell(self, message: dict[str, Any]) -> None:

@@ -131,6 +131,10 @@ def export_dcp(
         note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
         origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
         write_json(aside / NOTE, {"schema_version": 1, **note, **origin})
+        if not run.spec.exists():  # a script's saves
+            return []
+        if not run.spec.exists():  # a script's saves
+            return []
         text, left_out = render_portable(run.spec)
         write_whole(aside / "spec.yaml", text)
     return left_out

@@ -25,7 +25,7 @@ from hpcrun.checkpoint.format import (
     structure_digest,
 )
 from hpcrun.checkpoint.read import Generation, read_tail
-from hpcrun.checkpoint.restore.exchange import check_newest, copy_in
+from hpcrun.checkpoint.restore.exchange import Owner, check_newest, copy_in
 from hpcrun.checkpoint.write import write_part
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime.casts import Cast, Casts
@@ -71,11 +71,11 @@ def kind_of(source: Path) -> str:
 def import_hpcrun(
     source: Path,
     checkpoints: Path,
-    job: JobSpec,
+    job: JobSpec | None,
     step: int | None,
     progress: _Progress = lambda _size: None,
 ) -> Imported:
-    """A copy of a committed generation, every byte of which is proved."""
+    """A copy of a committed generation, every byte of which is proved; without a job, of any state."""
     saved = read_save(source)
     if isinstance(saved, Unreadable):
         raise UsageError(f"{source}: is damaged: {saved.problem}; import another copy")
@@ -84,12 +84,9 @@ def import_hpcrun(
         raise UsageError(f"--step {step}: {source} is of step {saved.step}; leave --step out")
     with Generation(saved) as generation:
         stored = generation.manifest.tensors
-    _check(
-        source,
-        job,
-        {name: tensor.shape for name, tensor in stored.items()},
-        lambda name: stored[name].dtype,
-    )
+    if job is not None:
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        _check(source, job, shapes, lambda name: stored[name].dtype)
     check_newest(checkpoints, saved.step)
     with pass_on(source, checkpoints.parent):
         return Imported(copy_in(saved, checkpoints, progress))
@@ -263,7 +260,8 @@ def _check(
 def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
     """Write and commit a state, in as many parts as its world has ranks."""
     check_newest(checkpoints, state.step)
-    draft = begin(checkpoints, state.step, 0)
+    owner = Owner.of_next(checkpoints)
+    draft = begin(checkpoints, state.step, owner.attempt)
     try:
         parts, tails, start = list[Part](), [], 0
         for number in range(state.world_size):
@@ -283,7 +281,8 @@ def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
             step=state.step,
             position=state.position,
             world_size=state.world_size,
-            attempt=0,
+            attempt=owner.attempt,
+            descent=owner.descent,
         )
     except BaseException:
         discard(draft)

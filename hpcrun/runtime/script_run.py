@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreContro
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_job_of
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
 
 _count = itertools.count()
 
@@ -61,11 +59,10 @@ def run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[Ru
     return run, own is not None and own.path == run.path and DRAIN_VARIABLE in environ
 
 
-def attempt_of(run: RunDir, agent: bool) -> int:
-    """The run's own attempt; elsewhere one more than any that has saved."""
-    if agent and ATTEMPT_VARIABLE in os.environ:
-        return int(os.environ[ATTEMPT_VARIABLE])
-    return max((saved.attempt for saved in saved_steps(run.checkpoints)), default=0) + 1
+def attempt_of(run: RunDir, environ: Mapping[str, str]) -> int | None:
+    """The attempt of the run that has started this process, if the directory is that run's; else None."""
+    is_own = str(run.path) == environ.get(RUN_DIR_VARIABLE)
+    return int(environ.get(ATTEMPT_VARIABLE) or 1) if is_own else None
 
 
 def open_control(environ: Mapping[str, str]) -> Control:

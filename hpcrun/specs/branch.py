@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hpcrun.errors import EXIT_INTERRUPTED, UsageError
 from hpcrun.files import aside_name, open_regular
-from hpcrun.specs.identity import Identity, place_of, read_identity
+from hpcrun.specs.identity import IDENTITY_KEYS, Identity, place_of, read_identity
 from hpcrun.specs.owner import say_once
 from hpcrun.specs.records import read_json, write_json
 
@@ -33,11 +33,11 @@ def require_identity(run: RunDir) -> Identity:
     return found
 
 
-def become_itself(run: RunDir) -> None:
+def become_itself(run: RunDir, run_id: str | None = None) -> None:
     """Give a copy of a run an identity of its own, with one line; note where a moved run is now.
 
     The copy goes on from the saves that were copied. What it says of processes and jobs is said of those of
-    the other run, and goes. UsageError where both would write the same saves.
+    the other run, and goes. UsageError where both would write the same saves. `run_id`: chosen before.
     """
     owner, identity = run.sweep_of_element or run, require_identity(run)
     if identity.is_at(owner.path):
@@ -58,12 +58,13 @@ def become_itself(run: RunDir) -> None:
         for path in (part.events, part.metrics, part.chaos):
             _unshare(path)
     for part in parts[1:] or parts:
-        _note_end(part, text)
+        if part.spec.exists():  # a script's saves are no run that ends
+            _note_end(part, text)
     record = _record_of(owner)
     if "submissions" in record:
         record["submissions"] = []
     # Last: until it is written this is a copy, and whoever acts on it next begins again.
-    owner.identify(Identity.new(owner.path), **record)
+    owner.identify(identity.branched(owner.path, run_id), **record)
     say_once(
         f"{owner.path}: is a copy of {identity.made_at.path}; from here on it is a run of its own, with"
         f" run_id {owner.run_id}"
@@ -73,7 +74,7 @@ def become_itself(run: RunDir) -> None:
 def _record_of(owner: RunDir) -> dict[str, object]:
     """What job.json says besides the identity."""
     found = read_json(owner.job)
-    return {name: value for name, value in found.items() if name not in ("run_id", "made_at")}
+    return {name: value for name, value in found.items() if name not in IDENTITY_KEYS}
 
 
 def _elements(owner: RunDir) -> Iterator[RunDir]:

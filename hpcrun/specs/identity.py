@@ -1,7 +1,8 @@
-"""A run's identity: a uuid in job.json, with the place where it was made, by which a copy is noticed.
+"""A run's identity, or that of a script's saves: a uuid in job.json, with the place where it was made.
 
-Processes, memory, local saves and objects are marked with it. A name would not do: a copy of a run directory
-may have the same name, and runs of one name may lie under several roots.
+By the place a copy is noticed. Processes, memory, saves and objects are marked with the identity. A name
+would not do: a copy of a run directory may have the same name, and runs of one name may lie under several
+roots.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from hpcrun.specs.records import read_json, write_json
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _FILE = "job.json"
+IDENTITY_KEYS = ("run_id", "made_at", "copied_from")
+"""What of job.json is the identity."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,18 @@ class Identity:
 
     run_id: str
     made_at: Place
+    copied_from: tuple[str, ...] = ()
+    """The identities of the runs that this was copied from, whose saves it has."""
 
     @classmethod
-    def new(cls, folder: Path) -> Identity:
-        """One for a run that is made in this directory, or for a copy that has become a run of its own."""
-        return cls(uuid.uuid4().hex, place_of(folder))
+    def new(cls, folder: Path, run_id: str | None = None) -> Identity:
+        """One for a run that is made in this directory; `run_id` where it was chosen before."""
+        return cls(run_id or new_run_id(), place_of(folder))
+
+    def branched(self, folder: Path, run_id: str | None = None) -> Identity:
+        """One for a copy in this directory, which becomes a run of its own."""
+        copied_from = (self.run_id, *self.copied_from)
+        return Identity(run_id or new_run_id(), place_of(folder), copied_from)
 
     def is_at(self, folder: Path) -> bool:
         """Whether the run itself is in this directory, and not a copy of it.
@@ -69,6 +79,11 @@ class Identity:
         )
 
 
+def new_run_id() -> str:
+    """One that nobody has."""
+    return uuid.uuid4().hex
+
+
 def place_of(folder: Path) -> Place:
     """Where a directory is now; OSError where there is none."""
     path = folder.resolve()
@@ -85,9 +100,14 @@ def parse_identity(record: Any) -> Identity | None:
         made_at = Place(str(place["host"]), str(place["path"]), int(place["device"]), int(place["inode"]))
     except (TypeError, KeyError, ValueError, OverflowError):
         raise UsageError("made_at is not the place of a directory") from None
-    if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
-        raise UsageError("run_id is not 32 hexadecimal digits")
-    return Identity(run_id, made_at)
+    copied_from = record.get("copied_from") or []
+    if not isinstance(copied_from, list) or not all(map(_is_run_id, [run_id, *copied_from])):
+        raise UsageError("run_id or copied_from is not 32 hexadecimal digits")
+    return Identity(run_id, made_at, tuple(copied_from))
+
+
+def _is_run_id(value: Any) -> bool:
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
 
 
 def read_identity(folder: Path) -> Identity | None:
@@ -106,5 +126,5 @@ def write_identity(folder: Path, identity: Identity, **values: Any) -> None:
 
 
 def digest_of(folder: Path) -> str:
-    """What stands for the identity of a directory that is no run of ours, as that of a script's saves."""
+    """What stands for the identity of a directory that has none yet."""
     return hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=16).hexdigest()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.identity import Identity, parse_identity, read_identity
+from hpcrun.specs.identity import IDENTITY_KEYS, Identity, parse_identity, read_identity
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -118,7 +118,7 @@ def read_provenance(run: RunDir) -> Provenance | None:
     """The record of a run, or None without one; UsageError when it is damaged."""
     found = read_json(run.job)
     # A run that has just been made, or that others' launchers started, has an identity alone.
-    if found is None or (isinstance(found, dict) and found.keys() <= {"run_id", "made_at"}):
+    if found is None or (isinstance(found, dict) and found.keys() <= {*IDENTITY_KEYS}):
         return None
     known = {one.name for one in fields(Provenance)} - {"identity"}
     try:

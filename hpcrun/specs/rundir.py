@@ -43,7 +43,7 @@ _STAMP = re.compile(r"-[0-9]{4}-[0-9]{6}-[0-9a-f]{6}")
 """What create_run puts behind a run's name."""
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 """Of an attempt, or an element of a sweep."""
-_run_ids: dict[Path, str] = {}
+_identities: dict[Path, tuple[str, tuple[str, ...]]] = {}
 """Read once: a supervisor knows who it is also where its directory cannot be read any more."""
 
 
@@ -83,18 +83,28 @@ class RunDir:
 
     @property
     def run_id(self) -> str:
-        """The identity of the run, which its processes, memory, local saves and objects are marked with.
+        """The identity of the run, which its processes, memory, saves and objects are marked with.
 
-        A directory that is no run of ours, such as that of a script's saves, is known by its path.
+        A directory that has none yet is known by its path.
         """
+        return self.run_ids[0]
+
+    @property
+    def run_ids(self) -> tuple[str, ...]:
+        """Its identity, and those of the runs that it was copied from: saves of all of them are its own."""
         if (sweep := self.sweep_of_element) is not None:
-            return f"{sweep.run_id}/{self.path.name}"
-        if self.path not in _run_ids:
+            return tuple(f"{run_id}/{self.path.name}" for run_id in sweep.run_ids)
+        if self.path not in _identities:
             identity = read_identity(self.path)
             if identity is None:
-                return digest_of(self.path)
-            _run_ids[self.path] = identity.run_id
-        return _run_ids[self.path]
+                return (digest_of(self.path),)
+            self.assume(identity.run_id, identity.copied_from)
+        run_id, copied_from = _identities[self.path]
+        return run_id, *copied_from
+
+    def assume(self, run_id: str, copied_from: Sequence[str] = ()) -> None:
+        """In this process the run is known by this identity, which is not in job.json yet."""
+        _identities[self.path] = run_id, tuple(copied_from)
 
     @property
     def shared_name(self) -> str:
@@ -104,7 +114,7 @@ class RunDir:
     def identify(self, identity: Identity, **values: Any) -> None:
         """Give the run an identity; `values` is what else job.json says."""
         write_identity(self.path, identity, **values)
-        _run_ids[self.path] = identity.run_id
+        self.assume(identity.run_id, identity.copied_from)
 
     @property
     def spec(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.errors import UsageError
 from hpcrun.files import UntrustedFileError, read_regular
+from hpcrun.specs.descent import is_descent, line_of
+from hpcrun.specs.rundir import RunDir
 
 FORMAT_VERSION = 2
 RECORD = "complete.json"
@@ -21,7 +24,8 @@ _CHECK = "check"
 _MOST_RECORD_BYTES = 16 << 20
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("step", "position", "world_size", "attempt")
-_MOST = 1 << 62
+MOST_COUNT = 1 << 62
+"""Steps, samples and sizes lie below it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class Saved:
     """Random and in every block of its files; saves of format 1 have none, nor anything of what follows."""
     structure: str = ""
     """Digest of all names, types and whole shapes: equal for states that load into the same job."""
+    run_id: str = ""
+    """The identity of the run that saved it; saves of older layouts have none, and are not gone on from."""
+    descent: str = ""
+    """Of what earlier saves of that run it came; see `hpcrun.specs.descent`."""
     level: str = "durable"
     written: float | None = None
     manifest_bytes: int = 0
@@ -56,7 +64,7 @@ class Unreadable:
 
 
 def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
-    """The committed steps of a run, oldest first, and those whose record is damaged; none half-written.
+    """All committed steps that lie there by step, and those whose record is damaged; none half-written.
 
     UsageError for a step that a newer hpcrun has written.
     """
@@ -97,8 +105,55 @@ def step_of(path: Path) -> int:
 
 
 def saved_steps(checkpoints: Path) -> list[Saved]:
-    """The committed steps of a run with a readable record, oldest first."""
-    return read_saves(checkpoints)[0]
+    """The committed steps that a run may go on from, oldest first; see sort_saves."""
+    return sort_saves(checkpoints, read_saves(checkpoints)[0]).line
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The saves in a run's directory by what they are to it, each oldest first."""
+
+    line: list[Saved]
+    """The newest, and what it has come from."""
+    left: list[Saved]
+    """Of branches of this run that were left for an older save."""
+    strangers: list[Saved]
+    """Of another run, or of nobody knows which: copied in by hand, or of an older layout."""
+
+    @property
+    def own(self) -> list[Saved]:
+        """All that this run has saved."""
+        return [*self.left, *self.line]
+
+
+def sort_saves(checkpoints: Path, saves: Iterable[Saved]) -> Sorted:
+    """Saves that lie there, by what they are to the run whose directory that is in."""
+    ordered = sorted(saves, key=lambda one: one.step)
+    own_ids = RunDir(checkpoints.parent).run_ids if ordered else ()
+    own = [one for one in ordered if one.run_id in own_ids]
+    line = line_of(own)
+    names = {one.path for one in line}
+    return Sorted(
+        line,
+        [one for one in own if one.path not in names],
+        [one for one in ordered if one.run_id not in own_ids],
+    )
+
+
+def refuse_strangers(checkpoints: Path, sorted_saves: Sorted) -> None:
+    """UsageError where all that is there is other runs' saves, or of no known one: what to do with them."""
+    if sorted_saves.own or not sorted_saves.strangers:
+        return
+    newest, run = sorted_saves.strangers[-1], checkpoints.parent
+    whose = f"of another run ({newest.run_id})" if newest.run_id else "of no known run"
+    if newest.format_version < FORMAT_VERSION:
+        remedy = "it is of an older layout; `hpcrun ckpt export` takes it elsewhere"
+    else:
+        remedy = (
+            f"to have it here type: mv {newest.path} {run}/ && hpcrun ckpt import {run / newest.path.name}"
+        )
+        remedy += f" --run {run}"
+    raise UsageError(f"{newest.path}: is {whose}, and is not gone on from in {run}; {remedy}")
 
 
 def render_record(saved: Saved) -> str:
@@ -112,6 +167,8 @@ def render_record(saved: Saved) -> str:
         "world_size": saved.world_size,
         "attempt": saved.attempt,
         "structure": saved.structure,
+        "run_id": saved.run_id,
+        "descent": saved.descent,
         "written": saved.written,
         "manifest": [saved.manifest_bytes, saved.manifest_hash],
         "files": list(saved.file_bytes),
@@ -160,7 +217,7 @@ def _counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
+    return type(value) is int and 0 <= value < MOST_COUNT
 
 
 def _check_fields(record: dict[str, Any]) -> None:
@@ -170,6 +227,8 @@ def _check_fields(record: dict[str, Any]) -> None:
     texts = (record["generation"], record["structure"], record["level"], manifest_hash)
     if not all(isinstance(one, str) for one in texts) or not _GENERATION.fullmatch(record["generation"]):
         raise ValueError("it names nothing")
+    if not is_descent(record.get("descent", "")) or not isinstance(record.get("run_id", ""), str):
+        raise ValueError("it comes from nowhere")
     if not isinstance(record["files"], list) or not all(map(_is_count, [manifest_bytes, *record["files"]])):
         raise ValueError("its sizes are none")
     if not isinstance(record["written"], float | int | None):

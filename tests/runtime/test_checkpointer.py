@@ -139,7 +139,7 @@ def test_inside_a_run_what_its_job_says_of_saves_holds(
             saves.fence()
     assert [saved.step for saved in saved_steps(run.checkpoints)] == [4]
     assert list((tmp_path / "disk").rglob("step-*.bin"))
-    with hpcrun.Checkpointer(durable={"every": 1}, local=None) as saves:
+    with hpcrun.Checkpointer(start="resume", durable={"every": 1}, local=None) as saves:
         saves.save(5, {"weight": torch.zeros(8)})
     assert [saved.step for saved in saved_steps(run.checkpoints)] == [4, 5]
 

@@ -127,12 +127,16 @@ class DurableStation:
         patience: Patience = Patience(),
         hurry: threading.Event | None = None,
         written: Callable[[int], None] = lambda count: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`hurry`: once it is set, nobody is waited for any more. `written` gets the bytes of each write."""
+        """`hurry`: once it is set, nobody is waited for any more. `written` gets the bytes of each write.
+
+        `say`: what went wrong after a commit, and is none of its failure.
+        """
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._retry, self._layout_facts = retry_file, layout_facts
-        self._hurry, self._written = hurry or threading.Event(), written
+        self._hurry, self._written, self._say = hurry or threading.Event(), written, say
         self._has_committed = False
         self._known: tuple[dict[int, str], str, str] | None = None
         """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
@@ -190,7 +194,8 @@ class DurableStation:
         """Delete what is not to be kept, if a commit was made here; which that is the job says, not these."""
         if self._has_committed:
             self._has_committed = False
-            retire(self._checkpoints, self._keep, keep_every=self._keep_every)
+            for problem in retire(self._checkpoints, self._keep, keep_every=self._keep_every):
+                self._say(problem)
 
     def _draft(self, stamp: Stamp) -> Draft:
         return draft_of(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
@@ -267,6 +272,8 @@ class DurableStation:
             position=facts["position"],
             world_size=facts["world_size"],
             attempt=stamp.attempt,
+            descent=stamp.descent,
+            warn=self._say,
         )
         self._has_committed = True
 

@@ -23,6 +23,7 @@ from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.drain.stations import TakesMemory, Withdraws
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
+from hpcrun.checkpoint.oserrors import explain
 from hpcrun.checkpoint.partrecord import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
 from hpcrun.errors import SiteError
@@ -344,7 +345,9 @@ class Drain:
             elif problem is None:
                 try:
                     facts = station.store(load)
-                except (OSError, SiteError) as error:
+                except OSError as error:
+                    problem = explain(error, self._checkpoints or Path())
+                except SiteError as error:
                     problem = str(error)
             elif isinstance(station, Withdraws):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)

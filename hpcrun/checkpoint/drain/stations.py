@@ -141,6 +141,7 @@ def _durable(around: Surroundings) -> Station | None:
         layout_facts=place.layout_facts,
         hurry=around.hurry,
         written=around.pacer.rest,
+        say=around.say,
     )
 
 

@@ -199,6 +199,8 @@ class Worker:
     def _configure(self, order: dict[str, Any]) -> None:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
         run = RunDir(Path(order["run"]))
+        if run_ids := order.get("run_ids"):  # a script's directory gets its identity at the first save
+            run.assume(*map(str, run_ids[:1]), list(map(str, run_ids[1:])))
         if self._drain is None:
             folder = make_folder(self._root, run.path, run.run_id, str(order["node"]), self._say)
             self._take_over(open_folder(folder))

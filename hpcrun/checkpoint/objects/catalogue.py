@@ -28,6 +28,7 @@ from hpcrun.checkpoint.format import MANIFEST, PART_ALIGN, DamagedError, file_na
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.objects.store import Listed, Store, open_store
 from hpcrun.errors import UsageError
+from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
 
 OBJECT_BYTES = 64 << 20
@@ -80,7 +81,7 @@ class ObjectCopy:
     def stamp(self) -> Stamp:
         """Which state it is of."""
         one = self.saved
-        return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt)
+        return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
 
 
 class BrokenCopy(NamedTuple):
@@ -185,7 +186,7 @@ def list_saves(
 
 
 def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
-    """Remove all but the newest `keep` whole copies; what was removed.
+    """Remove all but the newest `keep` whole copies of the line that the run is on; what was removed.
 
     A generation without a record may be on its way and stays, unless it is older than the newest whole copy
     and nothing has been added to it for a day. The record goes first.
@@ -194,7 +195,11 @@ def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
     place = run_place(run_id)
     copies, _ = list_copies(store, run_id)
     whole = [copy for copy in copies if copy.problem is None]
-    removed = whole[:-keep]
+    line = {saved.generation for saved in line_of(copy.saved for copy in whole)}
+    on_line = sorted(
+        (copy for copy in whole if copy.saved.generation in line), key=lambda one: order(one.saved)
+    )
+    removed = on_line[:-keep]
     for copy in removed:
         store.delete(f"{copy.place}{RECORD}")
         store.drop(copy.place)
@@ -203,7 +208,7 @@ def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
         # What is newest there was written just now, and stamped by the store, whose clock is not ours.
         now = max((one.changed or 0.0 for names in listed.values() for one in names.values()), default=0.0)
         for key, names in listed.items():
-            if RECORD not in names and _step_of(key) < whole[-1].saved.step and _is_stale(names, now):
+            if RECORD not in names and _step_of(key) < on_line[-1].saved.step and _is_stale(names, now):
                 store.drop(f"{place}{key}/")
     return removed
 

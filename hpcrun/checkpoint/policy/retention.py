@@ -1,7 +1,8 @@
 """Which saves stay: one rule over what is committed, for a running job and for cleaning up later.
 
-Only whole, committed generations count: one that is still being written, or is damaged, neither fills a place
-among the newest nor is judged here.
+Only whole, committed generations of one line of descent are judged (see `hpcrun.specs.descent`): one that is
+still being written, is damaged, of a branch that was left, or another run's, neither fills a place among
+the newest nor makes another one go.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Rule:
     def judge(
         self, committed: Iterable[tuple[str, int]], pinned: Collection[str] = (), broken: Collection[str] = ()
     ) -> list[Verdict]:
-        """What becomes of each generation, given as key and step; oldest step first.
+        """What becomes of each generation, given as key and step in the order of descent, oldest first.
 
         `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay:
         whether they can be repaired is for others to tell.
         """
-        ordered = sorted(committed, key=lambda one: one[1])
+        ordered = list(committed)
         whole = [key for key, _ in ordered if key not in broken]
         newest = set(whole[-max(1, self.newest) :])
         return [Verdict(key, step, *self._of(key, step, newest, pinned, broken)) for key, step in ordered]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from hpcrun.checkpoint.levels import LEVELS, HeldParity, Holding, Level, Member, Stamp
 from hpcrun.checkpoint.plan import SHARED, Rebuild, RestorePlan, Source, Survivor
+from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import Saved, Unreadable, step_of
 
 POISONED = 2
@@ -42,8 +43,9 @@ def decide(
     check: Callable[[Saved], str | None] = lambda _saved: None,
     scraps: Scraps = lambda _stamp, _missing: None,
 ) -> RestorePlan:
-    """The plan for the newest generation that is whole; of several of that step the one nearest by.
+    """The plan for the newest generation that is whole, of the line of starts that the run is on.
 
+    Of what is kept of it at several places the nearest by is taken. `saves` are the run's own.
     `nodes`: those that live; what is rebuilt goes to the first of them that has nothing of the generation.
     `check` makes the cheap checks of a save in the run directory: what is wrong with it, or None. It is asked
     only about saves that nothing newer makes needless. `scraps` likewise: only where nodes hold a part of a
@@ -51,25 +53,42 @@ def decide(
     """
     near = _by_stamp(holdings, {*nodes, SHARED})
     poisoned = {generation for generation, count in poison.items() if count >= POISONED}
+    known: list[Stamp | Saved | Copy] = [*near, *saves, *objects]
+    line = {order(one) for one in line_of(_stamp(one) for one in known)}
     found = _Candidates(near, nodes, check, scraps)
-    steps = {stamp.step for stamp in near} | {one.step for one in saves}
-    steps |= {one.stamp.step for one in objects} | {step_of(one.path) for one in unreadable}
-    for stamp in near:
-        is_bad = stamp.generation in poisoned or near_key(stamp.generation) in poisoned
-        found.add(stamp.step, is_bad and stamp.generation, stamp)
-    for saved in saves:
-        found.add(saved.step, key_of(saved) in poisoned and key_of(saved), saved)
-    for copy in objects:
-        found.add(copy.stamp.step, copy.stamp.generation in poisoned and copy.stamp.generation, copy)
-    for one in unreadable:
-        found.add(step_of(one.path), False, one)
-    newest, used = max(steps, default=0), tuple(sorted(poisoned))
+    for one in known:
+        found.add(order(_stamp(one)), _poison_of(one, poisoned), one)
+    lost = sorted(unreadable, key=lambda one: step_of(one.path), reverse=True)
+    newest = max([step for _, step in line] + [step_of(one.path) for one in lost], default=0)
+    used = tuple(sorted(poisoned))
     passed_over: list[str] = []
-    for step in sorted(steps, reverse=True):
-        plan = found.best(step, passed_over)
+    for place in sorted(line, reverse=True):
+        while lost and step_of(lost[0].path) >= place[1]:
+            passed_over.append(_damaged(lost.pop(0)))
+        plan = found.best(place, passed_over)
         if plan is not None:
-            return with_values(plan, lost_steps=newest - step, passed_over=tuple(passed_over), poisoned=used)
+            return with_values(
+                plan, lost_steps=newest - place[1], passed_over=tuple(passed_over), poisoned=used
+            )
+    passed_over += map(_damaged, lost)
     return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
+
+
+def _stamp(one: Stamp | Saved | Copy) -> Stamp:
+    if isinstance(one, Copy):
+        return one.stamp
+    return one if isinstance(one, Stamp) else stamp_of(one)
+
+
+def _poison_of(one: Stamp | Saved | Copy, poisoned: Collection[str]) -> str:
+    """What a candidate is poisoned as; empty where it is not."""
+    key = key_of(one) if isinstance(one, Saved) else _stamp(one).generation
+    is_bad = key in poisoned or (isinstance(one, Stamp) and near_key(key) in poisoned)
+    return key if is_bad else ""
+
+
+def _damaged(one: Unreadable) -> str:
+    return f"{one.path}: is damaged: {one.problem}"
 
 
 def key_of(saved: Saved) -> str:
@@ -82,7 +101,7 @@ def near_key(generation: str) -> str:
     return f"near:{generation}"
 
 
-_Candidate = Stamp | Saved | Copy | Unreadable
+_Candidate = Stamp | Saved | Copy
 
 
 class _Missing(NamedTuple):
@@ -96,7 +115,7 @@ class _Missing(NamedTuple):
 
 
 class _Candidates:
-    """All that is known of each step, and the best of it."""
+    """All that is known of each step of each start, and the best of it."""
 
     def __init__(
         self,
@@ -106,15 +125,16 @@ class _Candidates:
         scraps: Scraps,
     ) -> None:
         self._near, self._nodes, self._check, self._scraps = near, nodes, check, scraps
-        self._of: dict[int, list[tuple[str | bool, _Candidate]]] = {}
+        self._of: dict[tuple[int, int], list[tuple[str, _Candidate]]] = {}
 
-    def add(self, step: int, poisoned: str | bool, candidate: _Candidate) -> None:
-        self._of.setdefault(step, []).append((poisoned, candidate))
+    def add(self, place: tuple[int, int], poisoned: str, candidate: _Candidate) -> None:
+        self._of.setdefault(place, []).append((poisoned, candidate))
 
-    def best(self, step: int, passed_over: list[str]) -> RestorePlan | None:
-        """The cheapest plan for a step; what is wrong with all others of it is told."""
+    def best(self, place: tuple[int, int], passed_over: list[str]) -> RestorePlan | None:
+        """The cheapest plan for a step of a start; what is wrong with all others of it is told."""
         usable: list[_Candidate] = []
-        for poisoned, one in self._of[step]:
+        _, step = place
+        for poisoned, one in self._of[place]:
             if poisoned:
                 passed_over.append(
                     f"step {step}, generation {poisoned}: has failed to be gone on from, or proved damaged"
@@ -148,14 +168,13 @@ class _Candidates:
     ) -> tuple[RestorePlan | None, list[str]]:
         """From a save in the run directory; and what is wrong with others of the step."""
         wrong: list[str] = []
-        for saved in sorted((one for one in usable if isinstance(one, Saved)), key=lambda one: -one.attempt):
+        for saved in (one for one in usable if isinstance(one, Saved)):
             problem = self._check(saved)
             if problem is None:
                 is_held = saved.generation in held
-                plan = RestorePlan(_stamp_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held)
+                plan = RestorePlan(stamp_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held)
                 return plan, wrong
             wrong.append(f"{saved.path}: is damaged: {problem}")
-        wrong += [f"{one.path}: is damaged: {one.problem}" for one in usable if isinstance(one, Unreadable)]
         return None, wrong
 
     def _mixed(self, partial: dict[Stamp, _Missing]) -> RestorePlan | None:
@@ -172,8 +191,10 @@ class _Candidates:
         return None
 
 
-def _stamp_of(saved: Saved) -> Stamp:
-    return Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+def stamp_of(saved: Saved) -> Stamp:
+    """Which state a save is of."""
+    one = saved
+    return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
 
 
 def _cost(plan: RestorePlan) -> tuple[int, int, int]:

@@ -7,10 +7,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpcrun.checkpoint.commit import begin, discard, set_aside
+from hpcrun.checkpoint.commit import begin, discard, making_way
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
 from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.verify import damages, usual_jobs
@@ -19,6 +19,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import file_homes, open_regular
 from hpcrun.specs.hf_directory import CONFIG, INDEX
 from hpcrun.specs.records import sync_directory
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
 from hpcrun.specs.sha256sums import SUMS
 from hpcrun.units import amount
@@ -99,8 +100,12 @@ def copy_out(
     progress: Callable[[int], None] = lambda _size: None,
     *,
     jobs: int | None = None,
+    owner: Owner | None = None,
 ) -> None:
-    """The files of a committed generation into an empty directory; DamagedError where one is damaged."""
+    """The files of a committed generation into an empty directory; DamagedError where one is damaged.
+
+    `owner`: whose it is from here on.
+    """
     names = [MANIFEST, *(file_name(number) for number in range(len(saved.file_bytes)))]
     for name in names:
         try:
@@ -111,7 +116,8 @@ def copy_out(
             _copy(source, directory / name)
         finally:
             os.close(source)
-    write_file(directory / RECORD, render_record(saved).encode())
+    told = replace(saved, **asdict(owner)) if owner else saved
+    write_file(directory / RECORD, render_record(told).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
     with Generation(replace(saved, path=directory)) as copy:
         found = damages(copy, jobs or usual_jobs(), progress)
@@ -127,21 +133,40 @@ def copy_in(
     *,
     jobs: int | None = None,
 ) -> Saved:
-    """A generation from elsewhere as a committed one of a run, the same to the last bit."""
+    """A generation from elsewhere as the newest of a run, the same to the last bit but for whose it is."""
     needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
     if needed > free:
         raise SiteError(f"{checkpoints}: the state takes {amount(needed)}, and there are {amount(free)} free")
-    draft = begin(checkpoints, saved.step, saved.attempt)
+    owner = Owner.of_next(checkpoints)
+    draft = begin(checkpoints, saved.step, owner.attempt)
     try:
-        copy_out(saved, draft.aside, progress, jobs=jobs)
-        if draft.final.exists():
-            set_aside(draft.final)
-        draft.aside.rename(draft.final)
+        copy_out(saved, draft.aside, progress, jobs=jobs, owner=owner)
+        own = replace(saved, **asdict(owner))
+        with making_way(own, draft.final) as replaced:
+            draft.aside.rename(draft.final)
     except BaseException:
         discard(draft)
         raise
+    for path in replaced:
+        shutil.rmtree(path, ignore_errors=True)
     sync_directory(checkpoints)
-    return replace(saved, path=draft.final)
+    return replace(own, path=draft.final)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose a save is, and where it stands in that run's line of descent."""
+
+    run_id: str
+    attempt: int
+    descent: str
+
+    @classmethod
+    def of_next(cls, checkpoints: Path) -> Owner:
+        """Of a save from elsewhere, as if the start that has made the newest save had made it, too."""
+        line = saved_steps(checkpoints)
+        attempt, descent = (line[-1].attempt, line[-1].descent) if line else (0, "")
+        return cls(RunDir(checkpoints.parent).run_id, attempt, descent)
 
 
 def check_newest(checkpoints: Path, step: int) -> None:

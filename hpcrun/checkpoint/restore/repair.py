@@ -48,6 +48,7 @@ from hpcrun.checkpoint.restore.copies import (
 )
 from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of
 
 _Chunks = list[tuple[Piece, Place]]
@@ -203,6 +204,8 @@ def _record_of(stamp: Stamp, path: Path, data: bytes) -> Saved:
         format_version=FORMAT_VERSION,
         generation=stamp.generation,
         structure=structure_digest(manifest.tensors),
+        run_id=RunDir(path.parent.parent).run_id,
+        descent=stamp.descent,
         manifest_bytes=len(data),
         manifest_hash=xxh3_64_hexdigest(data),
         file_bytes=tuple(sizes[number] for number in range(len(sizes))),

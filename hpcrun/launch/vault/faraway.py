@@ -15,6 +15,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.vault.meanwhile import meanwhile
 from hpcrun.launch.vault.poison import read_poison
 from hpcrun.specs.checkpoint import ObjectSpec
+from hpcrun.specs.descent import order
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -42,7 +43,7 @@ class FarAway:
         newest = plan.lost_steps + (plan.stamp.step if plan.stamp else 0)
         while True:
             far = decide([], [], [], copies, read_poison(self._run), nodes)
-            if far.stamp is None or (plan.stamp is not None and far.stamp.step <= plan.stamp.step):
+            if far.stamp is None or (plan.stamp is not None and order(far.stamp) <= order(plan.stamp)):
                 return plan
             stamp = far.stamp
             self._note(f"step {stamp.step} is fetched from {far.copy}: nothing nearer is whole")

@@ -36,7 +36,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.specs.saves import Saved, read_saves, saved_steps
+from hpcrun.specs.saves import Saved, read_saves, refuse_strangers, saved_steps, sort_saves
 
 _TRIES = 3
 _MOST_NAMED = 8
@@ -197,11 +197,12 @@ class Keeper:
 
     def _look_around(self, holdings: Sequence[Holding], placement: Placement) -> RestorePlan:
         saves, unreadable = read_saves(self._run.checkpoints)
+        found = sort_saves(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
         check = _check if self.has_levels else _cheapest_check
         poison = read_poison(self._run)
-        plan = decide(holdings, saves, unreadable, [], poison, nodes, check, self._scraps_of)
+        plan = decide(holdings, found.own, unreadable, [], poison, nodes, check, self._scraps_of)
         # Where there is no other attempt, ranks had better take an older save than end.
         return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
 
@@ -232,7 +233,11 @@ class Keeper:
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
         # What is damaged ranks see for themselves, but not what has failed.
-        has_saves = any(read_saves(self._run.checkpoints)) and (self.has_levels or plan.poisoned)
+        saves, unreadable = read_saves(self._run.checkpoints)
+        found = sort_saves(self._run.checkpoints, saves)
+        if plan.stamp is None:
+            refuse_strangers(self._run.checkpoints, found)
+        has_saves = bool(found.own or unreadable) and (self.has_levels or plan.poisoned)
         if plan.stamp is None and has_saves:
             raise SiteError(
                 f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"

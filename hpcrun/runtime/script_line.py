@@ -1,0 +1,300 @@
+"""A script's saves in a directory: whose they are, what they descend from, and whether it may save there.
+
+A directory gets its identity at its first save, from one rank. A start that loads goes on from the save that
+it has loaded; in a directory that has saves, one that trains without loading is refused unless it says
+`start="new"`, which begins a line of its own, or `start="resume"`, which goes on from the newest save without
+loading it. Another process that saves there at the same time is noticed by its lease.
+"""
+
+from __future__ import annotations
+
+import atexit
+import operator
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hpcrun.checkpoint.oserrors import explain
+from hpcrun.checkpoint.writer import Lease, life_of
+from hpcrun.errors import HpcrunError, SiteError, UsageError
+from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
+from hpcrun.runtime.checkpoint import Checkpointer as DirectCheckpointer
+from hpcrun.runtime.control import Control
+from hpcrun.specs.branch import become_itself
+from hpcrun.specs.descent import descent_from
+from hpcrun.specs.identity import Identity, new_run_id, read_identity
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import MOST_COUNT, read_saves, saved_steps, sort_saves
+
+Start = Literal["resume", "new"]
+_saved_by_us: set[Path] = set()
+"""Where this process has saved: its next Checkpointer there goes on from that."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a start finds in its directory, the same on every rank."""
+
+    run_ids: list[str]
+    """The identity that its saves will have, and those of the runs that it was copied from."""
+    attempt: int
+    """One more than any that has saved; inside a run the run's own."""
+    used: str = ""
+    """What is saved there, in words; empty where nothing is."""
+    newest: int = -1
+    """The newest step of the line that it may go on from."""
+    descent: str = ""
+    """Of what goes on from that."""
+
+
+def look(run: RunDir, attempt: int | None) -> Found:
+    """On one rank: nothing is written. `attempt`: of this very run."""
+    identity = read_identity(run.path) if run.sweep_of_element is None else None
+    if identity is not None and not identity.is_at(run.path):  # a copy, which becomes itself when it saves
+        run_ids = [new_run_id(), identity.run_id, *identity.copied_from]
+    elif identity is not None or attempt is not None:
+        run_ids = [*run.run_ids]
+    else:
+        run_ids = [new_run_id()]
+    if run.sweep_of_element is None:
+        run.assume(run_ids[0], run_ids[1:])
+    saves, unreadable = read_saves(run.checkpoints)
+    number = attempt or max((one.attempt for one in saves), default=0) + 1
+    if not saves and not unreadable:
+        return Found(run_ids, number)
+    found = sort_saves(run.checkpoints, saves)
+    count = len(saves) + len(unreadable)
+    if not found.line:
+        return Found(run_ids, number, f"{count} saves that are not this run's or damaged")
+    tip = found.line[-1]
+    used = f"saves up to step {tip.step}"
+    return Found(run_ids, number, used, tip.step, descent_from(tip, number))
+
+
+class ScriptLine:
+    """The line of saves that a script's Checkpointer is on; all ranks call each method alike."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        control: Control,
+        *,
+        start: Start | None,
+        attempt: int | None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`attempt`: of the run of hpcrun that this is a part of, if that is the run of this directory."""
+        if start not in (None, "resume", "new"):
+            raise UsageError(f'Checkpointer: start: {start!r} is not known; use "resume" or "new"')
+        self._run, self._control = run, control
+        self._is_inside = attempt is not None
+        told = control.everywhere(lambda: asdict(look(run, attempt)))
+        self.found = found = Found(**told)
+        if run.sweep_of_element is None:
+            run.assume(found.run_ids[0], found.run_ids[1:])
+        # A run starts a script again and again: what this run has saved is never an earlier one's.
+        self._start = None if start == "new" and attempt is not None and attempt > 1 else start
+        if start is None and run.path in _saved_by_us:
+            self._start = "resume"
+        starter = environ.get(RUN_DIR_VARIABLE)
+        number = int(environ.get(ATTEMPT_VARIABLE) or 1)
+        self._life = life_of(environ, (starter, number) if starter else None)
+        self._direct: DirectCheckpointer | None = None
+        self._lease: Lease | None = None
+        self._newest = found.newest if self._start == "resume" else -1
+        self._may_save = not found.used or self._start is not None
+        self._is_claimed = False
+        self._watch = None if self._may_save else _Watch(self._refusal)
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether what is saved already is not for this start."""
+        return self._start == "new"
+
+    def serve(self, direct: DirectCheckpointer) -> None:
+        """Whoever writes the saves of this line."""
+        self._direct = direct
+        if self._start == "resume":
+            direct.descent = self.found.descent
+
+    def loads(self) -> None:
+        """A load begins: it says what this start goes on from."""
+        self._unwatch()
+
+    def has_loaded(self, step: int | None) -> None:
+        """What was loaded; None where there was nothing."""
+        self._newest = -1 if step is None else step
+        if step is not None or not self.found.used:
+            self._may_save = True
+
+    def check_start(self) -> None:
+        """UsageError where nobody has said what is to become of earlier saves."""
+        if not self._may_save:
+            raise UsageError(self._refusal)
+
+    @property
+    def _refusal(self) -> str:
+        return (
+            f"{self._run.path}: has {self.found.used}, and this start has not loaded any; call load() first to"
+            ' go on, or say Checkpointer(…, start="new") to begin anew, or give another directory'
+        )
+
+    def claim(self) -> None:
+        """Before the first save: the lease and the identity; UsageError where it is another's."""
+        if not self._is_claimed:
+            self._control.everywhere(self._claim)
+            self._is_claimed = True
+
+    def may_save(self, step: int, *, replace: bool) -> bool:
+        """Whether a save of this step is begun, and not left out as one that exists.
+
+        UsageError for a step that lies before one that this start has saved or loaded.
+        """
+        self.check_start()
+        self.claim()
+        self._control.everywhere(self._check)
+        if step > self._newest:
+            return True
+        exists = self._control.everywhere(lambda: self._exists(step))
+        if exists and replace:
+            return True
+        if step == self._newest:
+            return not exists
+        raise UsageError(
+            f"Checkpointer.save: step {step} is not after step {self._newest}, which was saved or loaded"
+            " before; count steps on over the whole training"
+            + ("; replace=True replaces the save of this step" if exists else "")
+        )
+
+    def may_exist(self, step: int) -> bool:
+        """Whether somebody has to look for a save of this step."""
+        return step <= self._newest
+
+    def has_begun(self, step: int) -> None:
+        """A save of this step is on its way."""
+        _saved_by_us.add(self._run.path)
+        self._newest = max(self._newest, step)
+
+    def close(self) -> None:
+        """Nothing more will be saved."""
+        self._unwatch()
+        if self._lease is not None:
+            self._lease.release()
+            atexit.unregister(self._lease.release)
+            self._lease = None
+        self._is_claimed = False
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
+    def _check(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
+
+    def _exists(self, step: int) -> bool:
+        """On rank 0: whether the line that this start is on has a save of this step."""
+        line = saved_steps(self._run.checkpoints)
+        own = [one for one in line if one.attempt == self.found.attempt]
+        return any(one.step == step for one in (own if self.begins_anew else line))
+
+    def _claim(self) -> None:
+        run = self._run
+        if run.spec.exists() and not self._is_inside:
+            raise UsageError(
+                f"{run.path}: is the directory of a run of hpcrun, which saves there itself: only load from"
+                " it here, and give a directory of its own for saves"
+            )
+        try:
+            run.checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lease = Lease(run.checkpoints, self._life)
+            try:
+                self._refuse_overtaken()
+                if not self._is_inside:
+                    self._identify()
+            except (HpcrunError, OSError):
+                lease.release()
+                raise
+        except OSError as error:
+            raise SiteError(f"no save can be begun: {explain(error, run.checkpoints)}") from None
+        self._lease = lease
+        atexit.register(lease.release)
+
+    def _refuse_overtaken(self) -> None:
+        """UsageError where another start has saved since this one began: both would be one in all records."""
+        attempt = self.found.attempt
+        saves = sort_saves(self._run.checkpoints, read_saves(self._run.checkpoints)[0]).own
+        others = [one for one in saves if one.attempt >= attempt]
+        if others and not self._is_inside:
+            raise UsageError(
+                f"{others[-1].path}: was saved by another start since this one began; start again to go on"
+                " from there"
+            )
+
+    def _identify(self) -> None:
+        """Give the directory its identity: of two that come at once the other one is refused."""
+        run, run_id = self._run, self.found.run_ids[0]
+        identity = read_identity(run.path)
+        if identity is None:
+            record = read_json(run.job)
+            run.identify(Identity.new(run.path, run_id), **(record if isinstance(record, dict) else {}))
+        elif identity.run_id != run_id and identity.run_id not in self.found.run_ids[1:]:
+            raise UsageError(
+                f"{run.path}: has become that of another start (run_id {identity.run_id}) since this one"
+                " began; start again"
+            )
+        else:
+            become_itself(run, run_id)
+
+
+@dataclass
+class _Watch:
+    """Notices that training has begun: an optimizer that steps again.
+
+    A first step may be one that only makes the optimizer's state, for a load to fill.
+    """
+
+    refusal: str
+    _seen: weakref.WeakSet[torch.optim.Optimizer] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._step)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in self._seen:
+            self.end()
+            raise UsageError(self.refusal)
+        self._seen.add(optimizer)
+
+
+def count_of(value: Any, what: str) -> int:
+    """A step or another count as people have it, of any integer type; UsageError for what is none."""
+    number: int | None = None
+    is_truth = isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool)
+    is_many = isinstance(value, Tensor | np.ndarray) and value.ndim > 0
+    if not is_truth and not is_many:
+        try:
+            number = operator.index(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+    if number is None:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        raise UsageError(f"Checkpointer.save: {what}: {value!r} is of type {kind}; give an integer")
+    if not 0 <= number < MOST_COUNT:
+        wrong, allowed = "negative" if number < 0 else "too large", f"give one from 0 to {MOST_COUNT - 1}"
+        raise UsageError(f"Checkpointer.save: {what}: {number} is {wrong}; {allowed}")
+    return number
