@@ -27,6 +27,7 @@ def main() -> int:
     options = parser.parse_args()
     sys.path.append(str(ROOT))
     import hpcrun.runtime.checkpoint  # noqa: F401 - before the clock runs
+    from tests.checkpoint.descent_faults import DESCENT_CASES
     from tests.checkpoint.faults import CASES, SkippedError
     from tests.checkpoint.node_faults import NODE_CASES
     from tests.checkpoint.run_faults import RUN_CASES
@@ -35,7 +36,7 @@ def main() -> int:
     report.header()
     faults = silent = 0
     skipped = []
-    for name, case in {**CASES, **NODE_CASES, **RUN_CASES}.items():
+    for name, case in {**CASES, **DESCENT_CASES, **NODE_CASES, **RUN_CASES}.items():
         if options.only and options.only not in name:
             continue
         root, begin = Path(tempfile.mkdtemp(prefix="faults-")), time.monotonic()

@@ -153,10 +153,7 @@ class Lease:
         return False
 
     def _keep(self) -> None:
-        while not self._end.wait(BEAT_S) and not self.lost_to:
-            self._look()
-            if self.lost_to:
-                return
+        while not self._end.wait(BEAT_S) and not self._is_lost():
             self._own = replace(self._own, beats=self._own.beats + 1)
             # A disk that is full now is not a reason to end: the next beat may get through.
             with contextlib.suppress(OSError):
@@ -168,11 +165,13 @@ class Lease:
                 finally:
                     aside.unlink(missing_ok=True)
 
-    def _look(self) -> None:
-        with contextlib.suppress(OSError):
+    def _is_lost(self) -> bool:
+        """Whether the record is another one now; what cannot be read now may be at the next beat."""
+        with contextlib.suppress(OSError, UsageError):
             seen = _read(self._path)
             if _token_of(seen) != self._own.token:
                 self.lost_to = seen.who if isinstance(seen, Writer) else "who has removed its record"
+        return bool(self.lost_to)
 
 
 def live_writer(checkpoints: Path) -> str | None:

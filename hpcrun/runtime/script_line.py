@@ -144,8 +144,8 @@ class ScriptLine:
     @property
     def _refusal(self) -> str:
         return (
-            f"{self._run.path}: has {self.found.used}, and this start has not loaded any; call load() first to"
-            ' go on, or say Checkpointer(…, start="new") to begin anew, or give another directory'
+            f"{self._run.path}: has {self.found.used}, and this start has not loaded any; call load() first,"
+            ' or say Checkpointer(…, start="new") to begin anew, or give another directory'
         )
 
     def claim(self) -> None:

@@ -18,7 +18,8 @@ from hpcrun.checkpoint.format import (
 )
 from hpcrun.checkpoint.read import read_tail
 from hpcrun.checkpoint.write import write_part
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.descent import descent_from
+from hpcrun.specs.saves import Saved, saved_steps
 
 SHAPES = {"model.a": (40, 16), "model.b": (7,), "model.scalar": (), "model.none": (0, 3)}
 
@@ -52,8 +53,12 @@ def save(
     files: int = 1,
     ranks: int = 2,
     shares: Sequence[list[Piece]] | None = None,
+    descent: str | None = None,
 ) -> Saved:
-    """A committed generation, its ranks spread over so many files."""
+    """A committed generation, its ranks spread over so many files; it has come from the newest one."""
+    if descent is None:
+        line = saved_steps(checkpoints)
+        descent = descent_from(line[-1], attempt) if line else ""
     draft = begin(checkpoints, step, attempt)
     parts, ends = [], dict.fromkeys(range(files), 0)
     shares = shares or [pieces_of(rank, ranks) for rank in range(ranks)]
@@ -72,4 +77,4 @@ def save(
         "world_size": len(shares),
         "attempt": attempt,
     }
-    return commit(draft, parts, render_tensors(tensors), structure_digest(tensors), **facts)
+    return commit(draft, parts, render_tensors(tensors), structure_digest(tensors), **facts, descent=descent)

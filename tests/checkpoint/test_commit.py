@@ -151,10 +151,17 @@ def test_a_file_that_shrank_before_the_commit_is_not_committed(
 def test_another_save_of_the_step_is_set_aside_and_not_written_over(tmp_path: Path) -> None:
     old = save(tmp_path, 4)
     before = (old.path / "data-00000.bin").read_bytes()
-    new = save(tmp_path, 4, attempt=2)
+    new = save(tmp_path, 4, attempt=2, descent="")
     assert (new.step, new.attempt) == (4, 2)
-    (aside,) = tmp_path.glob("damaged-*")
+    (aside,) = tmp_path.glob("left-*")
     assert (aside / "data-00000.bin").read_bytes() == before
+    assert saved_steps(tmp_path) == [new]
+
+
+def test_another_save_of_the_step_by_the_same_line_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    new = save(tmp_path, 4)
+    assert names(tmp_path) == ["step-00000004"]
     assert saved_steps(tmp_path) == [new]
 
 

@@ -25,7 +25,9 @@ OWN = {"a": [0, 1], "b": [2, 3]}
 
 
 def stamp(step: int, world_size: int = 4, attempt: int = 1) -> Stamp:
-    return Stamp(f"{step:030x}{attempt:02x}", step, 8 * step, world_size, attempt)
+    """Each attempt has gone on from step 10 of the one before."""
+    descent = " ".join(f"{number}@10" for number in range(1, attempt))
+    return Stamp(f"{step:030x}{attempt:02x}", step, 8 * step, world_size, attempt, descent)
 
 
 def part_of(owner: Stamp, number: int, salt: str = "") -> Part:
@@ -54,7 +56,8 @@ def with_parity(owner: Stamp, nodes: Sequence[str] = NODES, parity: int = 1) -> 
 def saved(step: int, attempt: int = 1) -> Saved:
     one = stamp(step, attempt=attempt)
     path = RUN / f"step-{step:08d}"
-    return Saved(path, step, 8 * step, 4, attempt, format_version=2, generation=one.generation)
+    known: dict[str, str] = {"generation": one.generation, "descent": one.descent}
+    return Saved(path, step, 8 * step, 4, attempt, format_version=2, **known)
 
 
 def test_the_newest_in_memory_comes_before_an_older_save() -> None:

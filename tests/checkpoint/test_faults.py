@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.descent_faults import DESCENT_CASES
 from tests.checkpoint.faults import CASES, SkippedError
 from tests.checkpoint.injuries import INJURIES
 from tests.checkpoint.node_faults import NODE_CASES
 
-WHOLE = {**CASES, **NODE_CASES}
+WHOLE = {**CASES, **DESCENT_CASES, **NODE_CASES}
 QUICK = [
     *INJURIES,
     "one byte flipped",
@@ -23,6 +24,7 @@ QUICK = [
     "rank killed before its part",
     "read-only directory",
     "stale temporary files",
+    *DESCENT_CASES,
     "lost node",
     "lost rack",
     "more lost than the parity survives",

@@ -59,5 +59,8 @@ def test_all_ranks_go_back_when_one_reads_damage(told: dict[str, Any]) -> None:
     assert told["fallen_back"] == [1, 1, 1, True, ["damaged-step-00000002", "step-00000001", "step-00000002"]]
 
 
-def test_saves_of_the_format_before_are_still_read(told: dict[str, Any]) -> None:
-    assert told["old_format"] == [30, True, True]
+def test_saves_of_the_format_before_are_read_but_not_gone_on_from(told: dict[str, Any]) -> None:
+    said, is_read = told["old_format"]
+    assert said.startswith("step-00000003: is of no known run, and is not gone on from")
+    assert "ckpt export" in said
+    assert is_read

@@ -50,7 +50,7 @@ KNOWN = {
         "tuning/policy_entry": "append_row",
     },
     "run directory": {
-        "checkpoint/commit": "begin commit discard remove remove_leftovers set_aside",
+        "checkpoint/commit": "begin commit discard making_way remove remove_leftovers set_aside",
         "checkpoint/drain/durable": (
             "DurableStation._commit DurableStation._give_up DurableStation._write "
             "DurableStation.abandon DurableStation.store _unlink"
@@ -61,7 +61,9 @@ KNOWN = {
         "checkpoint/restore/exchange": "copy_in",
         "checkpoint/restore/repair": "_Work._place_file _Work.commit",
         "checkpoint/write": "open_shared write_file",
+        "checkpoint/writer": "Lease._keep Lease._take Lease.release _write",
         "cli/ckpt_exchange": "_import_new",
+        "runtime/script_line": "ScriptLine._claim",
         "launch/call": "_write_private",
         "launch/task": "_prove_pickle",
         "launch/agents/agent": "Agent._own_log Agent._start",
