@@ -165,10 +165,12 @@ def making_way(saved: Saved, final: Path) -> Iterator[list[Path]]:
     if before is None:
         yield []
         return
-    aside = set_aside(final, DAMAGED if isinstance(before, Unreadable) else LEFT)
+    is_whole = isinstance(before, Saved) and problem_of(before) is None
+    is_ours = isinstance(before, Saved) and before.run_id == saved.run_id and is_on_line(before, saved)
+    # What a crash leaves aside in here is found by `ckpt repair`, as damaged ones are.
+    aside = set_aside(final, LEFT if is_whole and not is_ours else DAMAGED)
     try:
-        is_replaced = isinstance(before, Saved) and before.run_id == saved.run_id
-        yield [aside] if is_replaced and is_on_line(before, saved) else []
+        yield [aside] if is_whole and is_ours else []
     except OSError:
         with contextlib.suppress(OSError):
             aside.rename(final)

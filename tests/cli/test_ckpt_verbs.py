@@ -199,7 +199,7 @@ def test_old_saves_are_unknown_and_not_opened(saved_run: RunDir) -> None:
     result = run("verify", saved_run.path, "--step", 9)
     assert result.exit_code == 0
     assert result.stdout == "step 9: unknown, format 1 holds no hashes\n"
-    refused = run("inspect", saved_run.path)
+    refused = run("inspect", saved_run.path, "--step", 9)
     assert isinstance(refused.exception, UsageError)
     assert "format 1" in str(refused.exception)
 

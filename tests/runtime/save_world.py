@@ -193,7 +193,7 @@ def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh)
         saver.save(2, 20, state)
         said = ["saved"]
     except SiteError as error:
-        said = control.allgather(str(error).rpartition("/")[2])
+        said = control.allgather(str(error).replace(f"{root}/", "").partition(" on /")[0])
     names["write_part"] = true
     left = sorted(path.name for path in root.iterdir())
     control.barrier()

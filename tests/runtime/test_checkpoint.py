@@ -49,8 +49,9 @@ def test_random_state_comes_back_to_each_rank(told: dict[str, Any]) -> None:
 
 def test_a_save_fails_as_a_whole_and_the_next_one_works(told: dict[str, Any]) -> None:
     said, left, later = told["failing"]
-    line = f"failing: rank {RANKS - 1} cannot write step 2: [Errno 28] No space left on device"
-    assert said == [line] * RANKS
+    for line in said:
+        assert f"rank {RANKS - 1} cannot write step 2: " in line
+        assert line.endswith("data-00000.bin: No space left on device (ENOSPC)")
     assert left == ["step-00000001"]
     assert later == ["step-00000001", "step-00000003"]
 
