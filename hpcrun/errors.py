@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 EXIT_DONE = 0
 EXIT_CHECK_FAILED = 1
@@ -20,6 +21,8 @@ class HpcrunError(Exception):
     """Base of every error that is shown to the user as one line, without a traceback."""
 
     exit_code = EXIT_CHECK_FAILED
+    raised_by: Literal["one", "all", "another"] = "one"
+    """Of ranks that do something together: whether each raises it alike, or another rank's is told here."""
 
 
 class UsageError(HpcrunError):

@@ -230,6 +230,22 @@ class SavesBehind:
         self._control.barrier()
         self._home.close()
 
+    def begin_anew(self) -> None:
+        """After ranks have fallen apart: they agree on everything again; what was filled is still stored."""
+        if self._link is not None:
+            self._link.close()
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._link = self._snapshot = self._plan = self._current = None
+        self._known, self._seed, self._serial = False, "", 0
+        self._flights.clear()
+        self._untold.clear()
+
+    def let_go(self) -> None:
+        """Close without asking anybody, after an error."""
+        self.begin_anew()
+        self._home.close()
+
     def _levels(self, step: int, *, lasting: bool) -> list[Level]:
         spec, found = self._spec, list[Level]()
         durable = lasting or not spec.durable.every or step % spec.durable.every == 0

@@ -30,11 +30,15 @@ from hpcrun.runtime.script_line import ScriptLine, Start, count_of
 from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
 from hpcrun.runtime.state_loading import StateLoading
 from hpcrun.runtime.state_tree import flatten, pack
+from hpcrun.runtime.together import leave, opened, opening, together
 
 
 class Checkpointer:
     """Saves and loads a state of all ranks together."""
 
+    _behind: SavesBehind | None = None
+
+    @opened
     def __init__(
         self,
         directory: str | Path | None = None,
@@ -56,7 +60,7 @@ class Checkpointer:
         where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
         on rank 0 what a run's metrics.jsonl would get.
         """
-        self._control = open_control(os.environ)
+        self._control = opening(open_control(os.environ))
         run, agent = run_of(directory, os.environ)
         self._run, section = run, section_of(run, os.environ)
         slots = {} if memory is None else {"memory": memory}
@@ -69,7 +73,6 @@ class Checkpointer:
         )
         line.serve(self._direct)
         self._on_record = on_record
-        self._behind: SavesBehind | None = None
         if self._spec.memory:
             home: AgentHome | OwnHome
             if agent:
@@ -85,12 +88,25 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the others may never come to a common end.
         if error is None:
             self.close()
-        else:
+            return
+        # The others may never come to a common end; but they are told, and nothing of ours stays.
+        leave(self._control, error)
+        self._let_go()
+
+    def _fall_apart(self) -> None:
+        if self._behind is not None:
+            self._behind.begin_anew()
+
+    def _let_go(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.let_go()
+        if hasattr(self, "_line"):  # what fails to open may have none yet
             self._line.close()
 
+    @together("save")
     def save(
         self,
         step: SupportsIndex,
@@ -124,6 +140,7 @@ class Checkpointer:
             return True
         return self._behind.save(step, position, entries)
 
+    @together("fence", agrees=False)
     def fence(self) -> None:
         """Wait until what is being saved may be changed again: call it before the optimizer's step."""
         if self._behind is not None:
@@ -137,6 +154,7 @@ class Checkpointer:
         self._line.claim()
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
+    @together("load")
     def load(self, state: Mapping[str, Any], *, strict: bool = True, only: str = "") -> int | None:
         """Fill a state from the newest save that proves whole, whatever layout wrote it; gives its step.
 
@@ -170,6 +188,7 @@ class Checkpointer:
             _say(f"passed over: {problem}")
         return restored.step
 
+    @together("close")
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
         if self._behind is not None:
@@ -177,6 +196,7 @@ class Checkpointer:
             self._behind.close()
             self._behind = None
         self._line.close()
+        leave(self._control)
 
     def _may_save(self, step: int, replace: bool) -> bool:
         """Whether this save is begun; one that is on its way is waited for before it is said to exist."""

@@ -5,6 +5,7 @@ Messages are small JSON values. Nothing here moves tensors, and nothing here bur
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,13 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.launch.shm import unname_segments
 from hpcrun.runtime.meeting import address_of_rank, open_store
+from hpcrun.runtime.together import VERBS, Alarm, Neighbours, on_all, parse_alarm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,6 +37,15 @@ _SPINS = 50
 """Polls of a pending MPI request before the first sleep: a message that is nearly there costs no sleep."""
 _NAP_S = (0.0001, 0.0004)
 """Shortest and longest sleep between polls; a collective takes several, on one rank after the other."""
+_STORE_NAP_S, _STORE_LOOK_S = 0.02, 0.5
+"""The longest sleep between questions to a store, in a world of up to a hundred ranks; and between those
+whether another rank has given up."""
+_SAY_AFTER_S = 30.0
+"""Of waiting for other ranks; then after twice as long, and so on."""
+_VERB_AT, _VERB_BITS = 56, 3
+_ALARM_TAG = 7500
+_SEND_S = 2.0
+"""For what a rank tells the others before it goes."""
 
 
 class Control(ABC):
@@ -49,13 +60,20 @@ class Control(ABC):
     """All ranks stand on one node."""
     nodes: tuple[str, ...]
     """The nodes, in the order of their first ranks."""
+    verb = ""
+    """What all ranks are doing together; empty: nothing."""
+    is_unproved = False
+    """Nobody has told yet whether they do."""
+    _neighbours: Neighbours | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.node = socket.gethostname()
 
     def _find_neighbours(self) -> None:
-        nodes = self.allgather(self.node)
+        told = self.allgather([self.node, Neighbours.mine(os.getpid())])
+        self._neighbours = Neighbours(told, self.rank, self.node)
+        nodes = [node for node, _ in told]
         mine = [rank for rank, node in enumerate(nodes) if node == self.node]
         self.local_rank, self.local_size = mine.index(self.rank), len(mine)
         self.one_node = len(mine) == self.size
@@ -78,8 +96,56 @@ class Control(ABC):
         return self.start_agreeing(flags)()
 
     def union(self, bits: int) -> int:
-        """As `agree`, of up to 62 bits; it takes longer where there is no MPI."""
+        """As `agree`, of up to 56 bits; it takes longer where there is no MPI."""
+        if not self.is_unproved:
+            return self._union(bits)
+        self.is_unproved = False
+        code, most = VERBS.index(self.verb) + 1, (1 << _VERB_BITS) - 1
+        # With its complement beside it, no two verbs make the union that one of them makes alone.
+        told = self._union(bits | (code | (most & ~code) << _VERB_BITS) << _VERB_AT)
+        verbs = told >> _VERB_AT
+        if verbs & verbs >> _VERB_BITS & most:
+            every = enumerate(self.allgather([self.verb, self.node]))
+            words = ", ".join(f"rank {rank} on {node} {verb}" for rank, (verb, node) in [*every][:8])
+            raise on_all(UsageError(f"ranks do not call the same: {words}; all ranks call each method alike"))
+        return told & (1 << _VERB_AT) - 1
+
+    def _union(self, bits: int) -> int:
         return functools.reduce(operator.or_, self.allgather(bits), 0)
+
+    def _prove_verb(self) -> None:
+        """Before any other kind of message: ranks that do different things would exchange different kinds."""
+        if self.is_unproved:
+            self.union(0)
+
+    def sound(self, alarm: Alarm) -> None:  # noqa: B027 - one that is alone has nobody to tell
+        """Tell all who wait for this rank that it does not come; waits for nobody, and raises nothing."""
+
+    def renew(self) -> None:  # noqa: B027 - one that is alone is always at the same place
+        """After an alarm, on every rank: what was under way is left, and all begin at the same place."""
+
+    def heard(self) -> Alarm | None:
+        """What another rank has told since the last renewal, if it gave up."""
+        return None
+
+    def _listen(self) -> None:
+        """While waiting for others: raise what one of them has told, or that one of this node has ended."""
+        alarm = self.heard()
+        if alarm is None and self._neighbours is not None:
+            rank = self._neighbours.ended()
+            # It may have said why before it went.
+            alarm = self.heard() if rank is not None else None
+            if rank is not None and alarm is None:
+                alarm = Alarm(rank, self.node, "its process has ended without a word: was it killed?")
+                self.sound(alarm)
+        if alarm is not None:
+            raise alarm.error(self.verb)
+
+    def _say_slow(self, seconds: float) -> None:
+        if self.verb and self.local_rank == 0:
+            who = f"rank {self.rank} on {self.node}"
+            sys.stderr.write(f"hpcrun: {self.verb}: {who} has waited {seconds:.0f} s for other ranks\n")
+            sys.stderr.flush()
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -97,9 +163,9 @@ class Control(ABC):
                 outcome["site"] = str(error)
         outcome = self.broadcast(outcome)
         if "usage" in outcome:
-            raise UsageError(outcome["usage"])
+            raise on_all(UsageError(outcome["usage"]))
         if "site" in outcome:
-            raise SiteError(outcome["site"])
+            raise on_all(SiteError(outcome["site"]))
         return outcome["value"]
 
     def shared_rank(self) -> int | None:
@@ -125,7 +191,12 @@ class MPIControl(Control):
         except (ImportError, RuntimeError) as error:
             raise SiteError(f"MPI cannot be loaded: {error}; pip install 'hpcrun-slurm[train]'") from None
         self._mpi = MPI
-        self._comm: MPI.Comm = MPI.COMM_WORLD.Dup() if private else MPI.COMM_WORLD
+        self._abandoned: list[Any] = []
+        """What MPI may still be reading or writing."""
+        self._alarm_tag, self._renewing = _ALARM_TAG, None
+        self._comm: MPI.Intracomm = MPI.COMM_WORLD
+        self._base: MPI.Intracomm = MPI.COMM_WORLD
+        """For alarms, and for making a new communicator where one is left in disorder."""
         super().__init__(self._comm.rank, self._comm.size)
         if self.size != world.size:
             raise SiteError(
@@ -133,51 +204,105 @@ class MPIControl(Control):
                 " MPI library do not belong together; use the mpiexec of the MPI that mpi4py loads"
                 f" ({MPI.Get_library_version().splitlines()[0][:60]})"
             )
+        if private:
+            self._base = self._duplicate(MPI.COMM_WORLD)
+            self._comm = self._duplicate(self._base)
         self._find_neighbours()
 
-    def _wait(self, request: MPI.Request) -> None:
+    def _duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        copy, request = comm.Idup()
+        self._wait(request, copy)
+        return copy
+
+    def _wait(self, request: MPI.Request, *held: Any) -> None:
+        """Wait for a request, which uses what is held."""
         for _ in range(_SPINS):
             if request.Test():
                 return
         nap, longest = _NAP_S
-        while not request.Test():
-            time.sleep(nap)
-            nap = min(2 * nap, longest)
+        begin, said = time.monotonic(), _SAY_AFTER_S
+        try:
+            while not request.Test():
+                time.sleep(nap)
+                nap = min(2 * nap, longest)
+                self._listen()
+                if (seconds := time.monotonic() - begin) > said:
+                    said *= 2
+                    self._say_slow(seconds)
+        except BaseException:
+            self._abandoned.append((request, held))
+            raise
+
+    def sound(self, alarm: Alarm) -> None:
+        """Tell all who wait for this rank that it does not come."""
+        data = np.frombuffer(alarm.render(), dtype=np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        requests = [self._base.Isend([data, self._mpi.BYTE], rank, self._alarm_tag) for rank in others]
+        self._abandoned.append((requests, data))
+        deadline = time.monotonic() + _SEND_S
+        while not self._mpi.Request.Testall(requests) and time.monotonic() < deadline:
+            time.sleep(_NAP_S[1])
+
+    def heard(self) -> Alarm | None:
+        """What another rank has told since the last renewal, if it gave up."""
+        status = self._mpi.Status()
+        if not self._base.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag, status):
+            return None
+        data = np.empty(status.Get_count(self._mpi.BYTE), dtype=np.uint8)
+        self._base.Recv([data, self._mpi.BYTE], status.source, self._alarm_tag)
+        return parse_alarm(data.tobytes())
+
+    def renew(self) -> None:
+        """After an alarm: another communicator, which is made once all ranks have come to make it."""
+        self._abandoned.append((self._comm, self._renewing))
+        self._alarm_tag += 1
+        # Begun here, and not when it is wanted: each rank begins as many as it has left behind.
+        self._renewing = self._base.Idup()
+
+    def _ready(self) -> MPI.Intracomm:
+        """What all ranks talk over, in the same thing."""
+        if self._renewing is not None:
+            copy, request = self._renewing
+            self._wait(request, copy)
+            self._comm, self._renewing = copy, None
+        self._prove_verb()
+        return self._comm
 
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
-        mine = np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
+        comm, mine = self._ready(), np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         length, lengths = np.array([mine.size], dtype=np.int64), np.empty(self.size, dtype=np.int64)
-        self._wait(self._comm.Iallgather(length, lengths))
+        self._wait(comm.Iallgather(length, lengths), length, lengths)
         every = np.empty(int(lengths.sum()), dtype=np.uint8)
         starts = np.concatenate(([0], np.cumsum(lengths)))
         layout = [every, (lengths.tolist(), starts[:-1].tolist()), self._mpi.BYTE]
-        self._wait(self._comm.Iallgatherv(mine, layout))
+        self._wait(comm.Iallgatherv(mine, layout), mine, layout)
         return [json.loads(every[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        mine = np.frombuffer(json.dumps(value).encode() if self.rank == 0 else b"", dtype=np.uint8)
+        comm, text = self._ready(), json.dumps(value).encode() if self.rank == 0 else b""
+        mine = np.frombuffer(text, dtype=np.uint8)
         length = np.array([mine.size], dtype=np.int64)
-        self._wait(self._comm.Ibcast(length, root=0))
+        self._wait(comm.Ibcast(length, root=0), length)
         message = mine.copy() if self.rank == 0 else np.empty(int(length[0]), dtype=np.uint8)
-        self._wait(self._comm.Ibcast(message, root=0))
+        self._wait(comm.Ibcast(message, root=0), message)
         return json.loads(message.tobytes())
 
     def start_agreeing(self, flags: int) -> Callable[[], int]:
         """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        comm = self._ready()
         mine, union = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
-        request = self._comm.Iallreduce(mine, union, op=self._mpi.BOR)
+        request = comm.Iallreduce(mine, union, op=self._mpi.BOR)
 
         # mpi4py holds on to the buffers for as long as the call lasts, but Open MPI reads them until the end.
         def finish(kept: Any = mine) -> int:
-            self._wait(request)
+            self._wait(request, kept, union)
             return int(union[0])
 
         return finish
 
-    def union(self, bits: int) -> int:
-        """The union of every rank's bits, 62 at most."""
+    def _union(self, bits: int) -> int:
         return self.start_agreeing(bits)()
 
     def shared_rank(self) -> int | None:
@@ -207,8 +332,9 @@ class StoreControl(Control):
         """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
         super().__init__(world.rank, world.size)
         self._store = store if store is not None else self._rendezvous(world)
+        self._prefix, self._epoch, self._round = prefix, 0, 0
         self._control = PrefixStore(prefix, self._store)
-        self._round = 0
+        self._longest_nap = _STORE_NAP_S * max(1.0, self.size / 100)
         self._find_neighbours()
 
     def _rendezvous(self, world: World) -> Store:
@@ -241,10 +367,45 @@ class StoreControl(Control):
                 self._control.delete_key(f"{self._round - 2}/done")
 
     def _published(self, number: int) -> int:
-        return int(self._control.get(f"{number}/done"))
+        return int(self._get(f"{number}/done"))
+
+    def _get(self, key: str) -> bytes:
+        """What is there, once it is; not by the store's own wait, during which nobody hears an alarm."""
+        nap, begin, said, looked = _NAP_S[0], time.monotonic(), _SAY_AFTER_S, 0.0
+        try:
+            while not self._control.check([key]):
+                time.sleep(nap)
+                nap = min(2 * nap, self._longest_nap)
+                if (seconds := time.monotonic() - begin) > looked + _STORE_LOOK_S:
+                    looked = seconds
+                    self._listen()
+                if seconds > said:
+                    said *= 2
+                    self._say_slow(seconds)
+            return self._control.get(key)
+        except DistError as error:
+            self._listen()
+            raise RanksDiedError(f"{self.verb}: the store of the ranks does not answer: {error}") from None
+
+    def sound(self, alarm: Alarm) -> None:
+        """Tell all who wait for this rank that it does not come; the first to do so is heard."""
+        with contextlib.suppress(RuntimeError):  # a store that is gone has its own words for the others
+            self._control.compare_set("alarm", "", alarm.render().decode())
+
+    def heard(self) -> Alarm | None:
+        """What another rank has told since the last renewal, if it gave up."""
+        if not self._control.check(["alarm"]):
+            return None
+        return parse_alarm(self._control.get("alarm"))
+
+    def renew(self) -> None:
+        """After an alarm: other keys, where all begin to count anew."""
+        self._epoch, self._round = self._epoch + 1, 0
+        self._control = PrefixStore(f"{self._prefix}-{self._epoch}", self._store)
 
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
+        self._prove_verb()
         self._control.set(f"{self._round + 1}/{self.rank}", json.dumps(value))
         self._meet(1)
         texts = self._control.multi_get([f"{self._round}/{rank}" for rank in range(self.size)])
@@ -256,6 +417,7 @@ class StoreControl(Control):
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
+        self._prove_verb()
         if self.rank == 0:
             self._control.set(f"{self._round + 1}/value", json.dumps(value))
         self._meet(1)
@@ -268,6 +430,7 @@ class StoreControl(Control):
 
     def start_agreeing(self, flags: int) -> Callable[[], int]:
         """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        self._prove_verb()
         self._arrive(1 + sum(_ARRIVALS ** (bit + 1) for bit in range(2) if flags >> bit & 1))
         number = self._round
 

@@ -1,0 +1,212 @@
+"""What all ranks do alike: what ends it on one rank ends it on all, with that rank's words.
+
+This is the one place besides the outermost frame of a rank that catches everything: whatever a rank raises
+in a method that all ranks call together, the others are waiting for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from hpcrun import process
+from hpcrun.errors import HpcrunError, RanksDiedError
+from hpcrun.process import ProcessId
+
+if TYPE_CHECKING:
+    from hpcrun.runtime.control import Control
+
+_P, _R, _E = ParamSpec("_P"), TypeVar("_R"), TypeVar("_E", bound=HpcrunError)
+_MOST_WORDS = 2000
+"""Of an error, in characters: what one rank tells all others must be on its way at once."""
+_LOOK_S = 1.0
+"""Between looks at whether the ranks beside us still run."""
+
+VERBS = ("save", "save(wait=True)", "load", "close", "Checkpointer()", "fence")
+"""What ranks do together: seven at most, see `Control.union`."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What a rank tells the others that wait for it: it will not come, and why."""
+
+    rank: int
+    node: str
+    words: str
+
+    def error(self, verb: str) -> RanksDiedError:
+        """What the others raise."""
+        during = f"{verb}: " if verb else ""
+        error = RanksDiedError(f"{during}rank {self.rank} on {self.node}: {self.words}")
+        error.raised_by = "another"
+        return error
+
+    def render(self) -> bytes:
+        """As it is sent."""
+        return json.dumps(asdict(self)).encode()
+
+
+def parse_alarm(data: bytes) -> Alarm:
+    """As another rank has sent it."""
+    return Alarm(**json.loads(data))
+
+
+def alarm_of(control: Control, error: BaseException) -> Alarm:
+    """A rank's own error, in its words."""
+    kind, text = type(error).__name__, str(error)
+    words = text if isinstance(error, HpcrunError) else f"{kind}: {text}" if text else kind
+    return Alarm(control.rank, control.node, words[:_MOST_WORDS])
+
+
+def on_all(error: _E) -> _E:
+    """Mark an error that every rank raises at this very place: nobody has to be told of it."""
+    error.raised_by = "all"
+    return error
+
+
+@contextmanager
+def joined(control: Control, verb: str, *, agrees: bool = True) -> Iterator[None]:
+    """All ranks do this, or none: they meet at the end, and an error of one is an error of all.
+
+    That all mean the same is told by the first agreement inside. Without `agrees` it waits for nobody, but
+    what it raises is told as well.
+    """
+    if control.verb:  # a part of what all do already
+        yield
+        return
+    control.verb, control.is_unproved = verb, agrees
+    try:
+        yield
+        if agrees:
+            control.barrier()
+    except BaseException as error:
+        whose = error.raised_by if isinstance(error, HpcrunError) else "one"
+        if whose == "one":
+            control.sound(alarm_of(control, error))
+        if whose != "all":
+            control.renew()
+        raise
+    finally:
+        control.verb, control.is_unproved = "", False
+
+
+class Joint(Protocol):
+    """Something that ranks use together."""
+
+    _control: Control
+
+    def _fall_apart(self) -> None:
+        """Ranks are no longer at the same place: begin anew with the next method."""
+
+    def _let_go(self) -> None:
+        """Of all that was opened, asking no other rank."""
+
+
+_J = TypeVar("_J", bound=Joint)
+
+
+def together(
+    verb: str, *, agrees: bool = True
+) -> Callable[[Callable[Concatenate[_J, _P], _R]], Callable[Concatenate[_J, _P], _R]]:
+    """A method that all ranks call alike."""
+
+    def decorate(method: Callable[Concatenate[_J, _P], _R]) -> Callable[Concatenate[_J, _P], _R]:
+        @functools.wraps(method)
+        def call(self: _J, *words: _P.args, **options: _P.kwargs) -> _R:
+            name = f"{verb}(wait=True)" if options.get("wait") else verb
+            try:
+                with joined(self._control, name, agrees=agrees):
+                    return method(self, *words, **options)
+            except BaseException as error:
+                if not (isinstance(error, HpcrunError) and error.raised_by == "all"):
+                    self._fall_apart()
+                raise
+
+        return call
+
+    return decorate
+
+
+def opening(control: Control) -> Control:
+    """What is about to be opened over this control is opened by all ranks together; see `opened`."""
+    control.verb = "Checkpointer()"
+    return control
+
+
+def opened(init: Callable[Concatenate[_J, _P], None]) -> Callable[Concatenate[_J, _P], None]:
+    """An `__init__` that all ranks call alike, and which first of all sets the control."""
+
+    @functools.wraps(init)
+    def call(self: _J, *words: _P.args, **options: _P.kwargs) -> None:
+        control: Control | None = None
+        try:
+            init(self, *words, **options)
+            control = self._control
+            control.barrier()
+            control.verb = ""
+            _open.add(control)
+        except BaseException as error:
+            control = getattr(self, "_control", None)
+            if control is not None:
+                leave(control, error)
+            self._let_go()
+            raise
+
+    return call
+
+
+class Neighbours:
+    """The processes of the other ranks of this node: one that was killed cannot say so itself."""
+
+    def __init__(self, told: Sequence[Sequence[Any]], rank: int, node: str) -> None:
+        """`told`: of each rank its node, and what `mine` says there."""
+        self._looked, self._missed = time.monotonic(), set[int]()
+        self._running = {
+            other: ProcessId(*one)
+            for other, (where, one) in enumerate(told)
+            # In a container of its own a rank is not seen here, whatever its node is called.
+            if where == node and other != rank and one and process.is_alive(ProcessId(*one))
+        }
+
+    @staticmethod
+    def mine(pid: int) -> list[int] | None:
+        """This process, for others to look at."""
+        found = process.identify(pid)
+        return None if found is None else list(found)
+
+    def ended(self) -> int | None:
+        """A rank that does not run any more, and did not at the last look; looks now and then only."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return None
+        # What a rank has done just before its end may be on its way when that is noticed.
+        missed = {rank for rank, one in self._running.items() if not process.is_alive(one)}
+        found = next(iter(sorted(missed & self._missed)), None)
+        self._looked, self._missed = now, missed
+        return found
+
+
+_open: weakref.WeakSet[Control] = weakref.WeakSet()
+"""A rank that ends before it has left says so to those that wait for it."""
+
+
+def leave(control: Control, error: BaseException | None = None) -> None:
+    """This rank takes part in nothing more; with an error, the others hear of that."""
+    _open.discard(control)
+    if error is not None and getattr(error, "raised_by", "one") == "one":
+        control.sound(alarm_of(control, error))
+
+
+def _say_at_exit() -> None:
+    for control in list(_open):
+        control.sound(Alarm(control.rank, control.node, "has ended without close()"))
+
+
+atexit.register(_say_at_exit)
