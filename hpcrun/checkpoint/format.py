@@ -77,6 +77,13 @@ ITEM_BYTES = {
 class DamagedError(SiteError):
     """A save is not what was written; the message says which file, and what is wrong with it."""
 
+    chunk: tuple[Piece, Place] | None = None
+    """Whose bytes are wrong, where it is those of a chunk."""
+
+
+class MissingError(DamagedError):
+    """Something of a save is not there as this node sees it, which proves nothing of what others see."""
+
 
 class Piece(NamedTuple):
     """A box of a tensor, as its writer knows it."""

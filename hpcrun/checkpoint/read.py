@@ -14,6 +14,7 @@ from hpcrun.checkpoint.format import (
     PART,
     TAIL,
     DamagedError,
+    MissingError,
     Part,
     Piece,
     Place,
@@ -65,7 +66,7 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
 
     def read(self, path: Path, at: int, buffers: Buffers, *, is_own: bool = False) -> int:
-        """Fill the buffers from a place in a file; how many bytes there were. DamagedError: no such file.
+        """Fill the buffers from a place in a file; how many bytes there were. MissingError: no such file.
 
         `is_own`: another user may have put it there; DamagedError where it is not ours.
         """
@@ -73,7 +74,7 @@ class OpenFiles:
             try:
                 self._descriptors[path] = open_own(path) if is_own else open_regular(path)
             except FileNotFoundError:
-                raise DamagedError(f"{path}: is missing") from None
+                raise MissingError(f"{path}: is missing") from None
             except UntrustedFileError as error:
                 raise DamagedError(str(error)) from None
         descriptor, wanted = self._descriptors[path], sum(map(len, buffers))
@@ -111,18 +112,18 @@ class _Files(OpenFiles):
 
 
 def check_sizes(saved: Saved) -> None:
-    """DamagedError unless the files of a generation are there in the sizes that its record has."""
+    """MissingError unless the files of a generation are there in the sizes that its record has."""
     expected = {MANIFEST: saved.manifest_bytes}
     expected |= {file_name(number): size for number, size in enumerate(saved.file_bytes)}
     for name, size in expected.items():
         try:
             found = os.stat(saved.path / name).st_size  # noqa: PTH116 - a thousand generations of many files
         except FileNotFoundError:
-            raise DamagedError(f"{saved.path / name}: is missing") from None
+            raise MissingError(f"{saved.path / name}: is missing") from None
         except OSError as error:
-            raise DamagedError(f"{saved.path / name}: cannot be looked at: {error.strerror}") from None
+            raise MissingError(f"{saved.path / name}: cannot be looked at: {error.strerror}") from None
         if found != size:
-            raise DamagedError(f"{saved.path / name}: has {found} bytes instead of {size}")
+            raise MissingError(f"{saved.path / name}: has {found} bytes instead of {size}")
 
 
 def read_tail(path: Path, part: Part, number: int, generation: bytes) -> list[tuple[Piece, Place]]:
@@ -145,6 +146,6 @@ def _content(path: Path, size_bytes: int) -> bytes:
         with os.fdopen(open_regular(path), "rb") as file:
             return file.read(size_bytes + 1)
     except FileNotFoundError:
-        raise DamagedError(f"{path}: is missing") from None
+        raise MissingError(f"{path}: is missing") from None
     except UntrustedFileError as error:
         raise DamagedError(str(error)) from None

@@ -127,7 +127,9 @@ class ChunkReader:
             if xxh3_64_intdigest(found) != digest:
                 raise DamagedError("its bytes do not match their hash")
         except DamagedError as error:
-            raise DamagedError(f"{self._where(place)}: {piece}: {error}") from None
+            wrong = DamagedError(f"{self._where(place)}: {piece}: {error}")
+            wrong.chunk = piece, place
+            raise wrong from None
         return digest
 
     def _where(self, place: Place) -> str:

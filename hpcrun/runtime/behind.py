@@ -9,10 +9,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from dataclasses import asdict
+from typing import Any, Literal
 
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
@@ -22,60 +20,24 @@ from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
 from hpcrun.errors import SiteError
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
+from hpcrun.runtime.drainlink import STUCK_S, DrainGoneError, DrainLink, Home
+from hpcrun.runtime.flight import Flight, HowFar, Tell
 from hpcrun.runtime.planning import WritePlan, plan_write, structure_key
 from hpcrun.runtime.snapshot import Copied, Snapshot
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.saves import Saved, read_save
 
-Tell = Callable[[dict[str, Any]], None]
-"""Takes a line for metrics.jsonl."""
-
-_NEW, _GONE, _BUSY, _UNTOLD, _REFUSED, _HOPES, _SINGLE = (1 << bit for bit in range(7))
+_NEW, _GONE, _BUSY, _UNTOLD, _REFUSED, _HOPES, _SINGLE, _LATE = (1 << bit for bit in range(8))
 _WINDOW, _FLAGS = 24, 8
 """A rank speaks of so many saves, and before them of so many flags, in the bits of one union."""
-_LOOK_S, _NOTE_EVERY_S = 0.05, 2.0
+_LOOK_S = 0.05
+_DEGRADE_S = 5.0
+"""For the worker to come to the end of what it is at, when its next levels are left out."""
+_CALLED_S, _WRITE_S = 5.0, 60.0
+"""For a sign of life of a worker that has been there, and for storage to take a save that memory does not
+have: where training is not to be stopped."""
 _IN_VAIN = 20
 """Looks for a slot while no save is on its way to anywhere."""
-
-
-class Home(Protocol):
-    """Where the drain worker of this node listens, whoever has started it."""
-
-    patience_s: float
-    """How long one may take to be there."""
-
-    def socket(self) -> Path:
-        """The path of its socket; a worker of our own that has ended is started again."""
-
-    def close(self) -> None:
-        """Nobody here needs it any more."""
-
-
-@dataclass
-class Flight:
-    """A save that was begun, as this rank sees it."""
-
-    serial: int
-    stamp: Stamp
-    slot: int
-    key: int
-    """Of the plan that its slot was filled by."""
-    levels: list[Level]
-    size_bytes: int
-    begun: float
-    stall_s: float
-    is_sealed: bool = False
-    content: str = ""
-    is_new: bool = True
-    """Its bytes are not those of the save before, or nobody knows yet."""
-    outcomes: dict[str, str | None] = field(default_factory=dict)
-    """What came of it at each level: None where it is stored, else why not."""
-
-    @property
-    def ahead(self) -> list[Level]:
-        """The levels that nothing is known of yet."""
-        return [level for level in self.levels if level not in self.outcomes]
 
 
 class SavesBehind:
@@ -99,7 +61,10 @@ class SavesBehind:
         self._current: Flight | None = None
         self._published: str | None = None
         self._untold: list[dict[str, Any]] = []
-        self._said_at = 0.0
+        self._how_far = HowFar(direct.root, tell)
+        self._vain = self._left_out = 0
+        self._may_wait = spec.behind == "wait"
+        """Whether training may be stopped for as long as it takes."""
 
     def save(self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool = False) -> bool:
         """Begin to save the state of a step; it must stay as it is until the fence. False: left out.
@@ -107,24 +72,28 @@ class SavesBehind:
         With `lasting` it goes to the run directory, whatever step it is. What is due there is written by the
         ranks at once where memory cannot be had.
         """
-        begun = self._begin(step, position, state, lasting=lasting)
+        begun = self._begin(step, position, state, lasting=lasting, may_wait=self._may_wait)
         is_due = lasting or not self._spec.durable.every or step % self._spec.durable.every == 0
         if begun == "refused" and is_due:
             return self._write_instead(step, position, state)
         return begun == "begun"
 
     def _begin(
-        self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool
+        self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool, may_wait: bool = True
     ) -> Literal["begun", "refused", "skipped"]:
         self.fence()
         begin, at = time.monotonic(), time.time()
         entries = self._direct.entries(state)
         self._serial += 1
         self._flights.pop(self._serial - _WINDOW, None)
-        if not self._get_ready(step, entries) or self._plan is None or self._snapshot is None:
+        if (
+            not self._get_ready(step, entries, may_wait=may_wait)
+            or self._plan is None
+            or self._snapshot is None
+        ):
             return "refused"
         generation = xxh3_128_hexdigest(f"{self._seed} {step} {self._serial}".encode())
-        slot = self._claim(step, generation, wait=lasting)
+        slot = self._claim(step, generation, wait=lasting, may_wait=may_wait)
         if not isinstance(slot, int):
             return slot
         owner = (self._control.size, self._direct.attempt, self._direct.descent)
@@ -137,18 +106,31 @@ class SavesBehind:
         return "begun"
 
     def _write_instead(self, step: int, position: int, state: dict[str, Tensor]) -> bool:
-        """Write a state that memory does not take, and wait for it; that it fails is told."""
+        """Write a state that memory does not take, and wait for it; that it fails is told.
+
+        Where training is not to be stopped, storage that has failed to take one is asked again after two
+        saves, then after four, and so on.
+        """
+        if not self._may_wait and self._left_out < self._vain:
+            self._left_out += 1
+            if self._control.rank == 0:
+                why = "memory does not take it, and storage has not taken the last one either"
+                self._tell({"kind": "save_skipped", "step": step, "why": why})
+            return False
         try:
             self._write(step, position, state)
         except SiteError as error:
+            self._vain, self._left_out = max(2, 2 * self._vain), 0
             if self._control.rank == 0:
                 self._report_failure(step, "durable", str(error))
             return False
+        self._vain = 0
         return True
 
     def _write(self, step: int, position: int, state: dict[str, Tensor]) -> None:
         begin = time.monotonic()
-        self._direct.save(step, position, state, beside=True)
+        limit_s = None if self._may_wait else _WRITE_S
+        self._direct.save(step, position, state, beside=True, limit_s=limit_s)
         if self._control.rank == 0:
             self._tell({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
 
@@ -214,7 +196,7 @@ class SavesBehind:
         self.fence()
         for flight in list(self._flights.values()):
             while set(flight.ahead) & set(levels or LEVELS) and self._link is not None:
-                self._say_how_far(flight)
+                self._how_far.say(flight)
                 self._listen(_LOOK_S)
         self._meet(0)
 
@@ -261,11 +243,11 @@ class SavesBehind:
             found.append("object")
         return [level for level in found if level in self._offered]
 
-    def _get_ready(self, step: int, entries: dict[str, Tensor]) -> bool:
+    def _get_ready(self, step: int, entries: dict[str, Tensor], *, may_wait: bool) -> bool:
         """Whether every rank has a worker, slots, and a plan for this state that its worker knows."""
         self._listen()
         key = structure_key(entries)
-        bits, why = self._try(self._connect)
+        bits, why = self._try(lambda: self._connect(may_wait=may_wait))
         is_other = self._plan is None or self._plan.key != key
         told = self._meet(bits | (0 if self._known and not is_other else _NEW))
         if told & _GONE:
@@ -300,14 +282,17 @@ class SavesBehind:
         self._meet(0)
         return False
 
-    def _connect(self) -> None:
+    def _connect(self, *, may_wait: bool) -> None:
         if self._link is not None:
             return
-        deadline = time.monotonic() + self._home.patience_s
+        # One that has been there, and is not, may be stopped, or hang where nobody can end it.
+        known = bool(self._node) and not may_wait
+        deadline = time.monotonic() + (_CALLED_S if known else self._home.patience_s)
         while self._link is None:
             try:
                 socket = self._home.socket()
-                self._link, self._known = DrainLink(socket, self._control.rank), False
+                sign_s = _CALLED_S if known else STUCK_S
+                self._link, self._known = DrainLink(socket, self._control.rank, sign_s), False
             except DrainGoneError:
                 if time.monotonic() > deadline:
                     raise
@@ -331,7 +316,9 @@ class SavesBehind:
         self._known = True
         return _SINGLE if len(paths) == 1 else 0
 
-    def _claim(self, step: int, generation: str, *, wait: bool) -> int | Literal["refused", "skipped"]:
+    def _claim(
+        self, step: int, generation: str, *, wait: bool, may_wait: bool
+    ) -> int | Literal["refused", "skipped"]:
         """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
         slot: int | None = None
         busy = ""
@@ -340,12 +327,15 @@ class SavesBehind:
         def claim() -> int:
             nonlocal slot, busy
             if slot is None and self._link is not None:
-                answer = self._link.claim(generation, step, self._published)
+                answer_s = None if may_wait else _CALLED_S
+                answer = self._link.claim(generation, step, self._published, answer_s)
                 slot, busy = (answer, "") if isinstance(answer, int) else (None, answer)
             hopes = any(flight.ahead for flight in self._flights.values())
-            return (_BUSY if slot is None else 0) | (_HOPES if hopes else 0)
+            is_late = time.monotonic() - begin > _DEGRADE_S
+            bits = (_BUSY if slot is None else 0) | (_HOPES if hopes else 0)
+            return bits | (_LATE if is_late else 0)
 
-        tries = in_vain = 0
+        begin, tries, in_vain = time.monotonic(), 0, 0
         while True:
             bits, why = self._try(claim)
             told = self._meet(bits)
@@ -357,12 +347,14 @@ class SavesBehind:
                 return "refused"
             if slot is not None and not told & _BUSY:
                 return slot
-            if behind == "skip" and tries:
+            if (behind == "skip" and tries) or (behind == "degrade" and told & _LATE and not wait):
                 if self._control.rank == 0:
-                    self._tell(
-                        {"kind": "save_skipped", "step": step, "why": busy or "another rank is behind"}
-                    )
+                    why = "; ".join(filter(None, [busy or "another rank is behind", self._held_up()]))
+                    self._tell({"kind": "save_skipped", "step": step, "why": why})
                 return "skipped"
+            oldest = next((flight for flight in self._flights.values() if flight.ahead), None)
+            if tries and oldest is not None and self._control.rank == 0:
+                self._how_far.say(oldest)
             if behind == "degrade" and tries == 1 and self._link is not None:
                 self._try(self._link.degrade)
             # The first try did not know yet what all nodes have sealed by now; the next ones wait.
@@ -425,6 +417,10 @@ class SavesBehind:
         if kind == "sealed":
             flight.is_sealed = True
             self._compare(flight)
+        elif kind == "stalled":
+            flight.held_up = str(told.get("why"))
+            words = {"level": level, "seconds": told.get("seconds"), "why": self._place + flight.held_up}
+            self._report({"kind": "save_stalled", "step": flight.stamp.step, **words})
         elif kind == "failed" or (kind == "stored" and told.get("problem")):
             # All ranks of the node are told the same.
             is_speaker = self._control.rank == self._local_ranks[0]
@@ -460,25 +456,35 @@ class SavesBehind:
         self._link = None
         for flight in self._flights.values():
             for level in flight.ahead if flight.is_sealed else ["memory"]:
-                if level == "durable" and self._is_committed(flight):
+                if level == "durable" and self._is_committed(flight, _CALLED_S):
                     flight.outcomes[level] = None  # it only did not live to tell
                 else:
                     self._fail(flight, level, why)
 
     def _report_failure(self, step: int, level: str, why: str) -> None:
-        """Rank 0 writes it; what another rank knows reaches it at the next agreement."""
-        place = f"rank {self._control.rank} on {self._control.node}: "
-        record = {"kind": "save_failed", "step": step, "level": level, "why": place + why}
+        self._report({"kind": "save_failed", "step": step, "level": level, "why": self._place + why})
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self._control.rank} on {self._control.node}: "
+
+    def _held_up(self) -> str:
+        """What the oldest save on its way waits for, where that has been long."""
+        return next((one.held_up for one in self._flights.values() if one.ahead and one.held_up), "")
+
+    def _report(self, record: dict[str, Any]) -> None:
+        """Rank 0 writes it; what the first rank of another node knows reaches it at the next agreement."""
         if self._control.rank == 0:
             self._tell_failure(record)
-        else:
+        elif record["kind"] == "save_failed" or self._control.rank == self._local_ranks[0]:
             self._untold.append(record)
 
     def _tell_failure(self, record: dict[str, Any]) -> None:
         """On rank 0, once for a save and a level: many ranks may have seen it fail."""
         which = (record["step"], record["level"])
-        if self._control.rank == 0 and which not in self._reported:
-            self._reported.add(which)
+        is_new = record["kind"] != "save_failed" or which not in self._reported
+        if self._control.rank == 0 and is_new:
+            self._reported.update([which] if record["kind"] == "save_failed" else [])
             self._tell(record)
 
     def _arrives(self, step: int, flight: Flight | None) -> bool:
@@ -486,40 +492,18 @@ class SavesBehind:
         if flight is None:
             return False
         while "durable" in flight.ahead and self._link is not None:
-            self._say_how_far(flight)
+            self._how_far.say(flight)
             self._listen(_LOOK_S)
         if flight.outcomes.get("durable", "not asked for") is None:
             return True
         # It may have been committed by a worker that did not live to tell.
-        return self._is_committed(flight)
+        return self._is_committed(flight, None)
 
-    def _is_committed(self, flight: Flight) -> bool:
+    def _is_committed(self, flight: Flight, limit_s: float | None) -> bool:
         stamp = flight.stamp
         final = draft_of(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
-        saved = read_save(final)
+        try:
+            saved = self._direct.patiently(final, lambda: read_save(final), limit_s)
+        except SiteError:  # storage that does not answer proves no commit
+            return False
         return isinstance(saved, Saved) and saved.generation == stamp.generation
-
-    def _written(self, flight: Flight) -> int:
-        """What all nodes have written so far, as far as their files show it."""
-        stamp = flight.stamp
-        aside = draft_of(self._direct.root, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation)).aside
-        size = 0
-        for path in aside.glob("data-*.bin"):
-            with suppress(OSError):
-                size += path.stat().st_blocks * 512
-        return size
-
-    def _say_how_far(self, flight: Flight) -> None:
-        now = time.time()
-        if now - max(flight.begun, self._said_at) >= _NOTE_EVERY_S:
-            self._said_at = now
-            self._tell(
-                {
-                    "kind": "draining",
-                    "step": flight.stamp.step,
-                    "levels": list(flight.ahead),
-                    "bytes": flight.size_bytes,
-                    "done_bytes": self._written(flight) if "durable" in flight.ahead else None,
-                    "seconds": now - flight.begun,
-                }
-            )

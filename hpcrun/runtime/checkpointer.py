@@ -30,7 +30,7 @@ from hpcrun.runtime.script_line import ScriptLine, Start, count_of
 from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
 from hpcrun.runtime.state_loading import StateLoading
 from hpcrun.runtime.state_tree import flatten, pack
-from hpcrun.runtime.together import leave, opened, opening, together
+from hpcrun.runtime.together import is_alike, leave, opened, opening, together, warn_of_part
 
 
 class Checkpointer:
@@ -73,6 +73,7 @@ class Checkpointer:
         )
         line.serve(self._direct)
         self._on_record = on_record
+        self._direct.tell = self._tell
         if self._spec.memory:
             home: AgentHome | OwnHome
             if agent:
@@ -95,9 +96,12 @@ class Checkpointer:
         leave(self._control, error)
         self._let_go()
 
-    def _fall_apart(self) -> None:
-        if self._behind is not None:
+    def _failed(self, error: BaseException) -> None:
+        if self._behind is not None and not is_alike(error):
             self._behind.begin_anew()
+        if self._direct.is_partly_filled:
+            self._direct.is_partly_filled = False
+            warn_of_part(error)
 
     def _let_go(self) -> None:
         behind, self._behind = self._behind, None
@@ -184,6 +188,7 @@ class Checkpointer:
         self._line.has_loaded(restored.step)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)
+        self._direct.is_partly_filled = False
         for problem in restored.passed_over if self._control.rank == 0 else ():
             _say(f"passed over: {problem}")
         return restored.step

@@ -10,16 +10,26 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from hpcrun.checkpoint.commit import Draft
 from hpcrun.checkpoint.format import Part, file_name
 from hpcrun.checkpoint.lustre.storage import Storage
 from hpcrun.checkpoint.oserrors import explain
 from hpcrun.checkpoint.write import write_part
+from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan
 from hpcrun.specs.checkpoint import DurableSpec
+
+_T = TypeVar("_T")
+
+
+class Patiently(Protocol):
+    """Does something with a file that may hang; SiteError after too long."""
+
+    def __call__(self, path: Path, action: Callable[[], _T], /) -> _T:
+        """What came of it."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +58,44 @@ class DataFiles:
         return self._storage.mount.kind == "lustre"
 
     def write(
-        self, draft: Draft, plan: WritePlan, contents: Callable[[], Iterator[memoryview]], *, laid_out: bool
+        self,
+        draft: Draft,
+        plan: WritePlan,
+        contents: Callable[[], Iterator[memoryview]],
+        *,
+        laid_out: bool,
+        patiently: Patiently,
     ) -> list[Written]:
         """Write this rank's part; what came of the parts of all ranks, the same on each.
 
-        `contents` gives the bytes of the plan's pieces, again if need be.
+        `contents` gives the bytes of the plan's pieces, again if need be. `patiently`: for all that storage
+        is asked for.
         """
+        path = draft.file(plan.file)
+
+        def part(facts: dict[str, Any]) -> Written:
+            try:
+                return patiently(path, lambda: self._part(draft, plan, contents, facts))
+            except SiteError as error:
+                return Written(str(error), None, plan.file, [])
+
         facts, problem = dict[str, Any](), None
         if laid_out:
             try:
-                facts = self._made(draft, plan)
+                facts = patiently(path, lambda: self._made(draft, plan))
             except OSError as error:
                 problem = error
+            except SiteError as error:
+                problem = OSError(str(error))
             self._control.barrier()
-        mine = self._failed(draft, plan, problem) if problem else self._part(draft, plan, contents, facts)
+        mine = self._failed(draft, plan, problem) if problem else part(facts)
         every = self._gather(mine)
         if not laid_out or all(one.number != errno.ENOSPC for one in every):
             return every
         anew = self._control.allgather(self._made_anew(draft, plan, every))
         if plan.file not in (files := {file: facts for file, facts in anew if facts is not None}):
             return self._gather(mine) if files else every
-        return self._gather(self._part(draft, plan, contents, files[plan.file] if plan.start == 0 else {}))
+        return self._gather(part(files[plan.file] if plan.start == 0 else {}))
 
     def layout(self, every: list[Written]) -> dict[str, Any]:
         """What is known of the files, by their names, for the manifest."""

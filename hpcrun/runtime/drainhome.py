@@ -23,7 +23,7 @@ from hpcrun.runtime.drainlink import DrainGoneError
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
-_READY_S, _END_S = 60.0, 30.0
+_READY_S, _END_S, _KILLED_S = 60.0, 30.0, 5.0
 
 
 class AgentHome:
@@ -151,10 +151,19 @@ class OwnHome:
             self._child.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
-            self._child.wait()
+            self._await_end(self._child)
         if self._listener is not None:
-            self._listener.join()
+            self._listener.join(_KILLED_S)
         self._child = self._listener = None
+
+    def _await_end(self, child: subprocess.Popen[bytes]) -> None:
+        """What hangs in the kernel ends when that lets go of it, and is not waited for."""
+        try:
+            child.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            text = f"its drain worker (process {child.pid}) hangs in the kernel, and is left to itself"
+            sys.stderr.write(f"hpcrun: {self._node}: {text}\n")
+            sys.stderr.flush()
 
 
 def _socket_in(root: Path, run_id: str, node: str) -> Path:

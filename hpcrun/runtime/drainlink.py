@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hpcrun.errors import SiteError
 from hpcrun.proof import parse_line
@@ -18,7 +18,7 @@ _ANSWERS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""
 _ANSWER_S, _RESERVE_S = 60.0, 600.0
 """Memory is filled when it is reserved, which takes a while."""
-_PROD_S, _STUCK_S = 2.0, 30.0
+_PROD_S, STUCK_S = 2.0, 30.0
 """A worker that has been quiet is asked for a sign of life, and given up when none comes."""
 _MOST_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
@@ -28,10 +28,23 @@ class DrainGoneError(SiteError):
     """Nobody answers at the socket of the drain worker, or not any more."""
 
 
+class Home(Protocol):
+    """Where the drain worker of this node listens, whoever has started it."""
+
+    patience_s: float
+    """How long one may take to be there."""
+
+    def socket(self) -> Path:
+        """The path of its socket; a worker of our own that has ended is started again."""
+
+    def close(self) -> None:
+        """Nobody here needs it any more."""
+
+
 class DrainLink:
     """One rank's connection to its drain worker; one thread's at a time."""
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, sign_s: float = STUCK_S) -> None:
         """DrainGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
         self._read = bytearray()
@@ -48,7 +61,7 @@ class DrainLink:
             self._socket.close()
             raise DrainGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
         try:
-            self._greet()
+            self._greet(sign_s)
         except DrainGoneError:
             self._socket.close()
             raise
@@ -69,9 +82,13 @@ class DrainLink:
         if answer["kind"] != "planned":
             raise SiteError(f"the drain worker refuses a plan: {_why(answer)}")
 
-    def claim(self, generation: str, step: int, published: str | None) -> int | str:
+    def claim(
+        self, generation: str, step: int, published: str | None, answer_s: float | None = None
+    ) -> int | str:
         """The slot for a generation; a text where none is free for now."""
-        answer = self._ask("claim", _ANSWER_S, generation=generation, step=step, published=published)
+        answer = self._ask(
+            "claim", answer_s or _ANSWER_S, generation=generation, step=step, published=published
+        )
         if answer["kind"] == "busy":
             return _why(answer)
         if answer["kind"] != "claimed":
@@ -94,11 +111,11 @@ class DrainLink:
         """Somebody waits for what was filled: the worker need not spare training now."""
         self._send("hasten")
 
-    def _greet(self) -> None:
+    def _greet(self, sign_s: float) -> None:
         """Hear whether the worker lives: one that is stopped is connected to all the same."""
         self._send("ping")
         before = self._heard
-        self._receive(_STUCK_S)
+        self._receive(sign_s)
         if self._heard == before:
             raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life")
 
@@ -109,8 +126,8 @@ class DrainLink:
             if now - self._heard > _PROD_S:
                 self._prodded = now
                 self._send("ping")
-        elif now - self._prodded > _STUCK_S:
-            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life for {_STUCK_S:g} s")
+        elif now - self._prodded > STUCK_S:
+            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life for {STUCK_S:g} s")
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """What the worker has told unasked since the last time; DrainGoneError when it is gone."""

@@ -61,6 +61,7 @@ class Trainer:
         self._checkpoints = Checkpointer(
             attempt.run.checkpoints, control, attempt=attempt.number, durable=spec.durable, **keep
         )
+        self._checkpoints.tell = self._tell
         self._behind: SavesBehind | None = None
         if spec.memory:
             home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)

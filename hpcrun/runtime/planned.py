@@ -16,8 +16,10 @@ from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.scattered import Scattered
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.launch.shim import DRAIN_VARIABLE
-from hpcrun.runtime.checkpoint import Checkpointer, Fit, Restored
+from hpcrun.runtime.checkpoint import Checkpointer, Restored
 from hpcrun.runtime.control import Control
+from hpcrun.runtime.opening import Fit
+from hpcrun.runtime.together import on_all
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt
 
@@ -53,7 +55,7 @@ def restore(
         source: Scattered = _all_or_none(control, lambda: _open(plan, attempt))
         with source:
             if len(set(control.allgather(source.structure))) > 1:
-                raise SiteError(f"{source.name}: ranks see different tensors in it")
+                raise on_all(SiteError(f"{source.name}: ranks see different tensors in it"))
             told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
             return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
     except SiteError as error:
@@ -65,7 +67,7 @@ def _unrestored(attempt: Attempt, control: Control, plan: RestorePlan, why: str)
     assert plan.stamp is not None
     generation = plan.stamp.generation
     control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
-    return RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}")
+    return on_all(RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}"))
 
 
 def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
@@ -76,8 +78,10 @@ def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
     digests = control.allgather(plan.digest)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise SiteError(
-                f"{attempt.restore}: rank {rank} reads another plan than rank 0 does; is it one file?"
+            raise on_all(
+                SiteError(
+                    f"{attempt.restore}: rank {rank} reads another plan than rank 0 does; is it one file?"
+                )
             )
     return plan
 
@@ -119,5 +123,5 @@ def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:
         if text is not None:
             if hasattr(value, "close"):
                 value.close()
-            raise SiteError(f"rank {rank}: {text}")
+            raise on_all(SiteError(f"rank {rank}: {text}"))
     return value

@@ -109,8 +109,11 @@ def plan_write(
     return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
 
 
-def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
-    """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late."""
+def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool = False) -> None:
+    """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late.
+
+    `only_prove`: read what would fill them, and touch nothing.
+    """
     direct, others = dict[tuple[Piece, Place], Tensor](), dict[str, Tensor]()
     for name, tensor in state.items():
         chunk = _only_chunk(source.manifest, name, tensor)
@@ -127,7 +130,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor]) -> None:
         assert index is not None
         chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
-    reader = _Reader(planner, direct, chunks)
+    reader = _Scratch(planner, direct, chunks) if only_prove else _Reader(planner, direct, chunks)
     if isinstance(source, ChunkReader):
         source.read_all(reader.wanted(), reader.arrived)
         return
@@ -194,6 +197,20 @@ class _Reader:
             part = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
             self._planner.resolve_tensor(item).copy_(source[part])
         self._free.append(buffer)
+
+
+class _Scratch(_Reader):
+    """Gives each chunk memory that nobody needs, and uses it again when the chunk is proved."""
+
+    def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
+        """Every chunk in the order of the files."""
+        for (piece, place), _ in self._chunks:
+            size = piece.size_bytes
+            buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+            if buffer.numel() < size:
+                buffer = torch.empty(size, dtype=torch.uint8)
+            self._waiting[piece] = (buffer, buffer, [])
+            yield piece, place, raw_bytes(buffer[:size])
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

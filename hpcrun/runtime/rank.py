@@ -114,7 +114,7 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
         shim.report_error(attempt, control.rank, error)
         sys.stderr.write(f"rank {control.rank} on {control.node}: {error}\n")
         code = error.exit_code
-    except Exception as error:  # noqa: BLE001 - the outermost frame of a rank
+    except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank, for which others wait
         shim.report_error(attempt, control.rank, error)
         sys.excepthook(type(error), error, error.__traceback__)
         code = EXIT_RANKS_DIED

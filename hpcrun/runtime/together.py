@@ -71,6 +71,20 @@ def on_all(error: _E) -> _E:
     return error
 
 
+def is_alike(error: BaseException) -> bool:
+    """Whether every rank raises it at the same place."""
+    return isinstance(error, HpcrunError) and error.raised_by == "all"
+
+
+def warn_of_part(error: BaseException) -> None:
+    """Say with an error that a load has ended in its middle."""
+    words = "the state is partly filled and must not be used: load again, or build it anew"
+    if isinstance(error, HpcrunError):
+        error.args = (f"{error}; {words}",)
+    else:
+        error.add_note(words)
+
+
 @contextmanager
 def joined(control: Control, verb: str, *, agrees: bool = True) -> Iterator[None]:
     """All ranks do this, or none: they meet at the end, and an error of one is an error of all.
@@ -102,8 +116,8 @@ class Joint(Protocol):
 
     _control: Control
 
-    def _fall_apart(self) -> None:
-        """Ranks are no longer at the same place: begin anew with the next method."""
+    def _failed(self, error: BaseException) -> None:
+        """A method has ended with this; unless `is_alike`, ranks are no longer at the same place."""
 
     def _let_go(self) -> None:
         """Of all that was opened, asking no other rank."""
@@ -125,8 +139,7 @@ def together(
                 with joined(self._control, name, agrees=agrees):
                     return method(self, *words, **options)
             except BaseException as error:
-                if not (isinstance(error, HpcrunError) and error.raised_by == "all"):
-                    self._fall_apart()
+                self._failed(error)
                 raise
 
         return call

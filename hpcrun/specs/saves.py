@@ -61,6 +61,8 @@ class Unreadable:
 
     path: Path
     problem: str
+    is_seen: bool = True
+    """Its record is there, and wrong; else this node cannot see it, which proves nothing."""
 
 
 def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
@@ -89,13 +91,13 @@ def read_save(path: Path) -> Saved | Unreadable | None:
         return _parse(path, read_regular(path / RECORD, _MOST_RECORD_BYTES).decode())
     except FileNotFoundError:
         # A generation gets its name with its record in it, and loses its name before the record.
-        return Unreadable(path, f"{RECORD} is missing") if path.is_dir() else None
+        return Unreadable(path, f"{RECORD} is missing", False) if path.is_dir() else None
     except NotADirectoryError:
         return None
     except UntrustedFileError as error:
         return Unreadable(path, str(error).removeprefix(f"{path}/"))
     except (OSError, ValueError) as error:
-        return Unreadable(path, f"{RECORD} cannot be read: {error}")
+        return Unreadable(path, f"{RECORD} cannot be read: {error}", not isinstance(error, OSError))
 
 
 def step_of(path: Path) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from hpcrun.checkpoint.drain.arena import Slot
 from hpcrun.checkpoint.drain.pipeline import Drain, Listener
 from hpcrun.checkpoint.format import Piece
-from hpcrun.checkpoint.levels import LEVELS, Stamp, Stored
+from hpcrun.checkpoint.levels import LEVELS, Level, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot
 from hpcrun.errors import SiteError
 
@@ -188,6 +188,13 @@ class Desk(Listener):
         words = {"generation": stamp.generation, "level": "memory", "why": why}
         self._send(ranks, {"kind": "failed", **words})
         self._tell_host({"kind": "failed", **words, "step": stamp.step, "attempt": stamp.attempt})
+
+    def stalled(self, stamp: Stamp, level: Level, ranks: Sequence[int], what: str, seconds: float) -> None:
+        """Tell the ranks, and people."""
+        why = f"{what}: nothing has moved for {seconds:.0f} s"
+        words = {"generation": stamp.generation, "level": level, "why": why, "seconds": seconds}
+        self._send(ranks, {"kind": "stalled", **words})
+        self._tell_host({"kind": "log", "text": f"the save of step {stamp.step} ({level}) is held up: {why}"})
 
     def _send(self, ranks: Sequence[int], message: dict[str, Any]) -> None:
         for rank in ranks:

@@ -26,6 +26,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import Draft, commit, draft_of, remove_leftovers, retire
+from hpcrun.checkpoint.drain.watch import Watch
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     Part,
@@ -128,11 +129,15 @@ class DurableStation:
         hurry: threading.Event | None = None,
         written: Callable[[int], None] = lambda count: None,
         say: Callable[[str], None] = lambda text: None,
+        watch: Watch | None = None,
+        file_system: str = "",
     ) -> None:
         """`hurry`: once it is set, nobody is waited for any more. `written` gets the bytes of each write.
 
-        `say`: what went wrong after a commit, and is none of its failure.
+        `say`: what went wrong after a commit, and is none of its failure. `watch` is told what this is at,
+        and on which file system.
         """
+        self._watch, self._on = watch or Watch(), f" on {file_system}" if file_system else ""
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._retry, self._layout_facts = retry_file, layout_facts
@@ -144,6 +149,7 @@ class DurableStation:
     def store(self, load: Load) -> dict[str, Any]:
         """Write, and wait until the generation is committed; SiteError or OSError where it will not be."""
         draft, stamp = self._draft(load.stamp), load.stamp
+        self._watch.at(f"{draft.aside}{self._on}")
         numbers = [one.number for one in load.parts]
         if self._is_committed(draft):
             return {"path": str(draft.final)}
@@ -211,6 +217,7 @@ class DurableStation:
             size = max(one.part.start + one.part.size_bytes for one in parts)
             facts = {} if path.exists() else self._prepare(path, size, writers)
             began = time.monotonic()
+            self._watch.at(f"{path}{self._on}")
             try:
                 written = self._write_file(path, parts)
             except OSError as error:
@@ -226,6 +233,7 @@ class DurableStation:
             "parts": [[one.number, _shape(one), *astuple(one.part)] for one in load.parts],
             "layout": layout,
         }
+        self._watch.at(f"{draft.aside}{self._on}")
         write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checked(told))
         return {"written_s": round(seconds, 6)} | ({"layout": layout} if layout else {})
 
@@ -258,6 +266,7 @@ class DurableStation:
                 for number, part in enumerate(parts)
             )
             self._known = (told.shapes, render_tensors(tensors), structure_digest(tensors))
+        self._watch.at(f"{draft.final}{self._on}")
         newer = read_save(draft.final)
         if isinstance(newer, Saved) and newer.attempt > stamp.attempt:
             raise SiteError(f"{draft.final}: was saved by attempt {newer.attempt}; this is {stamp.attempt}")
@@ -320,6 +329,7 @@ class DurableStation:
         most_s = self._patience.others_s if most_s is None else most_s
         deadline = time.monotonic() + most_s
         pause = self._patience.first_s
+        self._watch.at(what)
         while True:
             yield
             if time.monotonic() > deadline:

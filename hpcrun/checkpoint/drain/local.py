@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.drain.arena import run_name
+from hpcrun.checkpoint.drain.watch import Watch
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
@@ -56,6 +57,12 @@ class LocalStation:
             )
         self._base, self._run_id, self._node = Path(expanded), run_id, node
         self._written, self._say, self._is_told = written, say, False
+        self._watch = Watch()
+
+    def watched(self, watch: Watch) -> LocalStation:
+        """This, telling a watch what it is at."""
+        self._watch = watch
+        return self
 
     @property
     def folder(self) -> Path:
@@ -69,6 +76,7 @@ class LocalStation:
 
     def store(self, load: Load) -> dict[str, Any]:
         """Copy the parts into one file; their hashes are in them."""
+        self._watch.at(f"{self._base} (checkpoint.local)")
         try:
             with self._made() as files:
                 return self._store(load, files)

@@ -21,6 +21,7 @@ from typing import Any
 from hpcrun.checkpoint.drain.arena import Arena, Slot
 from hpcrun.checkpoint.drain.pacer import Pacer
 from hpcrun.checkpoint.drain.stations import TakesMemory, Withdraws
+from hpcrun.checkpoint.drain.watch import Watch
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
 from hpcrun.checkpoint.oserrors import explain
@@ -52,6 +53,9 @@ class Listener:
 
     def failed(self, stamp: Stamp, ranks: Sequence[int], why: str) -> None:
         """A generation goes nowhere from here."""
+
+    def stalled(self, stamp: Stamp, level: Level, ranks: Sequence[int], what: str, seconds: float) -> None:
+        """A load at a level has not got on for so long."""
 
 
 @dataclass
@@ -87,7 +91,9 @@ class Drain:
     def __init__(self, arena: Arena, listener: Listener, wake: Callable[[], None]) -> None:
         """`wake` is called in other threads, whenever `settle` has something to do."""
         self.arena, self._listener, self._wake = arena, listener, wake
-        self.pacer = Pacer()
+        self.pacer, self.watch = Pacer(), Watch()
+        self._at: tuple[Stamp, Level] | None = None
+        """What the watch is about."""
         self.ranks: tuple[int, ...] = ()
         """Of this node, in this attempt."""
         self.published: str | None = None
@@ -149,8 +155,16 @@ class Drain:
             except Empty:
                 break
             outcome()
+        at = self._at
+        if at is not None and (stuck := self.watch.stuck()) is not None:
+            self._listener.stalled(*at, self.ranks, *stuck)
         if not self._is_busy:
             self.pacer.relax()
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether a station may have stopped without a word."""
+        return self._at is not None
 
     @property
     def _is_busy(self) -> bool:
@@ -343,12 +357,18 @@ class Drain:
             if station is None:
                 problem = missing.get(level) or f"this worker has no level {level}"
             elif problem is None:
+                if level != "object":  # that has a thread of its own, and limits of its own
+                    self._at = load.stamp, level
                 try:
                     facts = station.store(load)
                 except OSError as error:
                     problem = explain(error, self._checkpoints or Path())
                 except SiteError as error:
                     problem = str(error)
+                finally:
+                    if level != "object":
+                        self._at = None
+                        self.watch.done()
             elif isinstance(station, Withdraws):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
             seconds = time.monotonic() - began - self.pacer.rested_s

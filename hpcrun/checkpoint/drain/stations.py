@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from hpcrun.checkpoint.drain.durable import DurableStation
 from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.drain.pacer import Pacer
+from hpcrun.checkpoint.drain.watch import Watch
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
 from hpcrun.checkpoint.lustre.storage import Storage
 from hpcrun.checkpoint.objects.station import ObjectStation
@@ -43,12 +44,19 @@ class Surroundings:
     """Set when the attempt is over: nobody is waited for any more."""
     pacer: Pacer = field(default_factory=Pacer)
     """Of this worker: what has to be kept to between writes."""
+    watch: Watch = field(default_factory=Watch)
+    """Of this worker: what its storing is at."""
     address: str = ""
     """Of this node, where its worker listens for the others; empty: it does not."""
     say: Callable[[str], None] = lambda text: None
     """Tells the host a line that is worth a person's attention."""
     neighbour: Neighbour | None = None
     """This worker's own side of the talk between nodes."""
+
+    def wrote(self, count: int) -> None:
+        """A station has written something: it gets on, and may have to rest."""
+        self.watch.moved()
+        self.pacer.rest(count)
 
 
 def parse_surroundings(told: Mapping[str, Any], arena: Path) -> Surroundings:
@@ -122,7 +130,8 @@ def _local(around: Surroundings) -> Station | None:
     directory = around.spec.local
     if directory is None:
         return None
-    return LocalStation(str(directory), around.run.run_id, around.node, around.pacer.rest, around.say)
+    station = LocalStation(str(directory), around.run.run_id, around.node, around.wrote, around.say)
+    return station.watched(around.watch)
 
 
 _DIRECT = ("ext4", "xfs")
@@ -140,8 +149,10 @@ def _durable(around: Surroundings) -> Station | None:
         retry_file=place.retry_file,
         layout_facts=place.layout_facts,
         hurry=around.hurry,
-        written=around.pacer.rest,
+        written=around.wrote,
         say=around.say,
+        watch=around.watch,
+        file_system=place.mount.words,
     )
 
 

@@ -49,6 +49,8 @@ _NICE = 10
 _PREDECESSOR_S = 60.0
 """For the worker before this one to finish what it must not leave half done."""
 _LAST_WORDS_S = 1.0
+_LOOK_S = 1.0
+"""Between looks at whether what is being stored gets on."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
@@ -100,7 +102,8 @@ class Worker:
             if isinstance(key.data, _Caller):
                 waits = selectors.EVENT_WRITE if key.data.lines.waits else 0
                 self._selector.modify(key.fileobj, selectors.EVENT_READ | waits, key.data)
-        timeout = 0.1 if self._host.waits else None
+        is_storing = self._drain is not None and self._drain.is_storing
+        timeout = 0.1 if self._host.waits else _LOOK_S if is_storing else None
         for key, events in self._selector.select(timeout):
             if key.fileobj == self._woken:
                 with contextlib.suppress(BlockingIOError):
@@ -209,7 +212,7 @@ class Worker:
             self._listening = listen(self._drain.arena.files, SOCKET)
             self._selector.register(self._listening, selectors.EVENT_READ)
         around = parse_surroundings(order, self._drain.arena.folder)
-        around = replace(around, pacer=self._drain.pacer, say=self._say)
+        around = replace(around, pacer=self._drain.pacer, watch=self._drain.watch, say=self._say)
         around.pacer.spread = around.spec.spread
         before = self._around
         if before is not None and (before.run, before.node) != (around.run, around.node):

@@ -33,6 +33,11 @@ class Mount(NamedTuple):
     point: Path
     source: str
 
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.kind or 'a file system of unknown kind'} at {self.point}"
+
 
 @dataclass(frozen=True)
 class Finding:

@@ -27,6 +27,8 @@ def describe_save(line: Mapping[str, Any]) -> str:
         return f"step {step}: was not saved ({level}): {line.get('why')}"
     if kind == "save_skipped":
         return f"step {step}: is not saved, the save before is still being stored ({line.get('why')})"
+    if kind == "save_stalled":
+        return f"step {step}: is held up ({level}): {line.get('why')}"
     if kind == "save_unchanged":
         return f"step {step}: warning: {line.get('why')}"
     if kind == "draining":
