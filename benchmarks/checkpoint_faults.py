@@ -4,7 +4,9 @@ Every case does to real files, processes or nodes what its name says, and then r
 What is loaded is compared with what was saved, bit by bit. A fault may cost the newest save, but not
 silently: the claim is that nothing else than a saved state is ever loaded. Nodes are pretended: each has
 files, a server on loopback and a worker of its own. In whole runs of `hpcrun train` ranks and workers are
-killed, and every loss is compared with that of an undisturbed run.
+killed, and every loss is compared with that of an undisturbed run. Where one rank raises, is killed or sees
+what the others do not see, and where storage hangs, it counts as silent too when the others are not told
+within a minute, when a good save is renamed, or when training stops in a mode that promises not to.
 """
 
 from __future__ import annotations
@@ -29,14 +31,26 @@ def main() -> int:
     import hpcrun.runtime.checkpoint  # noqa: F401 - before the clock runs
     from tests.checkpoint.descent_faults import DESCENT_CASES
     from tests.checkpoint.faults import CASES, SkippedError
+    from tests.checkpoint.hung_faults import HUNG_CASES
     from tests.checkpoint.node_faults import NODE_CASES
+    from tests.checkpoint.rank_faults import RANK_CASES
     from tests.checkpoint.run_faults import RUN_CASES
+    from tests.checkpoint.view_faults import VIEW_CASES
 
     report = harness.Report("checkpoint_faults")
     report.header()
     faults = silent = 0
     skipped = []
-    for name, case in {**CASES, **DESCENT_CASES, **NODE_CASES, **RUN_CASES}.items():
+    every = {
+        **CASES,
+        **DESCENT_CASES,
+        **NODE_CASES,
+        **RUN_CASES,
+        **RANK_CASES,
+        **VIEW_CASES,
+        **HUNG_CASES,
+    }
+    for name, case in every.items():
         if options.only and options.only not in name:
             continue
         root, begin = Path(tempfile.mkdtemp(prefix="faults-")), time.monotonic()

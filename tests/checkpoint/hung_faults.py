@@ -107,7 +107,7 @@ class Script:
 
 
 def hung(behind: str, memory: int) -> Case:
-    """Storage hangs in the middle of a run, and comes back: what training was told, and whether it went on."""
+    """Storage hangs in the middle of a run, and comes back: what training was told, and if it went on."""
 
     def play(root: Path, quick: bool) -> Told:
         told = Told("", 1)

@@ -25,11 +25,9 @@ def main(directory: str, behind: str, memory: str) -> None:
     with hpcrun.Checkpointer(
         directory, memory=int(memory), keep=99, on_record=lambda one: say(record=one), **options
     ) as saves:
-        step = 0
-        for line in sys.stdin:
+        for step, line in enumerate(sys.stdin, start=1):
             if line.strip() == "end":
                 break
-            step += 1
             begin = time.monotonic()
             begun = saves.save(step, state, wait=line.strip() == "lasting")
             saves.fence()

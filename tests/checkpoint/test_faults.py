@@ -13,8 +13,9 @@ from tests.checkpoint.descent_faults import DESCENT_CASES
 from tests.checkpoint.faults import CASES, SkippedError
 from tests.checkpoint.injuries import INJURIES
 from tests.checkpoint.node_faults import NODE_CASES
+from tests.checkpoint.view_faults import VIEW_CASES
 
-WHOLE = {**CASES, **DESCENT_CASES, **NODE_CASES}
+WHOLE = {**CASES, **DESCENT_CASES, **NODE_CASES, **VIEW_CASES}
 QUICK = [
     *INJURIES,
     "one byte flipped",
@@ -34,6 +35,8 @@ QUICK = [
     "lost node and a damaged save",
     "lost node and half a save",
 ]
+VIEWS = [name for name in VIEW_CASES if name != "stale view of one rank"]
+"""That one has a world of its own, in tests/runtime."""
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -47,6 +50,18 @@ def test_nothing_but_a_saved_state_is_loaded_after(name: str, tmp_path: Path) ->
     assert told.silent == 0, told
     assert told.happened, "and it is said what was wrong"
     assert "nothing, and says so" not in told.recovered, told
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_nothing_good_is_renamed_and_nothing_half_filled_where(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="restoring needs torch: pip install 'hpcrun-slurm[train]'")
+    try:
+        told = VIEW_CASES[name](tmp_path, True)
+    except SkippedError as reason:
+        pytest.skip(str(reason))
+    assert told.faults > 0
+    assert told.silent == 0, told
+    assert told.happened
 
 
 def test_a_flipped_byte_in_memory_costs_no_generation_that_has_parity(tmp_path: Path) -> None:

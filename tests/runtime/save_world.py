@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.world import detect_world
-from hpcrun.runtime import datafiles
+from hpcrun.runtime import checkpoint, datafiles
 from hpcrun.runtime.checkpoint import Checkpointer, load_weights
 from hpcrun.runtime.control import Control, connect
 from hpcrun.specs.records import write_json
@@ -256,7 +256,79 @@ def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMes
     return [said.removeprefix(f"{root}/"), same(weights, bare)]
 
 
-SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, old_format)
+class View:
+    """What one rank sees of a directory, otherwise than the others do."""
+
+    def __init__(self, control: Control, folder: Path) -> None:
+        self.is_odd, self.folder = control.rank == control.size - 1, str(folder)
+        self.true = {name: getattr(os, name) for name in ("stat", "open", "preadv")}
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        for name, true in self.true.items():
+            setattr(os, name, true)
+
+    def fail(self, number: int, times: int) -> None:
+        """So many calls for files of the directory end with this error."""
+        left = times
+
+        def seen(name: str) -> Any:
+            def call(path: Any, *words: Any, **options: Any) -> Any:
+                nonlocal left
+                if left and str(path).startswith(self.folder) and str(path) != self.folder:
+                    left -= 1
+                    raise OSError(number, os.strerror(number), str(path))
+                return self.true[name](path, *words, **options)
+
+            return call
+
+        if self.is_odd:
+            os.stat, os.open = seen("stat"), seen("open")
+
+    def spoil(self) -> None:
+        """What is read has other bytes than the file, from the second kilobyte on."""
+
+        def call(descriptor: int, buffers: Any, at: int) -> Any:
+            count = self.true["preadv"](descriptor, buffers, at)
+            path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+            if at > 4096 and path.startswith(self.folder):
+                buffers[-1][0] ^= 1
+            return count
+
+        if self.is_odd:
+            os.preadv = call
+
+
+def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
+    """One rank does not see for a while, or for good, what is there: no good save is renamed."""
+    whole = {"model.a": torch.arange(6000.0)}
+    saver = Checkpointer(root, control, attempt=1, keep=3)
+    for step in (1, 2):
+        saver.save(step, step, {name: tensor + step for name, tensor in whole.items()})
+    vars(checkpoint)["_PAUSE_S"] = 0.01
+    told = []
+    for error, times in (
+        (errno.ENOENT, 3),
+        (errno.ESTALE, 3),
+        (errno.ENOENT, -1),
+        (errno.ESTALE, -1),
+        (0, 0),
+    ):
+        with View(control, root / "step-00000002") as view:
+            view.fail(error, times) if error else view.spoil()
+            state = {"model.a": torch.full((6000,), -1.0)}
+            restored = Checkpointer(root, control, attempt=2, keep=3).restore(state, shapes(whole))
+        assert restored is not None
+        is_right = bool((state["model.a"] == whole["model.a"] + restored.step).all())
+        names = sorted(path.name for path in root.iterdir())
+        every = control.allgather([restored.step, is_right, len(restored.passed_over), names])
+        told.append([*every[0], all(one == every[0] for one in every)])
+    return told
+
+
+SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, stale, old_format)
 
 
 def main(directory: str) -> None:

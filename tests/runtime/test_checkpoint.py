@@ -60,6 +60,17 @@ def test_all_ranks_go_back_when_one_reads_damage(told: dict[str, Any]) -> None:
     assert told["fallen_back"] == [1, 1, 1, True, ["damaged-step-00000002", "step-00000001", "step-00000002"]]
 
 
+STALE = [
+    *([2, True, 0, ["step-00000001", "step-00000002"], True],) * 2,
+    *([1, True, 1, ["step-00000001", "step-00000002"], True],) * 3,
+]
+"""Seen a little later; not seen at all, and other bytes than those that rank 0 sees."""
+
+
+def test_what_one_rank_alone_does_not_see_is_waited_for_and_never_renamed(told: dict[str, Any]) -> None:
+    assert told["stale"] == STALE
+
+
 def test_saves_of_the_format_before_are_read_but_not_gone_on_from(told: dict[str, Any]) -> None:
     said, is_read = told["old_format"]
     assert said.startswith("step-00000003: is of no known run, and is not gone on from")

@@ -1,4 +1,5 @@
-"""Ranks of which one raises where all agree: `together_world.py DIRECTORY VERBS MEMORIES STRIDE`.
+"""Ranks of which one raises where all agree: `together_world.py DIRECTORY VERBS MEMORIES STRIDE`,
+and a rank that is killed: `together_world.py DIRECTORY kill RANK`.
 
 In each method of Checkpointer one rank raises at its first agreement, at its second, and so on, before it has
 come to it and after; what the others raise, and whether the next one works, is printed by rank 0 as JSON.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 import hpcrun
-from hpcrun.errors import RanksDiedError
+from hpcrun.errors import HpcrunError
 from hpcrun.launch.world import detect_world
 from hpcrun.runtime import checkpointer as face
 from hpcrun.runtime.control import Control, connect
@@ -133,16 +135,79 @@ class Play:
         self.trap.set(number) if mine else None
         try:
             action()
-        except (*KINDS, RanksDiedError) as error:
+        except (*KINDS, RuntimeError, HpcrunError) as error:
             return f"{type(error).__name__}: {error}"
         finally:
             self.trap.left = -1
         return "nothing"
 
+    def odd(self, victim: int) -> None:
+        """What one rank's state is or does, and not a message, ends all."""
+        mine = self.desk.rank == victim
+        good: dict[str, Any] = {"w": torch.ones(8), "object": Moody("")}
+        states: dict[str, tuple[str, dict[str, Any]]] = {
+            "cannot be saved": ("save", {"w": torch.ones(8), "object": object()}),
+            "tells no state": ("save", {"w": torch.ones(8), "object": Moody("tell")}),
+            "takes no state": ("load", {"w": torch.zeros(8), "object": Moody("take")}),
+        }
+        for name, (verb, bad) in states.items():
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+            begin = time.monotonic()
+            with hpcrun.Checkpointer(self.root / name, memory=0) as saves:
+                saves.save(1, good)
+                state = bad if mine else dict(good)
+                action = (lambda: saves.save(2, state)) if verb == "save" else (lambda: saves.load(state))  # noqa: B023
+                said = self._caught(action, False, 0)
+                again = saves.load(dict(good))
+            self._note([name, 0, victim, verb], said, again in (1, 2), begin)
+
+    def mixed(self) -> None:
+        """Ranks call different methods."""
+        for memory in (0, 2):
+            faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+            begin = time.monotonic()
+            with hpcrun.Checkpointer(self.root / f"mixed-{memory}", memory=memory) as saves:
+                saves.save(1, state_of(self.desk.rank, 1.0), wait=True)
+                for other in ("load", "close", "wait"):
+                    verb = "save" if self.desk.rank else other
+                    said = self._caught(self._doing(saves, verb), False, 0)
+                    whole = saves.load(state_of(0, 0.0)) == 1
+                    self._note([f"save while another rank calls {other}", memory, 0, 0], said, whole, begin)
+
+    def _note(self, case: list[Any], said: str, is_whole: bool, begin: float) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        every = self.desk.allgather([said, is_whole, time.monotonic() - begin])
+        told = {"said": [one[0] for one in every], "whole": all(one[1] for one in every)}
+        self.told.append({"case": case, **told, "seconds": max(one[2] for one in every), "node": ""})
+
+
+class Moody:
+    """Has a state, and may not take it, or tell it."""
+
+    def __init__(self, mood: str) -> None:
+        self.mood, self.count = mood, torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.mood == "tell":
+            raise ValueError("said by one alone")
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.mood == "take":
+            raise RuntimeError("said by one alone")
+        self.count = state["count"]
+
 
 def silent_in(told: dict[str, Any]) -> list[str]:
     """What is wrong with a case: of the victim's own error, and of what the others raise."""
     *_, victim, number = told["case"]
+    name, said = told["case"][0], told["said"]
+    if told["node"] == "":
+        is_mixed = name.startswith("save while")
+        is_right = "ranks do not call the same" if is_mixed else f"rank {victim} on "
+        wrong = [one for rank, one in enumerate(said) if rank != victim and is_right not in one]
+        wrong += [one for one in said if not is_mixed and said.index(one) == victim and "Error" not in one]
+        return [f"{name}: {wrong}, {told['whole']}"] if wrong or not told["whole"] else []
     kind = KINDS[number % len(KINDS)].__name__
     wrong = []
     for rank, said in enumerate(told["said"]):
@@ -157,6 +222,23 @@ def silent_in(told: dict[str, Any]) -> list[str]:
     return wrong
 
 
+def be_killed(directory: str, victim: str) -> None:
+    """One rank is killed in the middle of a save; what the others raise is left in a file."""
+    place, rank = Path(directory), int(os.environ["RANK"])
+    trap, control = Trap(), open_control(os.environ)
+    vars(face)["open_control"] = lambda _environ: trap.arm(control)
+    vars(trap)["_fire"] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    saves = hpcrun.Checkpointer(place / "run", memory=0)
+    saves.save(1, state_of(rank, 1.0))
+    trap.left = 2 if rank == int(victim) else -1
+    begin = time.monotonic()
+    try:
+        saves.save(2, state_of(rank, 2.0))
+    except HpcrunError as error:
+        told = [str(error), time.monotonic() - begin]
+        (place / f"said-{rank}.json").write_text(json.dumps(told))
+
+
 def main(directory: str, verbs: str, memories: str, stride: str) -> None:
     """All cases in one world."""
     desk = connect(detect_world(os.environ))
@@ -165,6 +247,9 @@ def main(directory: str, verbs: str, memories: str, stride: str) -> None:
         for turn, verb in enumerate(verbs.split(",")):
             for victim in (0, desk.size - 1):
                 play.every(verb, memory, victim, int(stride), (turn + victim) % int(stride))
+    for victim in (0, desk.size - 1):
+        play.odd(victim)
+    play.mixed()
     desk.barrier()
     if desk.rank == 0:
         print(json.dumps(play.told))
@@ -172,4 +257,4 @@ def main(directory: str, verbs: str, memories: str, stride: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    be_killed(sys.argv[1], sys.argv[3]) if sys.argv[2] == "kill" else main(*sys.argv[1:])
