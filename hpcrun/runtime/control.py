@@ -19,14 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from hpcrun.errors import RanksDiedError, SiteError, UsageError
+from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.shm import unname_segments
 from hpcrun.runtime.meeting import address_of_rank, open_store
-from hpcrun.runtime.together import VERBS, Alarm, Neighbours, on_all, parse_alarm
+from hpcrun.runtime.together import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -366,26 +366,23 @@ class StoreControl(Control):
                 self._control.delete_key(f"{self._round - 2}/sum")
                 self._control.delete_key(f"{self._round - 2}/done")
 
+    @of_store
     def _published(self, number: int) -> int:
         return int(self._get(f"{number}/done"))
 
     def _get(self, key: str) -> bytes:
         """What is there, once it is; not by the store's own wait, during which nobody hears an alarm."""
         nap, begin, said, looked = _NAP_S[0], time.monotonic(), _SAY_AFTER_S, 0.0
-        try:
-            while not self._control.check([key]):
-                time.sleep(nap)
-                nap = min(2 * nap, self._longest_nap)
-                if (seconds := time.monotonic() - begin) > looked + _STORE_LOOK_S:
-                    looked = seconds
-                    self._listen()
-                if seconds > said:
-                    said *= 2
-                    self._say_slow(seconds)
-            return self._control.get(key)
-        except DistError as error:
-            self._listen()
-            raise RanksDiedError(f"{self.verb}: the store of the ranks does not answer: {error}") from None
+        while not self._control.check([key]):
+            time.sleep(nap)
+            nap = min(2 * nap, self._longest_nap)
+            if (seconds := time.monotonic() - begin) > looked + _STORE_LOOK_S:
+                looked = seconds
+                self._listen()
+            if seconds > said:
+                said *= 2
+                self._say_slow(seconds)
+        return self._control.get(key)
 
     def sound(self, alarm: Alarm) -> None:
         """Tell all who wait for this rank that it does not come; the first to do so is heard."""
@@ -403,6 +400,7 @@ class StoreControl(Control):
         self._epoch, self._round = self._epoch + 1, 0
         self._control = PrefixStore(f"{self._prefix}-{self._epoch}", self._store)
 
+    @of_store
     def allgather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         self._prove_verb()
@@ -415,6 +413,7 @@ class StoreControl(Control):
         self._control.delete_key(mine)
         return values
 
+    @of_store
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         self._prove_verb()
@@ -428,6 +427,7 @@ class StoreControl(Control):
             self._control.delete_key(key)
         return json.loads(text)
 
+    @of_store
     def start_agreeing(self, flags: int) -> Callable[[], int]:
         """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
         self._prove_verb()

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from torch.distributed import DistError  # type: ignore[attr-defined]
+
 from hpcrun import process
 from hpcrun.errors import HpcrunError, RanksDiedError
 from hpcrun.process import ProcessId
@@ -200,10 +202,31 @@ class Neighbours:
         if now - self._looked < _LOOK_S:
             return None
         # What a rank has done just before its end may be on its way when that is noticed.
-        missed = {rank for rank, one in self._running.items() if not process.is_alive(one)}
+        missed = self.missed()
         found = next(iter(sorted(missed & self._missed)), None)
         self._looked, self._missed = now, missed
         return found
+
+    def missed(self) -> set[int]:
+        """Ranks that do not run at this moment."""
+        return {rank for rank, one in self._running.items() if not process.is_alive(one)}
+
+
+def of_store(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """A method of a control that asks a store, which is gone when the process that has it is."""
+
+    @functools.wraps(method)
+    def call(self: Any, *words: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return method(self, *words, **options)
+        except DistError as error:
+            ended = sorted(self._neighbours.missed()) if self._neighbours is not None else []
+            who = "".join(f"rank {rank} on {self.node}: its process has ended, " for rank in ended[:1])
+            first = str(error).partition("\n")[0]
+            during = f"{self.verb}: " if self.verb else ""
+            raise RanksDiedError(f"{during}{who}the store of the ranks does not answer: {first}") from None
+
+    return call
 
 
 _open: weakref.WeakSet[Control] = weakref.WeakSet()

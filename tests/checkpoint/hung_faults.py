@@ -19,7 +19,7 @@ from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.faults import Case, SkippedError, Told
 
 ROOT = Path(__file__).parents[2]
-FROZEN_STEPS, STEP_S, TOLD_S, END_S = 8, 12.0, 20.0, 60.0
+FROZEN_STEPS, STEP_S, TOLD_S, END_S = 8, 12.0, 20.0, 120.0
 
 
 @contextmanager
