@@ -8,7 +8,7 @@
             saves.save(step, state)
 
 Saves go to the memory of the node and from there, beside training, to the node's disk, to DIRECTORY and to an
-object store. All ranks call each method alike.
+object store. All ranks call each method alike; what one of them raises there all raise, with its words.
 """
 
 from __future__ import annotations
@@ -167,7 +167,8 @@ class Checkpointer:
         Other tensors are filled where they are, plain values set, random state last; UsageError, with names,
         where something is in one of state and save alone, or cannot be what it was. `only`: a beginning of
         names, such as "model."; nothing else is touched. Without `strict`, what is in one of them alone, or
-        has another shape or type there, stays as it is. None where nothing was saved.
+        has another shape or type there, stays as it is. None where nothing was saved. Every byte
+        is proved before the first is filled: after an error the state is as it was, unless that says no.
         """
         self._line.loads()
         if self._line.begins_anew:
