@@ -331,7 +331,7 @@ class SavesBehind:
                 answer = self._link.claim(generation, step, self._published, answer_s)
                 slot, busy = (answer, "") if isinstance(answer, int) else (None, answer)
             hopes = any(flight.ahead for flight in self._flights.values())
-            is_late = time.monotonic() - begin > _DEGRADE_S
+            is_late = time.monotonic() - begin > _DEGRADE_S or bool(self._held_up())
             bits = (_BUSY if slot is None else 0) | (_HOPES if hopes else 0)
             return bits | (_LATE if is_late else 0)
 

@@ -193,7 +193,8 @@ class MPIControl(Control):
         self._mpi = MPI
         self._abandoned: list[Any] = []
         """What MPI may still be reading or writing."""
-        self._alarm_tag, self._renewing = _ALARM_TAG, None
+        self._alarm_tag = _ALARM_TAG
+        self._renewing: tuple[MPI.Intracomm, MPI.Request] | None = None
         self._comm: MPI.Intracomm = MPI.COMM_WORLD
         self._base: MPI.Intracomm = MPI.COMM_WORLD
         """For alarms, and for making a new communicator where one is left in disorder."""

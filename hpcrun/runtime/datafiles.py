@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from hpcrun.checkpoint.commit import Draft
 from hpcrun.checkpoint.format import Part, file_name
@@ -22,14 +22,8 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan
 from hpcrun.specs.checkpoint import DurableSpec
 
-_T = TypeVar("_T")
-
-
-class Patiently(Protocol):
-    """Does something with a file that may hang; SiteError after too long."""
-
-    def __call__(self, path: Path, action: Callable[[], _T], /) -> _T:
-        """What came of it."""
+Patiently = Callable[[Path, Callable[[], Any]], Any]
+"""Does something with a file that may hang; SiteError after too long."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,8 @@ class DataFiles:
 
         def part(facts: dict[str, Any]) -> Written:
             try:
-                return patiently(path, lambda: self._part(draft, plan, contents, facts))
+                found: Written = patiently(path, lambda: self._part(draft, plan, contents, facts))
+                return found
             except SiteError as error:
                 return Written(str(error), None, plan.file, [])
 

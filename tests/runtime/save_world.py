@@ -317,7 +317,10 @@ def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -
         (0, 0),
     ):
         with View(control, root / "step-00000002") as view:
-            view.fail(error, times) if error else view.spoil()
+            if error:
+                view.fail(error, times)
+            else:
+                view.spoil()
             state = {"model.a": torch.full((6000,), -1.0)}
             restored = Checkpointer(root, control, attempt=2, keep=3).restore(state, shapes(whole))
         assert restored is not None

@@ -206,7 +206,7 @@ def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drainlink, "_PROD_S", 0.02)
-    monkeypatch.setattr(drainlink, "_STUCK_S", 0.5)
+    monkeypatch.setattr(drainlink, "STUCK_S", 0.5)
     bench = make()
     bench.worker.stores.clear()
     bench.worker._thread(lambda: bench.worker.stores.wait(1.5) or bench.worker.stores.set())

@@ -132,7 +132,8 @@ class Play:
         }[verb]
 
     def _caught(self, action: Callable[[], Any], mine: bool, number: int) -> str:
-        self.trap.set(number) if mine else None
+        if mine:
+            self.trap.set(number)
         try:
             action()
         except (*KINDS, RuntimeError, HpcrunError) as error:
@@ -258,4 +259,7 @@ def main(directory: str, verbs: str, memories: str, stride: str) -> None:
 
 
 if __name__ == "__main__":
-    be_killed(sys.argv[1], sys.argv[3]) if sys.argv[2] == "kill" else main(*sys.argv[1:])
+    if sys.argv[2] == "kill":
+        be_killed(sys.argv[1], sys.argv[3])
+    else:
+        main(*sys.argv[1:])
