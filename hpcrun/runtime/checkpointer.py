@@ -5,7 +5,11 @@
         step = saves.load(state) or 0
         saves.fence_before(optimizer)
         ...
-            saves.save(step, state)
+            stops = saves.should_stop()
+            saves.save(step, state, wait=stops)
+            if stops:
+                break
+    sys.exit(75 if stops else 0)
 
 Saves go to the memory of the node and from there, beside training, to the node's disk, to DIRECTORY and to an
 object store. All ranks call each method alike; what one of them raises there all raise, with its words.
@@ -24,12 +28,14 @@ import torch
 
 from hpcrun.runtime import checkpoint
 from hpcrun.runtime.behind import SavesBehind
-from hpcrun.runtime.drainhome import AgentHome, OwnHome
+from hpcrun.runtime.drainhome import AgentHome, OwnHome, make_way
 from hpcrun.runtime.planned import restore
+from hpcrun.runtime.quiet_exit import end_quietly
 from hpcrun.runtime.script_line import ScriptLine, Start, count_of
 from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
 from hpcrun.runtime.state_loading import StateLoading
 from hpcrun.runtime.state_tree import flatten, pack
+from hpcrun.runtime.stop_requests import StopRequests
 from hpcrun.runtime.together import is_alike, leave, opened, opening, together, warn_of_part
 
 
@@ -37,6 +43,7 @@ class Checkpointer:
     """Saves and loads a state of all ranks together."""
 
     _behind: SavesBehind | None = None
+    _stops: StopRequests | None = None
 
     @opened
     def __init__(
@@ -60,11 +67,14 @@ class Checkpointer:
         where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
         on rank 0 what a run's metrics.jsonl would get.
         """
+        end_quietly()
         self._control = opening(open_control(os.environ))
         run, agent = run_of(directory, os.environ)
         self._run, section = run, section_of(run, os.environ)
         slots = {} if memory is None else {"memory": memory}
         self._spec = spec_of({"memory": 2} | section | slots, options)
+        if not agent:
+            make_way(run, self._control)
         line = ScriptLine(run, self._control, start=start, attempt=attempt_of(run, os.environ))
         self._line, attempt = line, line.found.attempt
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
@@ -81,6 +91,7 @@ class Checkpointer:
             else:
                 home = OwnHome(run.path, self._spec, self._control, attempt)
                 self._say_what_is_missing()
+            home.begin(self._control)
             self._behind = SavesBehind(self._spec, self._direct, self._control, home, self._tell)
 
     def __enter__(self) -> Checkpointer:
@@ -107,6 +118,8 @@ class Checkpointer:
         behind, self._behind = self._behind, None
         if behind is not None:
             behind.let_go()
+        if self._stops is not None:
+            self._stops.close()
         if hasattr(self, "_line"):  # what fails to open may have none yet
             self._line.close()
 
@@ -194,6 +207,17 @@ class Checkpointer:
             _say(f"passed over: {problem}")
         return restored.step
 
+    @together("should_stop", meets=False)
+    def should_stop(self) -> bool:
+        """Whether any rank was sent SIGTERM or SIGUSR2; all ranks call it alike, and hear the same.
+
+        Call it once a step: True asks to save, with `wait`, and to leave with exit code 75, which tells
+        hpcrun that the run is to be gone on with. From the first call on these signals do not end the script.
+        """
+        if self._stops is None:
+            self._stops = StopRequests()
+        return bool(self._control.union(1 if self._stops.arrived else 0))
+
     @together("close")
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
@@ -201,6 +225,8 @@ class Checkpointer:
             self._behind.settle()
             self._behind.close()
             self._behind = None
+        if self._stops is not None:
+            self._stops.close()
         self._line.close()
         leave(self._control)
 

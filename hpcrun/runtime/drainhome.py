@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,15 +17,24 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.drain.arena import SHM, SOCKET, find_folder, remove_folder
+from hpcrun.checkpoint.drain.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
+from hpcrun.files import Folder
 from hpcrun.launch.shim import DRAIN_VARIABLE
+from hpcrun.launch.vault.sweep import sweep_arenas
 from hpcrun.launch.world import without_world
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.drainlink import DrainGoneError
+from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.saves import saved_steps
 
 _READY_S, _END_S, _KILLED_S = 60.0, 30.0, 5.0
+_FINISH_S = 900.0
+"""For the worker of a script that has ended to store what was begun: it waits as long for other nodes."""
+_LOOK_S, _SILENT_S = 0.1, 2.0
+_homes: dict[str, OwnHome] = {}
+"""Of this process, by node and directory: an earlier one may never have been closed."""
 
 
 class AgentHome:
@@ -38,6 +49,9 @@ class AgentHome:
         """Where it listens; the agent has set its usual path. DrainGoneError where it has no memory yet."""
         root, run, node = self._socket.parents[3], self._socket.parts[-3], self._socket.parts[-2]
         return _socket_in(root, run, node)
+
+    def begin(self, control: Control) -> None:
+        """Nothing: its worker is there, or about to be, and tells its agent of what it has tried."""
 
     def close(self) -> None:
         """Nothing: it outlives us."""
@@ -54,11 +68,44 @@ class OwnHome:
     def __init__(self, run: Path, spec: CheckpointSpec, control: Control, attempt: int) -> None:
         self._run, self._spec, self._attempt = run, spec, attempt
         self._leads = control.local_rank == 0
-        # Directories of the same name must not share an arena.
-        self._node = f"{control.node}-{xxh3_64_hexdigest(str(run).encode())[:8]}"
-        self._run_id = RunDir(run).run_id
+        self._node, self._run_id = _node_of(RunDir(run), control), RunDir(run).run_id
         self._child: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
+        self._held: Folder | None = None
+        self._proved = threading.Event()
+        self._problems: dict[str, str] = {}
+
+    def begin(self, control: Control) -> None:
+        """Have the worker there now, and not at the first save; SiteError on all ranks where one has none.
+
+        That nothing can be stored is an error where there is nothing to load either; else it is told.
+        """
+        try:
+            for step in (self._start_now, lambda: DrainLink(self.socket(), control.rank).close(), self._try):
+                raise_everywhere(control, step)
+        except SiteError:
+            self.close()
+            raise
+        mine = [
+            f"on node {control.node} saves will fail: {level}: {why}" for level, why in self._problems.items()
+        ]
+        problems = control.allgather(mine)
+        if control.rank == 0:
+            for text in itertools.chain(*problems):
+                say(text)
+
+    def _start_now(self) -> None:
+        if self._leads:
+            self.socket()
+
+    def _try(self) -> None:
+        """Hear whether the worker can write to each level."""
+        if not self._leads:
+            return
+        if not self._proved.wait(_READY_S):
+            self._problems["durable"] = f"{self._run}: a small file was not written there in {_READY_S:g} s"
+        if (why := self._problems.get("durable")) and not saved_steps(RunDir(self._run).checkpoints):
+            raise SiteError(f"nothing can be saved: {why}; name a directory that this user may write")
 
     def socket(self) -> Path:
         """The path of the socket; on the first rank of the node a worker listens there on return.
@@ -78,6 +125,26 @@ class OwnHome:
         self._reap()
         if (folder := find_folder(SHM, self._run_id, self._node)) is not None:
             remove_folder(folder)
+        self._let_go()
+
+    def leave(self) -> None:
+        """As if this process had ended: the worker stores what it has, gives the memory back, and ends."""
+        if self._child is not None:
+            assert self._child.stdin is not None
+            with suppress(OSError):
+                self._child.stdin.close()
+        self._let_go()
+
+    def forget(self) -> None:
+        """After `leave`, and when its worker has ended."""
+        self._reap()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+        self._held = None
+        if _homes.get(self._node) is self:
+            del _homes[self._node]
 
     def _start(self) -> None:
         try:
@@ -91,7 +158,11 @@ class OwnHome:
             )
         except OSError as error:
             raise SiteError(f"{sys.executable}: the drain worker cannot be started: {error}") from None
-        told: dict[str, Any] = {"spec": self._spec.model_dump(mode="json"), "attempt": self._attempt}
+        told: dict[str, Any] = {
+            "spec": self._spec.model_dump(mode="json"),
+            "attempt": self._attempt,
+            "script": True,
+        }
         alone: dict[str, Any] = {"set": None, "parity": 0, "peers": {}, "secret": os.urandom(16).hex()}
         run: dict[str, Any] = {
             "run": str(self._run),
@@ -100,6 +171,11 @@ class OwnHome:
         }
         self._tell({"do": "configure", **run, **told, **alone})
         self._await_ready()
+        if (folder := find_folder(SHM, self._run_id, self._node)) is not None:
+            held, self._held = self._held, hold_run(folder)
+            if held is not None:
+                held.close()
+        _homes[self._node] = self
 
     def _tell(self, message: dict[str, Any]) -> None:
         assert self._child is not None
@@ -122,8 +198,11 @@ class OwnHome:
                         told = json.loads(line)
                         if told.get("kind") == "ready":
                             is_ready.set()
+                        elif told.get("kind") == "proved":
+                            self._problems = {str(k): str(v) for k, v in told.get("problems", {}).items()}
+                            self._proved.set()
                         elif told.get("kind") == "log":
-                            sys.stderr.write(f"hpcrun: {self._node}: {told.get('text')}\n")
+                            say(f"{self._node}: {told.get('text')}")
                         elif told.get("kind") == "error":
                             refused.append(str(told.get("why")))
 
@@ -134,7 +213,10 @@ class OwnHome:
                 return
             if refused:
                 self._reap()
-                raise SiteError(f"the drain worker has no memory for saves: {refused[0]}")
+                raise SiteError(
+                    f"the checkpoint worker has no memory for saves: {refused[0]}; with memory=0 the ranks"
+                    " write to the directory themselves"
+                )
             if self._child.poll() is not None:
                 raise SiteError(
                     f"the drain worker ended with exit code {self._child.returncode} at its start"
@@ -173,12 +255,69 @@ def _socket_in(root: Path, run_id: str, node: str) -> Path:
     return folder / SOCKET
 
 
+def make_way(run: RunDir, control: Control) -> None:
+    """Before a script looks at its saves: those of scripts that have ended are stored, their memory is freed.
+
+    SiteError on all ranks where that never comes to an end.
+    """
+    raise_everywhere(control, lambda: _make_way(run, _node_of(run, control), leads=control.local_rank == 0))
+
+
+def _make_way(run: RunDir, node: str, *, leads: bool) -> None:
+    if not leads:
+        return
+    if (earlier := _homes.get(node)) is not None:
+        earlier.leave()
+    for text in sweep_arenas(run):
+        say(text)
+    began, is_told = time.monotonic(), False
+    while is_served(SHM, run.run_id, node) and not is_held(SHM, run.run_id, node):
+        waited_s = time.monotonic() - began
+        if waited_s > _FINISH_S:
+            raise SiteError(
+                f"{run.path}: after {_FINISH_S:g} s the checkpoint worker of a script that has ended still"
+                " stores its last saves; see whether the file system hangs; `hpcrun _drain` is that worker"
+            )
+        if waited_s > _SILENT_S and not is_told:
+            is_told = True
+            say(f"{run.path}: waiting for the last saves of a script that has ended to be stored")
+        time.sleep(_LOOK_S)
+    if earlier is not None:
+        earlier.forget()
+
+
+def _node_of(run: RunDir, control: Control) -> str:
+    """The name of this node's arena: directories of the same name must not share one."""
+    return f"{control.node}-{xxh3_64_hexdigest(str(run.path).encode())[:8]}"
+
+
+def raise_everywhere(control: Control, action: Callable[[], None]) -> None:
+    """Run something on each rank; what goes wrong on one is raised on all, in the words of the first."""
+    why = ""
+    try:
+        action()
+    except SiteError as error:
+        why = str(error)
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    for rank, problem in enumerate(control.allgather(why and f"node {control.node}: {why}")):
+        if problem:
+            raise SiteError(f"rank {rank} on {problem}" if control.size > 1 else problem)
+
+
+def say(text: str) -> None:
+    """A line for whoever reads the script's output."""
+    sys.stderr.write(f"hpcrun: {text}\n")
+    sys.stderr.flush()
+
+
 def find_home(
     environ: Mapping[str, str], run: Path, spec: CheckpointSpec, control: Control, attempt: int
 ) -> AgentHome | OwnHome:
     """The agent's worker where this rank was told of one; else one of its own."""
     if DRAIN_VARIABLE in environ:
         return AgentHome(environ)
+    make_way(RunDir(run), control)
     return OwnHome(run, spec, control, attempt)
 
 

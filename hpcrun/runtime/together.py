@@ -31,7 +31,7 @@ _MOST_WORDS = 2000
 _LOOK_S = 1.0
 """Between looks at whether the ranks beside us still run."""
 
-VERBS = ("save", "save(wait=True)", "load", "close", "Checkpointer()", "fence")
+VERBS = ("save", "save(wait=True)", "load", "close", "Checkpointer()", "fence", "should_stop")
 """What ranks do together: seven at most, see `Control.union`."""
 
 
@@ -88,11 +88,11 @@ def warn_of_part(error: BaseException) -> None:
 
 
 @contextmanager
-def joined(control: Control, verb: str, *, agrees: bool = True) -> Iterator[None]:
+def joined(control: Control, verb: str, *, agrees: bool = True, meets: bool = True) -> Iterator[None]:
     """All ranks do this, or none: they meet at the end, and an error of one is an error of all.
 
     That all mean the same is told by the first agreement inside. Without `agrees` it waits for nobody, but
-    what it raises is told as well.
+    what it raises is told as well. Without `meets` that agreement is the last thing inside, and its end too.
     """
     if control.verb:  # a part of what all do already
         yield
@@ -100,7 +100,7 @@ def joined(control: Control, verb: str, *, agrees: bool = True) -> Iterator[None
     control.verb, control.is_unproved = verb, agrees
     try:
         yield
-        if agrees:
+        if agrees and meets:
             control.barrier()
     except BaseException as error:
         whose = error.raised_by if isinstance(error, HpcrunError) else "one"
@@ -129,7 +129,7 @@ _J = TypeVar("_J", bound=Joint)
 
 
 def together(
-    verb: str, *, agrees: bool = True
+    verb: str, *, agrees: bool = True, meets: bool = True
 ) -> Callable[[Callable[Concatenate[_J, _P], _R]], Callable[Concatenate[_J, _P], _R]]:
     """A method that all ranks call alike."""
 
@@ -138,7 +138,7 @@ def together(
         def call(self: _J, *words: _P.args, **options: _P.kwargs) -> _R:
             name = f"{verb}(wait=True)" if options.get("wait") else verb
             try:
-                with joined(self._control, name, agrees=agrees):
+                with joined(self._control, name, agrees=agrees, meets=meets):
                     return method(self, *words, **options)
             except BaseException as error:
                 self._failed(error)

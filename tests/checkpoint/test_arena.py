@@ -18,9 +18,9 @@ from hpcrun.checkpoint.drain.arena import (
     make_folder,
     map_slot,
     remove_folder,
-    sweep,
 )
 from hpcrun.checkpoint.drain.room import Room
+from hpcrun.checkpoint.drain.stale_memory import clean_up
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.parity.erasure import parity_room
@@ -277,8 +277,8 @@ def test_where_the_usual_name_is_taken_another_one_is_used_and_found(tmp_path: P
     assert make_folder(tmp_path, tmp_path / "r", "r", "m").parent == folder.parent
     assert arena_folder(tmp_path, "r", "n") == find_folder(tmp_path, "r", "n") == folder
     Arena(folder).reserve({0: 4096}, 1, nowhere)
-    assert sweep(tmp_path, lambda _: True) == {}
-    assert list(sweep(tmp_path, lambda _: False)) == [folder.parent]
+    assert clean_up(tmp_path, lambda _: True) == {}
+    assert list(clean_up(tmp_path, lambda _: False)) == [folder.parent]
     assert not folder.parents[1].exists()
     assert find_folder(tmp_path, "r", "n") is None
     assert (kept / "slot-0-0.bin").read_bytes() == b"precious"
@@ -291,7 +291,7 @@ def test_shared_memory_that_others_can_rename_in_is_refused_with_the_remedy(tmp_
     with pytest.raises(SiteError, match=r"others can rename what is in it; have the admin run: chmod \+t"):
         folder_in(tmp_path)
     assert find_folder(tmp_path, "r", "n") is None
-    assert sweep(tmp_path, lambda _: False) == {}
+    assert clean_up(tmp_path, lambda _: False) == {}
     tmp_path.chmod(0o1777)
     assert folder_in(tmp_path) == folder
 
@@ -350,7 +350,7 @@ def test_arenas_of_dead_runs_are_swept(tmp_path: Path) -> None:
     (top / "unknown").mkdir(mode=0o700)
     (top / "damaged").mkdir(mode=0o700)
     (top / "damaged" / "run.json").write_text("{")
-    found = sweep(tmp_path, lambda run: run == tmp_path / "alive")
+    found = clean_up(tmp_path, lambda run: run == tmp_path / "alive")
     assert sorted(path.name for path in found) == ["dead", "sweep+3"]
     assert found[top / "dead"] >= 2 * 4096
     assert sorted(path.name for path in top.iterdir()) == ["alive", "damaged", "unknown"]

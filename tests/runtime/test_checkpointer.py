@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -229,7 +230,7 @@ def test_of_a_part_of_a_save_the_rest_stays_as_new(tmp_path: Path) -> None:
 
 
 SCRIPT = """\
-import json, pathlib, sys, torch, torch.distributed as dist, hpcrun
+import json, os, pathlib, signal, sys, torch, torch.distributed as dist, hpcrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -243,15 +244,37 @@ with hpcrun.Checkpointer(sys.argv[1]) as saves:
         saves.save(step, state)
         saves.fence()
         weights.to_local().add_(1)
+    asked = [saves.should_stop()]
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    asked.append(saves.should_stop())
     saves.save(3, state, wait=True)
 fresh = {"weights": distribute_tensor(torch.zeros(5, 3), mesh, [Shard(1)]), "mine": {"rank": 9}}
 with hpcrun.Checkpointer(sys.argv[1]) as saves:
     step = saves.load(fresh)
-told = [nothing, step, fresh["mine"]["rank"] == rank, fresh["weights"].full_tensor().sum().item()]
+told = [asked, nothing, step, fresh["mine"]["rank"] == rank, fresh["weights"].full_tensor().sum().item()]
 pathlib.Path(f"told-{rank}.json").write_text(json.dumps(told))
 dist.barrier()  # a rank that leaves while the other still talks to it takes it down
 dist.destroy_process_group()
 """
+
+
+def test_signals_are_kept_from_the_first_question_on_and_given_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    try:
+        with hpcrun.Checkpointer(tmp_path, memory=0) as saves:
+            assert not saves.should_stop()
+            signal.raise_signal(signal.SIGUSR2)
+            assert saves.should_stop()
+            # Whoever had it before hears it too.
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_under_torchrun_the_first_rank_of_a_node_runs_the_worker(tmp_path: Path) -> None:
@@ -268,7 +291,7 @@ def test_under_torchrun_the_first_rank_of_a_node_runs_the_worker(tmp_path: Path)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
-    assert told == [[None, 3, True, 105.0 + 30.0]] * 2
+    assert told == [[[False, True], None, 3, True, 105.0 + 30.0]] * 2
     assert "no parity on other nodes" in done.stderr
     assert [saved.step for saved in saved_steps(tmp_path / "saves" / "checkpoints")] == [2, 3]
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import Arena, arena_folder, find_folder, make_folder, remove_folder, sweep
+from hpcrun.checkpoint.drain.arena import Arena, arena_folder, find_folder, make_folder, remove_folder
 from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.drain.stale_memory import clean_up
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding
 from hpcrun.checkpoint.objects.store import open_store
@@ -96,7 +97,7 @@ def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_level(
         said: list[str] = []
         assert find_folder(SHM, "r", "n1") is None
         remove_folder(arena_folder(SHM, "r", "n1"))
-        assert sweep(SHM, lambda _: False) == {}
+        assert clean_up(SHM, lambda _: False) == {}
         assert holdings_here("r", None) == []
         assert is_same(before)
         folder = make_folder(SHM, Path("/runs/r"), "r", "n1", said.append)
@@ -108,7 +109,7 @@ def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_level(
         assert make_folder(SHM, Path("/runs/r"), "r", "n1", said.append) == folder
         assert arena_folder(SHM, "r", "n1") == folder
         Arena(folder).reserve({0: 4096}, 1, lambda _: False)
-        assert list(sweep(SHM, lambda _: False)) == [folder.parent]
+        assert list(clean_up(SHM, lambda _: False)) == [folder.parent]
         folder = make_folder(SHM, Path("/runs/r"), "r", "n1")
         remove_folder(arena_folder(SHM, "r", "n1"))
         assert not folder.parents[1].exists()

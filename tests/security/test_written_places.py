@@ -53,7 +53,7 @@ KNOWN = {
         "checkpoint/commit": "begin commit discard making_way remove remove_leftovers set_aside",
         "checkpoint/drain/durable": (
             "DurableStation._commit DurableStation._give_up DurableStation._write "
-            "DurableStation.abandon DurableStation.store _unlink"
+            "DurableStation.abandon DurableStation.store _unlink prove_writable"
         ),
         "checkpoint/lustre/direct": "write_file_direct",
         "checkpoint/lustre/storage": "Storage._create Storage.retry_file",
@@ -117,12 +117,14 @@ KNOWN = {
     },
     "a Folder: each level proved ours, no links followed, held by its descriptor": {
         "checkpoint/drain/arena": (
-            "Arena._drop Arena._make Arena._make_all Slot.empty Slot.hold _reopen make_folder "
-            "remove_folder sweep"
+            "Arena._drop Arena._make Arena._make_all Slot.empty Slot.hold _reopen make_folder remove_folder"
         ),
         "checkpoint/drain/guests": "Guests.__init__ Guests._copy_part Guests._drop",
         "checkpoint/drain/lines": "listen",
-        "checkpoint/drain/local": "LocalStation._made LocalStation._store LocalStation.retain",
+        "checkpoint/drain/local": (
+            "LocalStation._made LocalStation._store LocalStation.prove LocalStation.retain"
+        ),
+        "checkpoint/drain/stale_memory": "clean_up",
         "checkpoint/drain/worker": "Worker._close",
         "checkpoint/parity/blocks": "remove_files remove_leftovers write_holding",
         "checkpoint/parity/files": "AsideFile.__init__ AsideFile.close AsideFile.put_in_place",

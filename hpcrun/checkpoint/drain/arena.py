@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -38,7 +37,8 @@ from hpcrun.files import Folder, UntrustedFileError, is_sheltered
 
 SHM = Path("/dev/shm")
 SOCKET = "drain.sock"
-_RUN = "run.json"
+RUN_RECORD = "run.json"
+"""Says in the folder of a run where that run's directory is."""
 _SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)\.bin")
 _BLOCK_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23
@@ -65,7 +65,7 @@ def find_folder(root: Path, run_id: str, node: str) -> Path | None:
 def folders_of(root: Path, run_id: str) -> Iterator[Path]:
     """The arenas of a run that are here, a folder a node, every level of which is ours."""
     name = run_name(run_id)
-    for top in _tops(root):
+    for top in tops_of(root):
         with contextlib.suppress(OSError, UntrustedFileError), top.folder(name) as run:
             for node in run.names():
                 with contextlib.suppress(OSError, UntrustedFileError), run.folder(node) as folder:
@@ -95,8 +95,8 @@ def make_folder(
             with top, top.folder(run_name(run_id), make=True) as own, own.folder(node, make=True) as folder:
                 for one in (top, own, folder):
                     os.fchmod(one.fileno(), 0o700)
-                if not own.has(_RUN):
-                    own.write_whole(_RUN, f"{json.dumps(str(run))}\n".encode())
+                if not own.has(RUN_RECORD):
+                    own.write_whole(RUN_RECORD, f"{json.dumps(str(run))}\n".encode())
                 return folder.path
     except UntrustedFileError as error:
         raise SiteError(str(error)) from None
@@ -114,7 +114,7 @@ def _top() -> str:
     return f"hpcrun-{os.getuid()}"
 
 
-def _tops(root: Path) -> Iterator[Folder]:
+def tops_of(root: Path) -> Iterator[Folder]:
     """This user's folders in shared memory: the usual one, and those that stand in for it."""
     with contextlib.suppress(OSError), Folder.below(root) as base:
         if is_sheltered(base.status()):
@@ -403,44 +403,7 @@ def remove_folder(folder: Path) -> None:
         with base.folder(top) as ours:
             with ours.folder(run) as of_run:
                 of_run.remove_tree(node)
-                if of_run.names() == [_RUN]:
-                    of_run.unlink(_RUN)
+                if of_run.names() == [RUN_RECORD]:
+                    of_run.unlink(RUN_RECORD)
             ours.remove_empty(run)
         base.remove_empty(top)
-
-
-def _is_served(run: Folder) -> bool:
-    """Whether a worker lives in one of a run's arenas: it holds a lock on its folder."""
-    for node in run.names():
-        with contextlib.suppress(OSError, UntrustedFileError), run.folder(node) as folder:
-            try:
-                fcntl.flock(folder.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-    return False
-
-
-def sweep(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
-    """Remove the arenas of runs that are over, by their directories; which folders, and their sizes.
-
-    What belongs to others, or does not say which run it is of, is left alone, and so is what a worker serves:
-    ranks that have started it for themselves have no supervisor whose life could be seen.
-    """
-    found, tops = dict[Path, int](), []
-    for top in _tops(root):
-        tops.append(top.path.name)
-        for name in top.names():
-            try:
-                with top.folder(name) as folder:
-                    run = Path(json.loads(folder.read(_RUN)))
-                    if is_alive(run) or _is_served(folder):
-                        continue
-                    size = folder.size_bytes()
-            except (OSError, UntrustedFileError, ValueError, TypeError):
-                continue
-            top.remove_tree(name)
-            found[top.path / name] = size
-    with contextlib.suppress(OSError), Folder.below(root) as base:
-        for one in tops:
-            base.remove_empty(one)
-    return found

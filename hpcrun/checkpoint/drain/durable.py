@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -183,6 +184,10 @@ class DurableStation:
                     _unlink(draft.file(file))
             raise
         return {"path": str(draft.final)} | facts
+
+    def prove(self) -> None:
+        """Write and remove a file in the run directory; OSError where that cannot be."""
+        prove_writable(self._checkpoints)
 
     def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
         """Tell the others that these parts will not come."""
@@ -355,6 +360,15 @@ class DurableStation:
         }
         with contextlib.suppress(OSError):
             write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checked(told))
+
+
+def prove_writable(checkpoints: Path) -> None:
+    """Write and remove a small file where saves will lie; OSError where that cannot be."""
+    checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryFile(dir=checkpoints, prefix=".prove-") as file:
+        file.write(b"\0")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _shape(one: SealedPart) -> str:

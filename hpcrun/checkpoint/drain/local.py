@@ -30,6 +30,7 @@ from hpcrun.files import Folder, UntrustedFileError, make_directories
 from hpcrun.here import expand_path
 
 _ASIDE = ".aside"
+_PROOF = ".prove"
 
 
 class LocalStation:
@@ -80,6 +81,15 @@ class LocalStation:
         try:
             with self._made() as files:
                 return self._store(load, files)
+        except UntrustedFileError as error:
+            raise SiteError(f"checkpoint.local: {error}") from None
+
+    def prove(self) -> None:
+        """Write and remove a file there; OSError or SiteError where that cannot be."""
+        try:
+            with self._made() as files:
+                files.write_whole(_PROOF, b"\0")
+                files.unlink(_PROOF)
         except UntrustedFileError as error:
             raise SiteError(f"checkpoint.local: {error}") from None
 

@@ -170,6 +170,11 @@ class Drain:
     def _is_busy(self) -> bool:
         return bool(self._journeys or self._gathering)
 
+    @property
+    def is_storing(self) -> bool:
+        """Whether anything is on its way, copies to the object store among it."""
+        return self._is_busy or bool(self._copies)
+
     def hasten(self) -> None:
         """Somebody waits for what is on its way."""
         if self._is_busy:

@@ -94,6 +94,14 @@ class TakesMemory(Protocol):
         """How much at most, where the ranks of the node write so much."""
 
 
+@runtime_checkable
+class Proves(Protocol):
+    """A station that can be tried before there is anything to store."""
+
+    def prove(self) -> None:
+        """Write and remove next to nothing where saves will go; OSError or SiteError where that fails."""
+
+
 class Neighbour(Protocol):
     """Answers other nodes' workers, and fetches from them; it has threads of its own."""
 

@@ -15,6 +15,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.drain import stations
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder, open_folder
+from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder, open_folder, remove_folder
 from hpcrun.checkpoint.drain.desk import Desk
 from hpcrun.checkpoint.drain.guests import Guests
 from hpcrun.checkpoint.drain.lines import Lines, listen
@@ -85,15 +86,19 @@ class Worker:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._goes_on = True
+        self._is_of_script = False
+        """A script has started it for itself: there is no agent, and the memory ends with the script."""
 
     def serve(self) -> None:
-        """Work until the host says so, or is gone."""
+        """Work until the host says so, or is gone; what a script has begun is finished without it."""
         with contextlib.suppress(PermissionError):  # a file never keeps anybody waiting
             self._selector.register(self._host.reading, selectors.EVENT_READ, self._host)
         try:
             while self._goes_on:
                 self._turn()
                 self._check_arena()
+            if self._is_of_script and self._host.is_closed:
+                self._finish()
         finally:
             self._close()
 
@@ -120,6 +125,14 @@ class Worker:
         with contextlib.suppress(Empty):
             while True:
                 self._host.send(self._answers.get_nowait())
+
+    def _finish(self) -> None:
+        """Nobody comes back for what is in memory: it is stored now, and the memory given back."""
+        self._selector.unregister(self._host.reading)
+        while self._drain is not None and self._drain.is_storing:
+            self._drain.hasten()
+            self._turn()
+            self._check_arena()
 
     def _check_arena(self) -> None:
         """In an arena that is gone nobody finds this worker; the next one makes it anew."""
@@ -205,8 +218,8 @@ class Worker:
         if run_ids := order.get("run_ids"):  # a script's directory gets its identity at the first save
             run.assume(*map(str, run_ids[:1]), list(map(str, run_ids[1:])))
         if self._drain is None:
-            folder = make_folder(self._root, run.path, run.run_id, str(order["node"]), self._say)
-            self._take_over(open_folder(folder))
+            self._is_of_script = bool(order.get("script"))
+            folder = self._make_arena(run, str(order["node"]))
             self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
             self._guests = Guests(self._drain.arena, self._answer)
             self._listening = listen(self._drain.arena.files, SOCKET)
@@ -232,6 +245,8 @@ class Worker:
         self._around = around
         if before is None:
             self._withdraw(around)
+            # A file system that hangs must not keep anybody from what is in memory, nor us from our end.
+            threading.Thread(target=self._prove, args=(found,), name="prove", daemon=True).start()
         for level, why in missing.items():
             if why:
                 self._host.send({"kind": "log", "text": f"level {level}: {why}"})
@@ -247,9 +262,32 @@ class Worker:
             }
         )
 
+    def _prove(self, found: Mapping[Level, Station]) -> None:
+        """In a thread of its own: whether saves can get to each level, before there are any."""
+        problems: dict[str, str] = {}
+        for level, station in found.items():
+            if isinstance(station, stations.Proves):
+                try:
+                    station.prove()
+                except (OSError, SiteError) as error:
+                    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+                    problems[level] = f"{where}{getattr(error, 'strerror', None) or error}"
+        self._answer({"kind": "proved", "problems": problems})
+
     def _say(self, text: str) -> None:
         """Tell the host a line for people; from any thread."""
         self._answer({"kind": "log", "text": text})
+
+    def _make_arena(self, run: RunDir, node: str) -> Path:
+        """The folder of this node's arena, locked; made anew where it was cleared away before that."""
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                folder = make_folder(self._root, run.path, run.run_id, node, self._say)
+                files = open_folder(folder)
+                self._take_over(files)
+                if os.path.samestat(folder.lstat(), files.status()):
+                    self._served = files
+                    return folder
 
     def _take_over(self, files: Folder) -> None:
         """One worker an arena; the one before may still be busy with the end of its work."""
@@ -257,7 +295,6 @@ class Worker:
         while True:
             try:
                 fcntl.flock(files.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._served = files
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
@@ -337,6 +374,8 @@ class Worker:
         if self._neighbour is not None:
             self._neighbour.close()
         self._orders.shutdown(wait=False, cancel_futures=True)
+        if self._is_of_script and self._drain is not None:
+            remove_folder(self._drain.arena.folder)
         self._host.flush_all(_LAST_WORDS_S)
 
 

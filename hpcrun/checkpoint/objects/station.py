@@ -6,6 +6,7 @@ It is read from the run directory, so that a slow store keeps no memory from the
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 
 from hpcrun.checkpoint.format import MANIFEST, file_name
 from hpcrun.checkpoint.levels import Holding, Level, Load
-from hpcrun.checkpoint.objects.catalogue import retain
-from hpcrun.checkpoint.objects.store import open_store
+from hpcrun.checkpoint.objects.catalogue import retain, run_place
+from hpcrun.checkpoint.objects.store import Patience, open_store
 from hpcrun.checkpoint.objects.upload import POLL_S, FileSource, Sent, commit_copy, send_file
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
@@ -68,6 +69,17 @@ class ObjectStation:
                 except SiteError as error:  # the copy is safe; the next one tries again
                     facts["not_removed"] = str(error)
         return facts | vars(done)
+
+    def prove(self) -> None:
+        """Write and remove an object of this run; SiteError, soon, where that cannot be."""
+        try:
+            key = f"{run_place(self._run_id)}prove.{os.uname().nodename}.{os.getpid()}"
+            with open_store(self._spec.url, self._spec.endpoint, Patience(tries=2, answer_s=10.0)) as store:
+                store.check()
+                store.write(key, b"\0")
+                store.delete(key)
+        except UsageError as error:
+            raise SiteError(str(error)) from None
 
     def holdings(self) -> Sequence[Holding]:
         """Nothing: all nodes see the store alike."""

@@ -278,6 +278,10 @@ class Keeper:
             case "log":
                 self._note(f"{node}: {message.get('text')}")
                 return
+            case "proved":
+                for level, why in dict(message.get("problems") or {}).items():
+                    self._note(f"{node}: saves will fail ({level}): {why}")
+                return
             case "error":
                 self._note(f"{node}: its drain worker: {message.get('why')}")
                 return

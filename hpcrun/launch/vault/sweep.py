@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import SHM, sweep
+from hpcrun.checkpoint.drain.arena import SHM
+from hpcrun.checkpoint.drain.stale_memory import clean_up
 from hpcrun.errors import UsageError
 from hpcrun.files import clock_of
 from hpcrun.launch.agents.lease import is_led
@@ -24,7 +25,7 @@ def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
 
     return [
         f"{folder}: removed {size_bytes >> 20} MiB that a run has left in memory; it is over"
-        for folder, size_bytes in sweep(root, is_alive).items()
+        for folder, size_bytes in clean_up(root, is_alive).items()
     ]
 
 

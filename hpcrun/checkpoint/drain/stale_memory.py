@@ -1,0 +1,91 @@
+"""Memory that processes have left which could not give it back: found by locks, which end with their holders.
+
+A worker holds the folder of its node's arena, alone; a script that has started its worker itself also holds
+the folder of the run, together with its like on this host, so that its memory outlives the worker's death.
+The kernel lets go of a lock when its holder is gone, in whatever container or namespace that was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from hpcrun.checkpoint.drain.arena import RUN_RECORD, find_folder, tops_of
+from hpcrun.files import Folder, UntrustedFileError
+
+
+def hold_run(arena: Path) -> Folder:
+    """Keep the memory of a run from being cleaned up until this is closed, or the process has ended."""
+    run = Folder.at(arena.parent)
+    fcntl.flock(run.fileno(), fcntl.LOCK_SH)
+    return run
+
+
+def is_served(root: Path, run_id: str, node: str) -> bool:
+    """Whether a worker lives in the arena of this node."""
+    folder = find_folder(root, run_id, node)
+    if folder is None:
+        return False
+    with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder) as arena:
+        return not _locks(arena)
+    return False
+
+
+def is_held(root: Path, run_id: str, node: str) -> bool:
+    """Whether a script that lives uses the memory of this node's run."""
+    folder = find_folder(root, run_id, node)
+    if folder is None:
+        return False
+    with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder.parent) as run:
+        return not _locks(run)
+    return False
+
+
+def clean_up(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
+    """Remove the arenas of runs that are over, by their directories; which folders, and their sizes.
+
+    What belongs to others, or does not say which run it is of, is left alone, and so is what a worker serves
+    or a script holds: those have no supervisor whose life could be seen.
+    """
+    found, tops = dict[Path, int](), []
+    for top in tops_of(root):
+        tops.append(top.path.name)
+        for name in top.names():
+            try:
+                with contextlib.ExitStack() as locks:
+                    folder = locks.enter_context(top.folder(name))
+                    run = Path(json.loads(folder.read(RUN_RECORD)))
+                    if is_alive(run) or not _takes(folder, locks):
+                        continue
+                    size = folder.size_bytes()
+                    # Still locked: whoever comes for it now waits, finds it gone, and makes it anew.
+                    top.remove_tree(name)
+            except (OSError, UntrustedFileError, ValueError, TypeError):
+                continue
+            found[top.path / name] = size
+    with contextlib.suppress(OSError), Folder.below(root) as base:
+        for one in tops:
+            base.remove_empty(one)
+    return found
+
+
+def _takes(run: Folder, locks: contextlib.ExitStack) -> bool:
+    """Lock the folder of a run and all arenas in it, if nobody else has."""
+    if not _locks(run):
+        return False
+    for node in run.names():
+        with contextlib.suppress(OSError, UntrustedFileError):
+            if not _locks(locks.enter_context(run.folder(node))):
+                return False
+    return True
+
+
+def _locks(folder: Folder) -> bool:
+    try:
+        fcntl.flock(folder.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
