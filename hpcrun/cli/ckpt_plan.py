@@ -118,9 +118,12 @@ def _holds(found: SavePlan) -> list[str]:
 
 
 def _takes(found: SavePlan) -> list[str]:
+    from hpcrun.checkpoint.policy.auto import IN_WORDS
+
+    otherwise = IN_WORDS if found.spec.checkpoint.every == "auto" else "at a signal and at the end"
     told = ["levels"]
     for one in found.costs.levels:
-        every = f"every {one.every} steps" if one.every else "at a signal and at the end"
+        every = f"every {one.every} steps" if one.every else otherwise
         told.append(f"  {one.level}: {every}")
         told += [_time("training waits", one.stall), _time("drains for", one.drain)]
     return [*told, "times", _time("a step", found.costs.step), _time("a restart", found.costs.restart)]

@@ -407,7 +407,9 @@ class Course:
         status: Status
         if self._result.get("status") != "saved":
             return Outcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
-        text = f"saved{at}; go on with: hpcrun {self._again} --resume {run.id}"
+        is_early = self._result.get("steps_done") == 0
+        what = f"stopped before a step was done, with nothing new to save{at}" if is_early else f"saved{at}"
+        text = f"{what}; go on with: hpcrun {self._again} --resume {run.id}"
         status, code = ("interrupted", EXIT_INTERRUPTED) if self._interrupts else ("saved", EXIT_SAVED)
         if self._replaced and self._stop is None:
             text = f"saved{at}, to go on without {self._replaced[0]}, which is slow"

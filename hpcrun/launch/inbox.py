@@ -21,6 +21,14 @@ def let_through() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
 
 
+class StopAsked(KeyboardInterrupt):
+    """Somebody wants an end, while there is nothing yet that would have to be saved."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
 class Inbox:
     """Collects signals from its opening on; `fileno` becomes readable when there are any.
 
@@ -28,7 +36,7 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self._collects_interrupts = False
+        self._collects_interrupts = self._raises_stops = False
         self._waiting: list[signal.Signals] = []
         self._before: dict[signal.Signals, Any] = {}
 
@@ -52,7 +60,18 @@ class Inbox:
 
     def collect_interrupts(self) -> None:
         """From now on an interrupt is a message like the others."""
-        self._collects_interrupts = True
+        self._collects_interrupts, self._raises_stops = True, False
+
+    def raise_stops(self) -> None:
+        """From now on until `collect_interrupts` who wants an end interrupts, too; also who did before."""
+        self._raises_stops = True
+        for number in self._waiting:
+            self._raise(number)
+
+    def _raise(self, number: signal.Signals) -> None:
+        if self._raises_stops and number in (signal.SIGTERM, signal.SIGHUP):
+            self._raises_stops = False
+            raise StopAsked(number)
 
     def fileno(self) -> int:
         """The descriptor to wait for."""
@@ -65,10 +84,15 @@ class Inbox:
         arrived, self._waiting = self._waiting, []
         return arrived
 
+    def peek(self) -> list[signal.Signals]:
+        """The same, which stay to be read."""
+        return list(self._waiting)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and not self._collects_interrupts:
             raise KeyboardInterrupt
         self._waiting.append(signal.Signals(number))
+        self._raise(signal.Signals(number))
         # A full pipe has woken the reader already.
         with contextlib.suppress(BlockingIOError):
             os.write(self._writer, b"\0")

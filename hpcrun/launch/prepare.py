@@ -187,7 +187,8 @@ def save_bytes(prepared: Prepared) -> int:
     spec = prepared.spec
     assert spec.model is not None
     save = parameters(spec.model) * (8 if spec.train.precision == "fp64" else 4) * _STATE_COPIES
-    every = spec.checkpoint.every
+    # By the clock there may be one of any step.
+    every = 1 if spec.checkpoint.every == "auto" else spec.checkpoint.every
     # A new save is whole before the oldest one goes.
     saves = min(spec.checkpoint.keep + 1, spec.train.steps // every) if every else 0
     need = save * max(saves, int(spec.checkpoint.at_end))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO
 
 from hpcrun import process
-from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, HpcrunError
+from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError
 from hpcrun.launch.binding import bind
 from hpcrun.launch.nodevalues import apply_here
 from hpcrun.launch.shm import segments_of
@@ -21,6 +24,7 @@ from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt
+from hpcrun.specs.saves import saved_steps
 
 RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
 """Set by the supervisor in everything it starts: the identity by which the processes of a run are known."""
@@ -33,6 +37,8 @@ DRAIN_VARIABLE = "HPCRUN_DRAIN"
 NODE_MARK = "{node}"
 """Stands in it for the node; each rank puts the name of its own there."""
 
+_STOPS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+
 
 @dataclass
 class Requests:
@@ -41,6 +47,12 @@ class Requests:
     save: bool = False
     stop: bool = False
     interrupted: bool = False
+    leave: Callable[[], None] | None = None
+    """Ends this process, for as long as a stop finds nothing in it that is worth a save."""
+
+    def has_begun(self) -> None:
+        """From now on there is something to save: a stop waits for the end of a step."""
+        self.leave = None
 
 
 _entered: Requests | None = None
@@ -64,6 +76,55 @@ def enter(attempt: Attempt, world: World) -> Requests:
         bound = _bind(attempt, world.rank) | (apply_here(attempt, os.environ) if is_supervised() else {})
         write_json(attempt.rank_record(world.rank), _record(world) | bound)
     return _entered
+
+
+def leave_at_a_stop(attempt: Attempt, requests: Requests) -> None:
+    """From here until `has_begun` a stop ends this rank at once, whatever it is doing.
+
+    That is importing, compiling, restoring, or waiting for other ranks in a library that returns to Python
+    when they have come: signals are heard in a thread of their own. What the run has in the memory of nodes
+    alone has to be saved first.
+    """
+    restored = read_json(attempt.restore) or {}
+    if restored.get("stamp") and restored.get("save") is None:
+        return
+    owner, leaves = os.getpid(), threading.Lock()
+
+    def leave() -> None:
+        # Its children have the same handlers; and the handler and the thread below may come at the same time.
+        if os.getpid() == owner and leaves.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                write_json(attempt.result, _stopped_early(attempt))
+            os.write(2, b"hpcrun: asked to stop before a step was done: there is nothing to save\n")
+            os._exit(EXIT_SAVED)
+
+    requests.leave = leave
+    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(reader, True)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: _hear_no_more(owner))
+    threading.Thread(target=_hear, args=(reader, requests), name="signals", daemon=True).start()
+    if requests.stop:
+        leave()
+
+
+def _hear(reader: int, requests: Requests) -> None:
+    """In a thread of its own, for as long as there is nothing to save."""
+    while requests.leave is not None:
+        for number in os.read(reader, 64):
+            if number in _STOPS and (leave := requests.leave) is not None:
+                leave()
+
+
+def _hear_no_more(owner: int) -> None:
+    if os.getpid() != owner and threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)
+
+
+def _stopped_early(attempt: Attempt) -> dict[str, Any]:
+    saves = saved_steps(attempt.run.checkpoints)
+    step = saves[-1].step if saves else 0
+    return {"attempt": attempt.number, "status": "saved", "step": step, "steps_done": 0}
 
 
 def leave() -> None:
@@ -171,8 +232,10 @@ def _install_handlers(requests: Requests) -> None:
         else:
             requests.stop = True
             requests.interrupted |= number == signal.SIGINT
+            if requests.leave is not None:
+                requests.leave()
 
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR1, *_STOPS):
         signal.signal(number, handle)
 
 

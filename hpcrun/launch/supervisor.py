@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SITE, HpcrunError, SiteError
+from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import FencedError, LeaderWriter
 from hpcrun.launch.agents.nodes import Nodes
@@ -18,14 +18,14 @@ from hpcrun.launch.agents.succession import Succession, left_out, own, stand_bac
 from hpcrun.launch.assign import circumstances, decide
 from hpcrun.launch.closing import Register, record_exit
 from hpcrun.launch.command import rank_command
-from hpcrun.launch.course import Course, Limits, Observer, Outcome
+from hpcrun.launch.course import Course, Limits, Observer, Outcome, Status
 from hpcrun.launch.deadline import watched
 from hpcrun.launch.drains import Drains
 from hpcrun.launch.endurance import patiently
 from hpcrun.launch.health import admission
 from hpcrun.launch.health.blame import blamed
 from hpcrun.launch.health.lemons import Sighting, note_sightings
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.inbox import Inbox, StopAsked
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.outlets.telemetry import told_of
 from hpcrun.launch.ownership import succeed, sweep_leftovers
@@ -105,6 +105,8 @@ class Supervisor:
         owned = succeed(run) if has_epoch else own(run, self._site.allocation, note)
         with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
             try:
+                if self._succession is None:  # else ranks may have left something in memory
+                    self._inbox.raise_stops()
                 with self._site.nodes(run, prepared.spec, self._succession) as nodes:
                     return self._attempts(run, launcher, nodes)
             except FencedError as fenced:
@@ -117,6 +119,10 @@ class Supervisor:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
                 record_exit(run, "failed", failure.exit_code, str(failure))
                 raise failure from error
+            except StopAsked as asked:
+                outcome = self._ended_early(run, run.attempts()[-1:], asked.number)
+                record_exit(run, outcome.status, outcome.exit_code, outcome.message, step=outcome.step)
+                return outcome
             except KeyboardInterrupt:
                 record_exit(run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started")
                 raise
@@ -150,7 +156,7 @@ class Supervisor:
         while True:
             if outcome is None:
                 attempt = self._open(run)
-                outcome = self._preflight(attempt, nodes)
+                outcome = self._preflight(attempt, nodes) or self._stopped_early(attempt)
                 if outcome is not None:
                     return self._close(outcome)
                 outcome = self._run_attempt(attempt, launcher, nodes)
@@ -229,6 +235,37 @@ class Supervisor:
         self._register.event(attempt, "exit", **ended)
         return stopped
 
+    def _stopped_early(self, attempt: Attempt) -> Outcome | None:
+        """How the attempt ends where a stop was asked for before there are ranks; None where none was.
+
+        What nodes hold in memory alone ranks have to save first.
+        """
+        can_save = self._prepared.spec.retries is not None
+        asked = [
+            number
+            for number in self._inbox.peek()
+            if number != signal.SIGUSR1 and (can_save or number != signal.SIGUSR2)
+        ]
+        in_memory = self._keeper is not None and self._keeper.step() > recover.saved_step(attempt.run)
+        if not asked or in_memory:
+            return None
+        number = signal.SIGINT if signal.SIGINT in asked else asked[0]
+        return self._ended_early(attempt.run, [attempt], number)
+
+    def _ended_early(self, run: RunDir, attempts: Sequence[Attempt], number: signal.Signals) -> Outcome:
+        """How a run ends that was stopped before there were ranks; in its last attempt, if it came to one."""
+        step, is_interrupt = recover.saved_step(run), number == signal.SIGINT
+        status: Status = "interrupted" if is_interrupt else "saved"
+        code = EXIT_INTERRUPTED if is_interrupt else EXIT_SAVED
+        at = f" (the newest save is of step {step})" if step else ""
+        again = "submit" if self._site.is_batch else "train"
+        text = f"{number.name}: stopped before the ranks were started{at}"
+        text = f"{text}; go on with: hpcrun {again} --resume {run.id}"
+        ended = {"status": status, "exit_code": code, "message": text}
+        for attempt in attempts:
+            self._register.event(attempt, "exit", **ended)
+        return Outcome(run, attempts[0].number if attempts else 1, status, code, text, step, stop=number)
+
     def _remember(self, seen: Iterable[Sighting]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""
         told = note_sightings(list(seen))
@@ -297,6 +334,8 @@ class Supervisor:
         domains = self._site.domains(nodes, around) if self._keeper.has_levels else {}
         environ = self._keeper.prepare(attempt, placement, domains)
         self._began_at = self._keeper.step()
+        if (stopped := self._stopped_early(attempt)) is not None:
+            return stopped
         outcome = self._follow(attempt, placement, launcher, nodes, environ)
         self._keeper.after(outcome)
         self._unmet_on = placement.nodes if outcome.unmet else ()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from pathlib import Path
 
-from hpcrun.launch.shim import Requests
+from hpcrun.launch.shim import Requests, leave_at_a_stop
+from hpcrun.specs.rundir import RunDir
 
 
 def load_mpi() -> None:
@@ -22,5 +24,6 @@ def load_mpi() -> None:
 
 def main(run_dir: str, number: int, requests: Requests) -> int:
     """Be a rank of an attempt that our supervisor started; gives the exit code."""
+    leave_at_a_stop(RunDir(Path(run_dir)).attempt(number), requests)
     load_mpi()
     return int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, number, requests))

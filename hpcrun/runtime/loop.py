@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from hpcrun.checkpoint.policy.auto import AutoInterval
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress
@@ -65,7 +67,10 @@ class Trainer:
         self._behind: SavesBehind | None = None
         if spec.memory:
             home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)
+            home.begin(control)
             self._behind = SavesBehind(spec, self._checkpoints, control, home, self._tell)
+        is_auto = spec.every == "auto" and control.rank == 0
+        self._auto = AutoInterval(len(control.nodes), time.monotonic()) if is_auto else None
         self._held_back: list[dict[str, Any]] | None = None
         self._attempt, self._files = attempt.number, attempt
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
@@ -91,18 +96,20 @@ class Trainer:
         device = {"device": str(self._device.torch_device), "device_name": self._device.name}
         self._write({"kind": "start", "step": start, **device, "reason": self._device.reason})
         if start == 0:
-            result["eval_loss_before"] = self._evaluate(0)
+            result["eval_loss_before"], _ = self._evaluate(0)
         self._profiler.step(start)
         if 0 < start == steps and self._saved_step != start and self._job.checkpoint.at_end:
             self._save(start, position, ends=True, asked=False)
         with self._batches(position) as batches, self._profiler:
             for step in range(start + 1, steps + 1):
                 loss, asked = self._step(step, batches)
+                self._requests.has_begun()
                 result |= {"step": step, "loss": loss}
                 last = step == steps
                 if every and step % every == 0 and not last:
-                    self._evaluate(step)
-                due = self._job.checkpoint.every and step % self._job.checkpoint.every == 0
+                    asked |= self._evaluate(step)[1]
+                every_steps = self._job.checkpoint.every_steps
+                due = every_steps and step % every_steps == 0
                 ends = last or bool(asked & _STOP)
                 if asked or due or (last and self._job.checkpoint.at_end):
                     self._save(step, batches.position, ends=ends, asked=bool(asked))
@@ -110,7 +117,10 @@ class Trainer:
                     self._leave_saves()
                     return result | {"status": "saved"}
         self._leave_saves()
-        result["eval_loss_after"] = self._evaluate(steps)
+        result["eval_loss_after"], asked = self._evaluate(steps)
+        if asked & _STOP and self._saved_step == steps:
+            # Whoever goes on with the run evaluates what is saved.
+            return result | {"status": "saved"}
         progress(steps, "end")
         return result
 
@@ -131,7 +141,8 @@ class Trainer:
         )
 
     def _asked(self) -> int:
-        return (_SAVE if self._requests.save else 0) | (_STOP if self._requests.stop else 0)
+        is_due = self._auto is not None and self._auto.is_due(time.monotonic())
+        return (_SAVE if self._requests.save or is_due else 0) | (_STOP if self._requests.stop else 0)
 
     def _restore(self) -> tuple[int, int]:
         optimizer, begin = self._model.optimizer, time.monotonic()
@@ -156,6 +167,8 @@ class Trainer:
     def _save(self, step: int, position: int, *, ends: bool, asked: bool) -> None:
         # Whoever asked for a save, on whichever rank, gets this one.
         self._requests.save = False
+        if self._auto is not None:
+            self._auto.saved(time.monotonic())
         if step == self._saved_step:
             return
         progress(step, "checkpoint")
@@ -195,13 +208,13 @@ class Trainer:
         self._speed.step(step)
         begin = time.perf_counter()
         self._clock, self._held_back = {}, []
-        # On its way while the step computes, so that agreeing costs no waiting.
-        asked = self._control.start_agreeing(self._asked())
         with self._timed("data"):
             inputs, targets = next(batches)
         with self._timed("forward_backward"):
             share = self._model.forward_backward(inputs, targets)
             self._device.synchronize()
+        # As late as it can be on its way while the step goes on, so that agreeing costs no waiting.
+        asked = self._control.start_agreeing(self._asked())
         with self._timed("reduce"):
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -244,6 +257,8 @@ class Trainer:
             self._metrics.write({"attempt": self._attempt, "time": time.time(), **record})
         if self._observer is not None:
             self._observer.step(record)
+        if self._auto is not None and (chosen := self._auto.take(record)) is not None:
+            self._write({"kind": "save_interval", "step": record["step"], **asdict(chosen)})
 
     def _report_not_a_number(
         self, step: int, loss: float, norm: float, share: Tensor, squares: Tensor
@@ -261,19 +276,29 @@ class Trainer:
             " Lower train.lr, raise train.warmup, or look at the data of this step"
         )
 
-    def _evaluate(self, step: int) -> float | None:
-        """Mean loss over held-out sequences, the same ones at every call and on every layout."""
+    def _evaluate(self, step: int) -> tuple[float | None, int]:
+        """Mean loss over held-out sequences, the same ones at every call and on every layout.
+
+        And what any rank was asked for meanwhile; a stop breaks it off, without a loss.
+        """
         plan, wanted, model = self._plan, self._job.train.eval.sequences, self._job.model
         assert model is not None
         available = self._source.corpus.eval_sequences
         rounds = min(available, wanted or available) // plan.gbs
         if rounds == 0:
-            return None
+            return None, 0
         batches = self._eval_batches(rounds * plan.gbs, model.vocab)
         progress(step, "eval")
         begin = time.perf_counter()
         shape = (plan.grad_accum, plan.mbs, plan.seq_len)
-        total = sum(self._model.evaluate(x.view(shape), y.view(shape)) for x, y in batches)
+        shares, asked = list[Tensor](), 0
+        for inputs, targets in batches:
+            answer = self._control.start_agreeing(self._asked())
+            shares.append(self._model.evaluate(inputs.view(shape), targets.view(shape)))
+            asked |= answer()
+            if asked & _STOP:
+                return None, asked
+        total = sum(shares)
         assert isinstance(total, Tensor)
         (loss,) = sum_over_ranks([total / rounds], self._device.torch_device)
         seconds = time.perf_counter() - begin
@@ -286,7 +311,7 @@ class Trainer:
                 "seconds": seconds,
             }
         )
-        return loss
+        return loss, asked
 
     def _eval_batches(self, sequences: int, vocab: int) -> Iterator[Batch]:
         plan, rank = self._plan, self._model.mesh.dp_rank

@@ -29,6 +29,7 @@ from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
 from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_nodes
 from hpcrun.runtime.place import check_places, placed_gpu
+from hpcrun.runtime.quiet_exit import end_quietly
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
@@ -79,6 +80,7 @@ def join(
     run_path, number = control.everywhere(lambda: _open_run(prepared))
     attempt = RunDir(Path(run_path)).attempt(number)
     requests = shim.enter(attempt, world)
+    shim.leave_at_a_stop(attempt, requests)
     resolved = ResolvedJob(prepared.spec, prepared.plan)
     observer = display(prepared.spec.train.steps) if control.rank == 0 else None
     if observer is not None:
@@ -187,6 +189,7 @@ def prepare_torch(seed: int, control: Control) -> None:
 
 def open_groups(control: Control, device: Device) -> None:
     """Open torch's process groups over the ranks that control knows."""
+    end_quietly()
     if control.size == 1 and not device.is_cuda:
         # FSDP for mixed precision wants a group even alone; a store in memory does.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

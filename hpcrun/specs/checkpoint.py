@@ -6,7 +6,14 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from hpcrun.errors import Problem, UsageError
 from hpcrun.specs.elastic import ElasticSpec
@@ -21,6 +28,16 @@ def _finite(text: str) -> None:
 
 
 _Limit = Annotated[Time, readable(_finite)]
+
+
+def _steps_or_auto(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    try:
+        return check(value)
+    except ValidationError:
+        raise ValueError(f"must be auto or a number of steps, at least 0, not {value!r}") from None
+
+
+_Every = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], WrapValidator(_steps_or_auto)]
 _Url = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*://[^\x00-\x20\x7f]+$")]
 
 
@@ -90,7 +107,11 @@ class DurableSpec(_Section):
 class CheckpointSpec(_Section):
     """When the state is saved, which levels it goes through, and how many saves are kept."""
 
-    every: int = Field(default=0, ge=0, description="steps between saves; 0: only at a signal and at the end")
+    every: _Every = Field(
+        default="auto",
+        description="steps between saves; auto: by the clock, as often as the measured cost of a save allows,"
+        " 5 minutes to an hour apart; 0: only at a signal and at the end",
+    )
     keep: int = Field(default=2, ge=1, description="newest durable saves kept")
     keep_every: int = Field(
         default=0, ge=0, description="besides, keep durable saves whose step is a multiple of this; 0: none"
@@ -141,6 +162,11 @@ class CheckpointSpec(_Section):
         default="alert", description="what happens when it has passed"
     )
 
+    @property
+    def every_steps(self) -> int:
+        """Steps between saves; 0 where their steps are not known ahead."""
+        return 0 if self.every == "auto" else self.every
+
 
 def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Problem]:
     """What of the section cannot work together; `steps`: how many the job has, where that is known."""
@@ -164,11 +190,12 @@ def check_spares(
 
 
 def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
-    every, durable = spec.every, spec.durable.every
+    every, durable = spec.every_steps, spec.durable.every
     copies = spec.object.every if spec.object is not None else 0
     for name, between in (("durable.every", durable), ("object.every", copies)):
         if between and not every and steps is not None:
-            text = f"{between} needs checkpoint.every, which is 0: nothing is saved on the way"
+            why = "saves come by the clock" if spec.every == "auto" else "nothing is saved on the way"
+            text = f"{between} needs checkpoint.every in steps, which is {spec.every}: {why}"
             yield Problem(f"checkpoint.{name}", text)
             return
     if every and durable % every:
@@ -190,7 +217,7 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
         saves = (
             f"there is a save in the run directory every {between} steps"
             if between
-            else "checkpoint.every is 0"
+            else f"checkpoint.every is {spec.every}"
         )
         text = f"no save is of a multiple of {kept}: {saves}, and {steps} in all; leave it out, or correct it"
         yield Problem("checkpoint.keep_every", text)
@@ -203,7 +230,7 @@ def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
         "local": spec.local is not None,
         "parity.scheme": spec.parity.scheme not in ("auto", "none"),
         "parity.survive": spec.parity.survive is not None,
-        "durable.every": spec.durable.every not in (0, spec.every),
+        "durable.every": spec.durable.every not in (0, spec.every_steps),
         "durable.direct": spec.durable.direct,
         "spares": spec.spares,
     }

@@ -80,12 +80,14 @@ class Site:
         resume: RunDir | None = None,
         limits: Limits = LIMITS,
         before: Callable[[], None] = lambda: None,
+        at_launch: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """Run a world of rank_program.py in this mode; `before` is called when the inbox is open."""
         given = [] if resume else [f"parallel.dp_replicate={ranks}"]
         prepared = prepare(self.job, [*given, *overrides], resume=resume)
 
         def command(attempt: Any) -> list[str]:
+            at_launch()
             return [sys.executable, str(PROGRAM), mode, str(attempt.run.path), str(attempt.number)]
 
         with Inbox() as inbox:

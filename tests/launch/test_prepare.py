@@ -57,7 +57,7 @@ def test_the_disk_must_hold_the_saves(site: Site, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "statvfs", lambda path: found)
     with pytest.raises(SiteError, match=r"100\.0 kB are free, but .* need .*B; set HPCRUN_ROOT"):
         prepare(site.job)
-    prepare(site.job, ["checkpoint.at_end=false"])
+    prepare(site.job, ["checkpoint.at_end=false", "checkpoint.every=0"])
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_the_file_system_must_hold_one_save(
     lustre.set(**state)
     with pytest.raises(SiteError, match=words):
         prepare(site.job)
-    prepare(site.job, ["checkpoint.at_end=false"])
+    prepare(site.job, ["checkpoint.at_end=false", "checkpoint.every=0"])
 
 
 def test_a_file_system_that_does_not_answer_does_not_hold_a_job_up(

@@ -14,7 +14,9 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.launch import supervisor
 from hpcrun.launch.course import Limits
+from hpcrun.launch.health import admission
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site, send
@@ -162,8 +164,25 @@ def test_a_child_that_a_rank_forks_is_no_rank(site: Site) -> None:
     assert f"child ended with wait status {signal.SIGTERM:d}\n" in log_of(outcome.run, 0)
 
 
-def test_a_request_from_before_the_start_waits_for_the_ranks(site: Site) -> None:
-    outcome = site.run("slow-to-come-up", before=send(signal.SIGTERM))
+@pytest.mark.parametrize("phase", ["before", "preflight", "placement"])
+def test_a_stop_before_there_are_ranks_ends_the_run_at_once(
+    site: Site, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"preflight": (admission, "admit"), "placement": (supervisor, "write_placement")}.get(phase)
+    if place is not None:
+        monkeypatch.setattr(*place, lambda *_: [send(signal.SIGTERM)(), time.sleep(60)])
+    outcome = site.run("wait", before=send(signal.SIGTERM) if phase == "before" else lambda: None)
+    assert (outcome.status, outcome.exit_code) == ("saved", 75)
+    assert "SIGTERM: stopped before the ranks were started; go on with: hpcrun train" in outcome.message
+    ended = outcome.run.read_exit()
+    assert ended is not None
+    assert (ended["status"], ended["exit_code"]) == ("saved", 75)
+    events = outcome.run.events
+    assert "launch" not in [one["event"] for one in (read_lines(events) if events.exists() else ())]
+
+
+def test_a_request_while_ranks_start_waits_for_them(site: Site) -> None:
+    outcome = site.run("slow-to-come-up", at_launch=send(signal.SIGUSR2))
     assert (outcome.status, outcome.exit_code) == ("saved", 75)
 
 

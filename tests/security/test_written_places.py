@@ -86,7 +86,7 @@ KNOWN = {
         "launch/record/cancel": "_record cancel",
         "launch/rehearsal/chaos": "Strike._record",
         "launch/settings": "settle",
-        "launch/shim": "_redirect_output enter note_shared_memory report_error",
+        "launch/shim": "_redirect_output enter leave_at_a_stop.leave note_shared_memory report_error",
         "launch/submit/snapshot": "record_origin",
         "launch/submit/submission": "_directory _fill _fill_elements _hand_over _put_back",
         "launch/supervisor": "Supervisor._new_run Supervisor._open.furnish Supervisor._run_attempt",

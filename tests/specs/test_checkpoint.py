@@ -22,8 +22,12 @@ STORE = "object: {url: 's3://b/p', every: %d}"
             "object.every",
             r"\(checkpoint.durable.every 40\); use 40 or 80",
         ),
-        ("memory: 2, durable: {every: 6}", "durable.every", "6 needs checkpoint.every, which is 0"),
-        (f"memory: 2, {STORE % 6}", "object.every", "6 needs checkpoint.every, which is 0"),
+        (
+            "memory: 2, durable: {every: 6}",
+            "durable.every",
+            "6 needs checkpoint.every in steps",
+        ),
+        (f"memory: 2, {STORE % 6}", "object.every", "6 needs checkpoint.every in steps"),
         ("local: /scratch", "local", "set checkpoint.memory to 1 or 2"),
         ("parity: {scheme: xor}", "parity.scheme", "set checkpoint.memory to 1 or 2"),
         ("parity: {survive: leaf}", "parity.survive", "set checkpoint.memory to 1 or 2"),
@@ -34,7 +38,7 @@ STORE = "object: {url: 's3://b/p', every: %d}"
         ("undurable: stop", "undurable", "give checkpoint.max_undurable"),
         ("every: 7, keep_every: 300", "keep_every", "every 7 steps, and 1000 in all"),
         ("every: 100, keep_every: 5000", "keep_every", "no save is of a multiple of 5000"),
-        ("keep_every: 300", "keep_every", "checkpoint.every is 0"),
+        ("keep_every: 300", "keep_every", "checkpoint.every is auto"),
     ],
 )
 def test_what_cannot_work_is_refused_at_its_key(section: str, key: str, words: str) -> None:

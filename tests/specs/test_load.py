@@ -69,7 +69,7 @@ def test_overrides_are_typed_like_the_file_and_the_last_wins() -> None:
     assert spec.model is not None
     assert (spec.train.steps, spec.train.betas, spec.train.lr_scaling) == (9, [0.8, 0.9], None)
     assert (spec.model.layers, spec.model.hidden) == (8, 64)
-    assert (spec.checkpoint.every, spec.name) == (0, "012")
+    assert (spec.checkpoint.every, spec.name) == ("auto", "012")
     assert spec.env == {"OMP_NUM_THREADS": "1", "A": "1", "B": "no"}
 
 

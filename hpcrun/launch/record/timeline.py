@@ -15,7 +15,15 @@ _MOST_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
 _FAULTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
 
-_BESIDE = ("stored", "save_failed", "save_skipped", "save_unchanged", "save_stalled", "draining")
+_BESIDE = (
+    "stored",
+    "save_failed",
+    "save_skipped",
+    "save_unchanged",
+    "save_stalled",
+    "save_interval",
+    "draining",
+)
 """Lines of what goes on beside the run, and takes none of its time."""
 
 _PARTS = (

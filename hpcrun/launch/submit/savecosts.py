@@ -74,7 +74,7 @@ def given_rates(assumed: Mapping[str, float]) -> dict[Kind, float]:
 
 def levels_of(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
     """The levels that a job uses, and after how many steps each gets a save."""
-    every = checkpoint.every
+    every = checkpoint.every_steps
     durable = checkpoint.durable.every or every
     found: dict[Level, int] = {}
     if checkpoint.memory:

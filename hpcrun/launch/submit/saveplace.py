@@ -20,7 +20,9 @@ _MOST_S, _ONE_ANSWER_S = 10.0, 4.0
 def kept(spec: JobSpec) -> int:
     """How many saves lie in the run directory at most."""
     checkpoint = spec.checkpoint
-    every = checkpoint.durable.every or checkpoint.every
+    every = checkpoint.durable.every or checkpoint.every_steps
+    if checkpoint.every == "auto":
+        every = 1  # there may be one of any step
     return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
 
 

@@ -239,8 +239,9 @@ def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:
     wanted, checkpoint = spec.checkpoint.object, spec.checkpoint
     if wanted is None:
         return None
-    every = wanted.every or checkpoint.durable.every or checkpoint.every
-    copies = spec.train.steps // every if every else 1
+    every = wanted.every or checkpoint.durable.every or checkpoint.every_steps
+    # By the clock there may be one of any step.
+    copies = spec.train.steps // every if every else spec.train.steps if checkpoint.every else 1
     whole, node = sizes.whole.value, sizes.node.value
     held = min(copies, wanted.keep)
     kept = Figure(None if whole is None else held * whole, f"checkpoint.object.keep: {wanted.keep}")

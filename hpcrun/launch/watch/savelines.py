@@ -31,6 +31,10 @@ def describe_save(line: Mapping[str, Any]) -> str:
         return f"step {step}: is held up ({level}): {line.get('why')}"
     if kind == "save_unchanged":
         return f"step {step}: warning: {line.get('why')}"
+    if kind == "save_interval":
+        every = line.get("every_s")
+        often = f"{every / 60:.0f} min" if isinstance(every, int | float) else "unknown"
+        return f"saves are {often} apart from now on: {line.get('why')}"
     if kind == "draining":
         return f"step {step}: {_how_far(line)}{_seconds(line.get('seconds'), ' after')}"
     return ""

@@ -1,0 +1,36 @@
+"""Saves by the clock: how far apart, by what they are measured to cost."""
+
+from __future__ import annotations
+
+from hpcrun.checkpoint.policy.auto import LEAST_S, MOST_S, AutoInterval, choose
+from hpcrun.checkpoint.policy.interval import BOUND
+
+
+def test_the_interval_follows_cost_and_failures_within_a_sane_range() -> None:
+    # Few nodes seldom fail, and cheap saves cost next to nothing: the range has the last word.
+    assert choose(1, 5.0, 10.0).every_s == MOST_S
+    assert choose(4096, 0.001, 1.0).every_s == LEAST_S
+    assert LEAST_S < choose(1024, 5.0, 10.0).every_s < choose(64, 5.0, 10.0).every_s <= MOST_S
+    # Saves never cost more than the bound, and none is due before the last one is stored.
+    assert choose(4096, 200.0, 200.0).every_s == 200.0 / BOUND
+    assert choose(4096, 1.0, 5000.0).every_s == 5000.0
+    assert "training waits 3.33 min" in choose(4096, 200.0, 200.0).why
+
+
+def test_the_first_save_is_early_and_shows_what_the_next_ones_cost() -> None:
+    auto = AutoInterval(nodes=8, now=1000.0)
+    assert not auto.is_due(1000.0 + LEAST_S - 1)
+    assert auto.is_due(1000.0 + LEAST_S)
+    auto.saved(1300.0)
+    assert auto.take({"kind": "step", "step_time_s": 1.0}) is None
+    chosen = auto.take({"kind": "save", "step": 7, "seconds": 150.0})
+    assert chosen is not None
+    assert chosen.every_s == auto.every_s == 150.0 / BOUND
+    assert not auto.is_due(1300.0 + auto.every_s - 1)
+    assert auto.is_due(1300.0 + auto.every_s)
+    # What changes nothing is not worth a word; what is much longer under way is.
+    assert auto.take({"kind": "save", "step": 9, "seconds": 149.0}) is None
+    assert auto.take({"kind": "stored", "step": 9, "level": "local", "lag_s": 9000.0}) is None
+    chosen = auto.take({"kind": "stored", "step": 9, "level": "durable", "lag_s": 9000.0})
+    assert chosen is not None
+    assert chosen.every_s == 9000.0
