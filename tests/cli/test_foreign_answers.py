@@ -1,4 +1,4 @@
-"""Whatever is no answer, a part of one or another tool's: no reader takes it for a healthy one, or for nothing."""
+"""What is no answer, or a part of one: no reader takes it for a healthy one, or for nothing."""
 
 from __future__ import annotations
 
