@@ -140,7 +140,7 @@ def _of_places(chains: Mapping[str, Chain]) -> Iterator[Complaint]:
         for setting, fate in chain.steps:
             for fault in setting.faults:
                 yield Complaint(fault.level, name, fault.text, setting.where)
-            if not setting.faults and fate.startswith("not exported"):
+            if not setting.faults and fate.startswith("not exported") and _is_for_ranks(name):
                 text = "is set without `export`, so that no rank sees it"
                 level: Level = "error" if name in registry().variables else "warning"
                 yield Complaint(level, name, text, setting.where)
@@ -152,6 +152,12 @@ def _of_places(chains: Mapping[str, Chain]) -> Iterator[Complaint]:
                 if setting is not chain.winner and setting.value != chain.winner.value
             )
             yield Complaint("note", name, f"{_shown(chain.winner)} wins over {lost}", chain.winner.where)
+
+
+def _is_for_ranks(name: str) -> bool:
+    """Whether it matters that ranks see a variable: builds and scripts have names like NCCL's of their own."""
+    found = registry().lookalike(name)
+    return name in registry().variables or found is None or found.reader == "torch"
 
 
 def _shown(setting: Setting) -> str:

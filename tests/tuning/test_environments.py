@@ -97,6 +97,21 @@ def test_every_demand_of_a_platform_has_a_source() -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "is_told"),
+    [
+        ("NCCL_HOME=/opt/nccl\nmake NCCL_HOME=$NCCL_HOME", False),
+        ("RCCL_HOME=/opt/rccl\necho $RCCL_HOME", False),
+        ("NCCL_TESTS_HOME=/t\n", False),
+        ("NCCL_IB_TC=106\nsrun x", True),
+        ("NCCL_ASYNC_ERROR_HANDLING=1\nsrun x", True),
+    ],
+)
+def test_what_no_rank_needs_may_stay_unexported(script: str, is_told: bool) -> None:
+    found = lint.lint([parse_script(script, "s")], None).findings
+    assert any("without `export`" in one.text for one in found) == is_told
+
+
+@pytest.mark.parametrize(
     ("script", "is_checked"),
     [
         ("export NCCL_TOPO_FILE=~/t.xml", False),
