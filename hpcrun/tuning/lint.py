@@ -155,7 +155,7 @@ def _of_places(chains: Mapping[str, Chain]) -> Iterator[Complaint]:
 
 
 def _is_for_ranks(name: str) -> bool:
-    """Whether it matters that ranks see a variable: builds and scripts have names like NCCL's of their own."""
+    """Whether it matters that ranks see it: builds and scripts have names like NCCL's of their own."""
     found = registry().lookalike(name)
     return name in registry().variables or found is None or found.reader == "torch"
 
