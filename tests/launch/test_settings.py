@@ -196,7 +196,9 @@ def test_no_table_no_values(attempt: Attempt) -> None:
 
 def test_the_measured_policy_reaches_the_attempt_with_its_figures(attempt: Attempt, tmp_path: Path) -> None:
     name = "NCCL_IB_QPS_PER_CONNECTION"
-    times = "with_us: [5.0, 5.1, 5.2, 5.0, 5.1, 5.2], without_us: [8.0, 8.1, 8.2, 8.0, 8.1, 8.2]"
+    times = (
+        "with_us: [5.0, 5.1, 5.2, 5.0, 5.1, 5.2], without_us: [8.0, 8.1, 8.2, 8.0, 8.1, 8.2], checked: true"
+    )
     (tmp_path / "policy.yaml").write_text(
         f'rows:\n  - set: {{{name}: "4"}}\n    nccl: "2.27"\n    nodes: [2, 2]\n    ranks_per_node: 1\n'
         f"    when: d\n    by: anna\n    measured: [{{collective: all_reduce, size_bytes: 8, {times}}}]\n"
