@@ -96,6 +96,7 @@ def plan_write(
             held[f"{xxh3_64_intdigest(repr(piece).encode()):016x}"] = (piece, slices)
     told = [[digest, piece.size_bytes] for digest, (piece, _) in held.items()]
     plans = [SavePlan([_stand_in(*one) for one in other]) for other in control.allgather(told)]
+    _check_forms(state, control)
     shared, _ = planner.create_global_plan(plans)
     mine = [held[item.index.fqn] for item in shared[control.rank].items]
     pieces = [piece for piece, _ in mine]
@@ -107,6 +108,22 @@ def plan_write(
     needs = (sum(padded(s, PART_ALIGN) for s in beside), len(nodes), len(beside))
     cuts = [slices for _, slices in mine]
     return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
+
+
+def _check_forms(state: dict[str, Tensor], control: Control) -> None:
+    """UsageError on all ranks where two of them have another tensor under the same name."""
+    mine = {name: f"{dtype_name(tensor)} {list(tensor.shape)}" for name, tensor in state.items()}
+    mine = {name: form for name, form in mine.items() if not name.startswith(("rng.", "hpcrun."))}
+    digest = f"{xxh3_64_intdigest(repr(sorted(mine.items())).encode()):016x}"
+    if len(set(control.allgather(digest))) == 1:
+        return
+    first: dict[str, tuple[int, str]] = {}
+    for rank, forms in enumerate(control.allgather(mine)):
+        for name, form in forms.items():
+            other, its = first.setdefault(name, (rank, form))
+            if its != form:
+                where = f"{form} on rank {rank}, but {its} on rank {other}"
+                raise UsageError(f"state: {name} is {where}; give what is a rank's own a name of its own")
 
 
 def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool = False) -> None:

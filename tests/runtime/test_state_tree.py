@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import shutil
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +19,9 @@ from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
 from tests.runtime.random_states import Empty, Masters, Sampler, odd_tensor  # noqa: E402
 from tests.runtime.state_world import tell  # noqa: E402
+from tests.runtime.worlds import told_by  # noqa: E402
+
+MPI_MISSING = "needs mpiexec: pip install 'hpcrun-slurm[train]'"
 
 
 def save(folder: Path, state: Any) -> None:
@@ -36,9 +41,18 @@ def refused(folder: Path, state: Any, words: str, **options: Any) -> None:
 
 
 def test_random_states_come_back_equal_or_are_refused(tmp_path: Path) -> None:
-    told = tell(tmp_path, LoneControl(), range(40), None)
+    told = tell(tmp_path, LoneControl(), range(20), None)
     assert [one for one in told if one[2][0].startswith("different")] == []
-    assert sum(one[2] == ["equal"] for one in told) >= 60
+    assert sum(one[2] == ["equal"] for one in told) >= 30
+
+
+@pytest.mark.skipif(shutil.which("mpiexec", path=Path(sys.executable).parent) is None, reason=MPI_MISSING)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_so_do_those_of_several_ranks(tmp_path: Path, ranks: int) -> None:
+    told = told_by("state_world.py", tmp_path, ranks, "100", "4")
+    outcomes = [outcome for *_, of_ranks in told for outcome in of_ranks]
+    assert [one for one in told if any(outcome.startswith("different") for outcome in one[2])] == []
+    assert outcomes.count("equal") >= ranks * 5
 
 
 # --- objects

@@ -12,17 +12,16 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 
-def told_by(program: str, folder: Path, ranks: int) -> dict[str, Any]:
+def told_by(program: str, folder: Path, ranks: int, *words: str, timeout_s: float = 250) -> Any:
     """What a program beside this file prints at the end, run by so many ranks under mpiexec."""
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-launcher", "fork", "-n", str(ranks)]
     done = subprocess.run(
-        [*mpiexec, sys.executable, str(Path(__file__).with_name(program)), str(folder)],
+        [*mpiexec, sys.executable, str(Path(__file__).with_name(program)), str(folder), *words],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
