@@ -27,7 +27,7 @@ from hpcrun.runtime.kept_storage import keep_until
 from hpcrun.runtime.planning import WritePlan, local_of
 from hpcrun.runtime.tensor_memory import Samples
 
-_AT_ONCE_BYTES, _AT_ONCE = 8 << 20, 512
+_AT_ONCE_BYTES, _AT_ONCE = 2 << 20, 512
 """So much, and so many tensors, are copied before training goes on."""
 _DIGEST_AT = 48
 """Where in a chunk's header the hash of its bytes stands."""

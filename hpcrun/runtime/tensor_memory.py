@@ -13,7 +13,7 @@ from hpcrun.runtime.planning import is_known_dtype, local_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 256
+_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 32
 """So many elements are compared all, and of more so many."""
 
 
