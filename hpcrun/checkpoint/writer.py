@@ -75,8 +75,7 @@ class Lease:
     """The right to save into a directory, kept by a thread until it is released."""
 
     def __init__(self, checkpoints: Path, life: tuple[str, int] = ("", 0)) -> None:
-        """Take it; UsageError, with who and where, if somebody else has it, OSError where nothing can be
-        written."""
+        """Take it; UsageError with who and where if somebody has it, OSError where it cannot be written."""
         self._path = checkpoints / NAME
         self._own = Writer.here(checkpoints, life)
         self.lost_to = ""
@@ -96,6 +95,8 @@ class Lease:
 
     def release(self) -> None:
         """Nobody saves there any more."""
+        if os.getpid() != self._own.pid:  # a child has come out of the same code, and not the lease
+            return
         self._end.set()
         self._thread.join()
         with contextlib.suppress(OSError, UsageError):
