@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness import Report, options, spread
 
@@ -49,7 +50,7 @@ def one_save(checkpoints: Path, step: int, tensors: int) -> Saved:
         parts.append(write_part(draft.file(rank), draft.generation, rank, pieces, contents, file=rank))
     tails = (read_tail(draft.file(n), part, n, draft.generation) for n, part in enumerate(parts))
     found = collect(tails)
-    facts: dict[str, int] = {"step": step, "position": 8 * step, "world_size": NODES, "attempt": 1}
+    facts: dict[str, Any] = {"step": step, "position": 8 * step, "world_size": NODES, "attempt": 1}
     return commit(draft, parts, render_tensors(found), structure_digest(found), **facts)
 
 

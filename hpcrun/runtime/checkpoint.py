@@ -197,9 +197,9 @@ class Checkpointer:
                     for number, part in enumerate(parts)
                 )
                 plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
-            world: dict[str, int] = {"world_size": self._control.size, "attempt": self.attempt}
+            world: dict[str, Any] = {"world_size": self._control.size, "attempt": self.attempt, **facts}
             more: dict[str, Any] = {"descent": self.descent, "warn": _warn}
-            commit(draft, parts, plan.tensors, plan.structure, **facts, **world, **more)
+            commit(draft, parts, plan.tensors, plan.structure, **world, **more)
         except OSError as error:
             discard(draft)
             raise SiteError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpcrun.checkpoint.commit import begin, commit
 from hpcrun.checkpoint.format import (
@@ -71,7 +72,7 @@ def save(
     tensors = collect(
         read_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts)
     )
-    facts: dict[str, int] = {
+    facts: dict[str, Any] = {
         "step": step,
         "position": 8 * step,
         "world_size": len(shares),

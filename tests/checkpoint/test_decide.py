@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def with_parity(owner: Stamp, nodes: Sequence[str] = NODES, parity: int = 1) -> 
 def saved(step: int, attempt: int = 1) -> Saved:
     one = stamp(step, attempt=attempt)
     path = RUN / f"step-{step:08d}"
-    known: dict[str, str] = {"generation": one.generation, "descent": one.descent}
+    known: dict[str, Any] = {"generation": one.generation, "descent": one.descent}
     return Saved(path, step, 8 * step, 4, attempt, format_version=2, **known)
 
 
