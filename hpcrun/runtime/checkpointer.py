@@ -163,6 +163,7 @@ class Checkpointer:
         if self._behind is not None:
             self._behind.fence()
 
+    @together("fence")
     def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
         """Call `fence` before every step of an optimizer.
 

@@ -161,7 +161,9 @@ class ScriptLine:
         """
         self.check_start()
         self.claim()
-        self._control.everywhere(self._check)
+        if (first := self._control.everywhere(lambda: self._check_for(step))) != step:
+            mine = f"rank {self._control.rank} on {self._control.node} saves step {step}"
+            raise UsageError(f"Checkpointer.save: {mine}, rank 0 step {first}; all ranks save the same")
         if step > self._newest:
             return True
         exists = self._control.everywhere(lambda: self._exists(step))
@@ -174,6 +176,11 @@ class ScriptLine:
             " before; count steps on over the whole training"
             + ("; replace=True replaces the save of this step" if exists else "")
         )
+
+    def _check_for(self, step: int) -> int:
+        """On rank 0: `_check`, and for all the step that is meant."""
+        self._check()
+        return step
 
     def may_exist(self, step: int) -> bool:
         """Whether somebody has to look for a save of this step."""

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ class Play:
                         saves.save(3, state, wait=True)
         seconds, self.trap.left = time.monotonic() - begin, -1
         with hpcrun.Checkpointer(folder, memory=memory) as saves:
+            saves.load(state_of(9, 0.0))
             saves.save(4, state_of(self.desk.rank, 4.0), wait=True)
             fresh = state_of(9, 0.0)
             step = saves.load(fresh)
@@ -150,14 +152,18 @@ class Play:
             "cannot be saved": ("save", {"w": torch.ones(8), "object": object()}),
             "tells no state": ("save", {"w": torch.ones(8), "object": Moody("tell")}),
             "takes no state": ("load", {"w": torch.zeros(8), "object": Moody("take")}),
+            "means another step": ("save", good),
         }
+        if victim == 0:  # its step is the one that is meant
+            del states["means another step"]
         for name, (verb, bad) in states.items():
             faulthandler.dump_traceback_later(LIMIT_S, exit=True)
             begin = time.monotonic()
-            with hpcrun.Checkpointer(self.root / name, memory=0) as saves:
+            with hpcrun.Checkpointer(self.root / f"{name}-{victim}", memory=0) as saves:
                 saves.save(1, good)
                 state = bad if mine else dict(good)
-                action = (lambda: saves.save(2, state)) if verb == "save" else (lambda: saves.load(state))  # noqa: B023
+                step = 3 if mine and state is good else 2
+                action = partial(saves.save, step, state) if verb == "save" else partial(saves.load, state)
                 said = self._caught(action, False, 0)
                 again = saves.load(dict(good))
             self._note([name, 0, victim, verb], said, again in (1, 2), begin)
