@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed import DistError
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, RanksDiedError
@@ -25,7 +25,9 @@ from hpcrun.process import ProcessId
 if TYPE_CHECKING:
     from hpcrun.runtime.control import Control
 
-_P, _R, _E = ParamSpec("_P"), TypeVar("_R"), TypeVar("_E", bound=HpcrunError)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_E = TypeVar("_E", bound=HpcrunError)
 _MOST_WORDS = 2000
 """Of an error, in characters: what one rank tells all others must be on its way at once."""
 _LOOK_S = 1.0

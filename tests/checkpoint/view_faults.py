@@ -43,7 +43,7 @@ def _load(folder: Path) -> tuple[int | None, str, list[float]]:
             step = saves.load(state)
         except HpcrunError as error:
             said = str(error)
-    return step, said, sorted({value for tensor in state.values() for value in tensor.unique().tolist()})
+    return step, said, sorted({value for tensor in state.values() for value in tensor.tolist()})
 
 
 def _names(root: Path) -> list[str]:

@@ -298,7 +298,7 @@ class View:
             return count
 
         if self.is_odd:
-            os.preadv = call
+            setattr(os, "preadv", call)  # noqa: B010 - it is another's to the types
 
 
 def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:

@@ -29,6 +29,7 @@ from hpcrun.runtime.script_run import open_control
 
 LIMIT_S = 60.0
 KINDS: tuple[type[BaseException], ...] = (ValueError, KeyboardInterrupt, MemoryError, OSError)
+CAUGHT: tuple[type[BaseException], ...] = (*KINDS, RuntimeError, HpcrunError)
 
 
 class Trap:
@@ -126,19 +127,20 @@ class Play:
 
     def _doing(self, saves: hpcrun.Checkpointer, verb: str) -> Callable[[], Any]:
         state = state_of(self.desk.rank, 2.0)
-        return {
+        doing: dict[str, Callable[[], Any]] = {
             "save": lambda: saves.save(2, state),
             "wait": lambda: saves.save(2, state, wait=True),
             "load": lambda: saves.load(state),
             "close": saves.close,
-        }[verb]
+        }
+        return doing[verb]
 
     def _caught(self, action: Callable[[], Any], mine: bool, number: int) -> str:
         if mine:
             self.trap.set(number)
         try:
             action()
-        except (*KINDS, RuntimeError, HpcrunError) as error:
+        except CAUGHT as error:
             return f"{type(error).__name__}: {error}"
         finally:
             self.trap.left = -1
