@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from torch.distributed import DistError
 
@@ -25,8 +25,7 @@ from hpcrun.process import ProcessId
 if TYPE_CHECKING:
     from hpcrun.runtime.control import Control
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _E = TypeVar("_E", bound=HpcrunError)
 _MOST_WORDS = 2000
 """Of an error, in characters: what one rank tells all others must be on its way at once."""
@@ -127,17 +126,12 @@ class Joint(Protocol):
         """Of all that was opened, asking no other rank."""
 
 
-_J = TypeVar("_J", bound=Joint)
-
-
-def together(
-    verb: str, *, agrees: bool = True, meets: bool = True
-) -> Callable[[Callable[Concatenate[_J, _P], _R]], Callable[Concatenate[_J, _P], _R]]:
+def together(verb: str, *, agrees: bool = True, meets: bool = True) -> Callable[[_F], _F]:
     """A method that all ranks call alike."""
 
-    def decorate(method: Callable[Concatenate[_J, _P], _R]) -> Callable[Concatenate[_J, _P], _R]:
+    def decorate(method: _F) -> _F:
         @functools.wraps(method)
-        def call(self: _J, *words: _P.args, **options: _P.kwargs) -> _R:
+        def call(self: Joint, *words: Any, **options: Any) -> Any:
             name = f"{verb}(wait=True)" if options.get("wait") else verb
             try:
                 with joined(self._control, name, agrees=agrees, meets=meets):
@@ -146,7 +140,7 @@ def together(
                 self._failed(error)
                 raise
 
-        return call
+        return cast(_F, call)
 
     return decorate
 
@@ -157,11 +151,11 @@ def opening(control: Control) -> Control:
     return control
 
 
-def opened(init: Callable[Concatenate[_J, _P], None]) -> Callable[Concatenate[_J, _P], None]:
+def opened(init: _F) -> _F:
     """An `__init__` that all ranks call alike, and which first of all sets the control."""
 
     @functools.wraps(init)
-    def call(self: _J, *words: _P.args, **options: _P.kwargs) -> None:
+    def call(self: Joint, *words: Any, **options: Any) -> None:
         control: Control | None = None
         try:
             init(self, *words, **options)
@@ -176,7 +170,7 @@ def opened(init: Callable[Concatenate[_J, _P], None]) -> Callable[Concatenate[_J
             self._let_go()
             raise
 
-    return call
+    return cast(_F, call)
 
 
 class Neighbours:
@@ -214,11 +208,11 @@ class Neighbours:
         return {rank for rank, one in self._running.items() if not process.is_alive(one)}
 
 
-def of_store(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+def of_store(method: _F) -> _F:
     """A method of a control that asks a store, which is gone when the process that has it is."""
 
     @functools.wraps(method)
-    def call(self: Any, *words: _P.args, **options: _P.kwargs) -> _R:
+    def call(self: Any, *words: Any, **options: Any) -> Any:
         try:
             return method(self, *words, **options)
         except DistError as error:
@@ -228,7 +222,7 @@ def of_store(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate
             during = f"{self.verb}: " if self.verb else ""
             raise RanksDiedError(f"{during}{who}the store of the ranks does not answer: {first}") from None
 
-    return call
+    return cast(_F, call)
 
 
 _open: weakref.WeakSet[Control] = weakref.WeakSet()
