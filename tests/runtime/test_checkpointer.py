@@ -286,7 +286,7 @@ def test_under_torchrun_the_first_rank_of_a_node_runs_the_worker(tmp_path: Path)
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -46,7 +46,7 @@ def test_the_memory_of_a_killed_script_is_stored_and_freed_or_freed_by_the_next(
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == -9, done.stderr
