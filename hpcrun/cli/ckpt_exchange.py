@@ -55,12 +55,8 @@ def export(
     """Write a saved step in another form, every byte of it proved; the run stays as it is."""
     from hpcrun.errors import UsageError
 
-    if form not in _FORMATS:
-        raise UsageError(f"--format {form}: not known; use {', '.join(_FORMATS)}")
-    for option, value in (("--dtype", dtype), ("--shard-size", shard_size)):
-        if value is not None and form != "hf":
-            raise UsageError(f"{option}: is of --format hf; {form} keeps all as it was saved")
-    shard_bytes = _parse_size(shard_size or "5GB")
+    _check_form(form, dtype=dtype, shard_size=shard_size)
+    most = _parse_size(shard_size or "5GB")
     found, saved = find_saves(run), choose(run, step)
     if form == "hf" and not found.spec.exists():
         raise UsageError(
@@ -71,7 +67,7 @@ def export(
         if form == "hf":
             from hpcrun.runtime.export import export_hf
 
-            exported = export_hf(found, saved, out, dtype=dtype, shard_bytes=shard_bytes, progress=show)
+            exported = export_hf(found, saved, out, dtype=dtype, shard_bytes=most, progress=show)
         elif form == "dcp":
             from hpcrun.runtime.export import export_dcp
 
@@ -82,15 +78,25 @@ def export(
     size = sum(path.stat().st_size for path in files)
     if as_json:
         told: dict[str, Any] = {"run": found.id, "step": saved.step, "format": form, "path": str(out)}
-        more: dict[str, Any] = {"files": [path.name for path in files], "size_bytes": size}
-        print_json(told | more | {"left_out": left_out} | _account_of(exported))
+        told |= {"files": [path.name for path in files], "size_bytes": size, "left_out": left_out}
+        print_json(told | _account_of(exported))
         return
     print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
     if exported is not None:
-        _print_account(exported)
-        print(f"to check a copy of it: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
+        _print_account(exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
     if left_out:
         print(f"left out of its spec.yaml, being no part of the state: {', '.join(left_out)}")
+
+
+def _check_form(form: str, **only_hf: str | None) -> None:
+    from hpcrun.errors import UsageError
+
+    if form not in _FORMATS:
+        raise UsageError(f"--format {form}: not known; use {', '.join(_FORMATS)}")
+    for name, value in only_hf.items():
+        if value is not None and form != "hf":
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: is of --format hf; {form} keeps all as it was saved")
 
 
 def import_state(
@@ -146,9 +152,7 @@ def import_state(
         print_json(said | more | _account_of(done))
         return
     _print_left_out(source, left_out)
-    if not done.is_hashed:
-        print(f"{source} has no {SUMS}, so only headers and sizes were checked")
-    _print_account(done)
+    _print_account(done, "" if done.is_hashed else f"{source} has no {SUMS}: headers and sizes were checked")
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     goes_on = f"hpcrun train --resume {found.id}" if found.spec.exists() else "Checkpointer.load"
     print(f"{goes_on} goes on from it")
@@ -187,7 +191,9 @@ def _account_of(done: Exported | Imported | None) -> dict[str, Any]:
     }
 
 
-def _print_account(done: Exported | Imported) -> None:
+def _print_account(done: Exported | Imported, hashes: str) -> None:
+    if hashes:
+        print(hashes)
     for cast in done.casts:
         print(cast)
     carried = done.carried
