@@ -340,8 +340,8 @@ def eight_files(checkpoints: Path) -> Any:
         parts.append(write_part(draft.file(rank), draft.generation, rank, pieces, contents, file=rank))
     tails = (read_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts))
     tensors = collect(tails)
-    digest, facts = structure_digest(tensors), dict.fromkeys(("step", "position", "attempt"), 0)
-    return commit(draft, parts, render_tensors(tensors), digest, world_size=8, **facts)
+    digest = structure_digest(tensors)
+    return commit(draft, parts, render_tensors(tensors), digest, step=0, position=0, attempt=0, world_size=8)
 
 
 def arguments_of(parser: ArgumentParser) -> Any:

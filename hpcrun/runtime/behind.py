@@ -21,7 +21,7 @@ from hpcrun.errors import SiteError
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.drainlink import STUCK_S, DrainGoneError, DrainLink, Home
-from hpcrun.runtime.flight import Flight, HowFar, Tell
+from hpcrun.runtime.flight import Flight, HowFar, Tell, levels_of
 from hpcrun.runtime.planning import WritePlan, plan_write, structure_key
 from hpcrun.runtime.snapshot import Copied, Snapshot
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -229,19 +229,8 @@ class SavesBehind:
         self._home.close()
 
     def _levels(self, step: int, *, lasting: bool) -> list[Level]:
-        spec, found = self._spec, list[Level]()
-        durable = lasting or not spec.durable.every or step % spec.durable.every == 0
-        durable |= self._is_single and spec.local is None
-        if spec.local is not None:
-            found.append("local")
-        if spec.parity.scheme != "none":
-            found.append("parity")
-        if durable:
-            found.append("durable")
-        copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
-        if durable and copied:
-            found.append("object")
-        return [level for level in found if level in self._offered]
+        levels = levels_of(self._spec, step, lasting=lasting, is_single=self._is_single)
+        return [level for level in levels if level in self._offered]
 
     def _get_ready(self, step: int, entries: dict[str, Tensor], *, may_wait: bool) -> bool:
         """Whether every rank has a worker, slots, and a plan for this state that its worker knows."""

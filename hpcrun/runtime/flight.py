@@ -12,6 +12,7 @@ from typing import Any
 from hpcrun.checkpoint.commit import draft_of
 from hpcrun.checkpoint.levels import Level, Stamp
 from hpcrun.runtime.patience import Glimpse
+from hpcrun.specs.checkpoint import CheckpointSpec
 
 Tell = Callable[[dict[str, Any]], None]
 """Takes a line for metrics.jsonl."""
@@ -44,6 +45,23 @@ class Flight:
     def ahead(self) -> list[Level]:
         """The levels that nothing is known of yet."""
         return [level for level in self.levels if level not in self.outcomes]
+
+
+def levels_of(spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool) -> list[Level]:
+    """Where the save of a step is to go; `is_single`: memory has room for one state alone."""
+    found = list[Level]()
+    durable = lasting or not spec.durable.every or step % spec.durable.every == 0
+    durable |= is_single and spec.local is None
+    if spec.local is not None:
+        found.append("local")
+    if spec.parity.scheme != "none":
+        found.append("parity")
+    if durable:
+        found.append("durable")
+    copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
+    if durable and copied:
+        found.append("object")
+    return found
 
 
 class HowFar:

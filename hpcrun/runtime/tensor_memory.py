@@ -157,7 +157,7 @@ class Samples:
         for views, before in zip(self._views.values(), self._before, strict=True):
             if not gone and torch.equal(before, torch.cat([view for _, view in views])):
                 continue
-            parts = before.split([view.numel() for _, view in views])
+            parts = torch.split(before, [view.numel() for _, view in views])
             for (number, view), part in zip(views, parts, strict=True):
                 if number not in gone and not torch.equal(view, part):
                     found.append(number)

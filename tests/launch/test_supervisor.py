@@ -170,7 +170,12 @@ def test_a_stop_before_there_are_ranks_ends_the_run_at_once(
 ) -> None:
     place = {"preflight": (admission, "admit"), "placement": (supervisor, "write_placement")}.get(phase)
     if place is not None:
-        monkeypatch.setattr(*place, lambda *_: [send(signal.SIGTERM)(), time.sleep(60)])
+
+        def stopped_there(*_: object) -> None:
+            send(signal.SIGTERM)()
+            time.sleep(60)
+
+        monkeypatch.setattr(*place, stopped_there)
     outcome = site.run("wait", before=send(signal.SIGTERM) if phase == "before" else lambda: None)
     assert (outcome.status, outcome.exit_code) == ("saved", 75)
     assert "SIGTERM: stopped before the ranks were started; go on with: hpcrun train" in outcome.message

@@ -13,7 +13,8 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return told_by("behind_world.py", tmp_path_factory.mktemp("world"), RANKS)
+    told: dict[str, Any] = told_by("behind_world.py", tmp_path_factory.mktemp("world"), RANKS)
+    return told
 
 
 def test_a_save_behind_training_holds_the_same_bits_as_one_that_is_waited_for(told: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return told_by("save_world.py", tmp_path_factory.mktemp("world"), RANKS)
+    told: dict[str, Any] = told_by("save_world.py", tmp_path_factory.mktemp("world"), RANKS)
+    return told
 
 
 def test_every_layout_loads_into_every_other(told: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hpcrun.cli.ckpt import app  # noqa: E402
 from hpcrun.errors import SiteError, UsageError  # noqa: E402
 from hpcrun.specs.descent import line_of  # noqa: E402
 from hpcrun.specs.identity import read_identity  # noqa: E402
+from hpcrun.specs.records import sync_directory  # noqa: E402
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps  # noqa: E402
 from tests.runtime.starts import running, start  # noqa: E402
 
@@ -223,7 +225,7 @@ def test_a_writer_on_another_host_is_judged_by_its_beats(
         for _ in range(200):  # its thread has to look first
             if ours.lost_to:
                 break
-            writer.time.sleep(0.05)
+            time.sleep(0.05)
         with pytest.raises(SiteError, match="saves there now"):
             ours.check()
     finally:
@@ -344,7 +346,7 @@ def test_an_error_names_the_file_the_file_system_and_what_to_do(
 def test_what_fails_after_a_commit_is_not_the_failure_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sync = commit.sync_directory
+    sync = sync_directory
 
     def unsynced(path: Path) -> None:
         if path == tmp_path / "checkpoints":

@@ -63,7 +63,8 @@ def test_an_object_that_is_empty_before_gets_what_it_had(tmp_path: Path) -> None
     sampler.seen, sampler.order = {7: 3, "7": 4, (1, 2): 5}, torch.tensor([2, 0, 1])
     empty.state = {"deep": [{"x": torch.ones(2, dtype=torch.bfloat16)}, (None,)]}
     save(tmp_path, {"sampler": sampler, "empty": [empty], "best": best})
-    new, other, held = Sampler(), Empty(), {}
+    new, other = Sampler(), Empty()
+    held: dict[str, Any] = {}
     load(tmp_path, {"sampler": new, "empty": [other], "best": held})
     assert new.seen == {7: 3, "7": 4, (1, 2): 5}
     assert new.order is not None

@@ -216,7 +216,8 @@ class Worker:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
         run = RunDir(Path(order["run"]))
         if run_ids := order.get("run_ids"):  # a script's directory gets its identity at the first save
-            run.assume(*map(str, run_ids[:1]), list(map(str, run_ids[1:])))
+            own, *others = map(str, run_ids)
+            run.assume(own, others)
         if self._drain is None:
             self._is_of_script = bool(order.get("script"))
             folder = self._make_arena(run, str(order["node"]))
