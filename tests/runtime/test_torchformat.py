@@ -16,7 +16,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.checkpoint import load_weights
 from hpcrun.specs.records import write_json
-from hpcrun.specs.saves import RECORD, Saved, saved_steps
+from hpcrun.specs.saves import RECORD, Saved, read_saves
 
 STATE = {"model.a": torch.arange(6.0).reshape(2, 3), "optimizer.b": torch.ones(4)}
 
@@ -28,7 +28,7 @@ def old(tmp_path: Path) -> Saved:
         warnings.simplefilter("ignore")
         dcp_save(dict(STATE), checkpoint_id=path, no_dist=True)
     write_json(path / RECORD, {"format_version": 1, "step": 3, "position": 30, "world_size": 1, "attempt": 1})
-    (saved,) = saved_steps(tmp_path)
+    (saved,) = read_saves(tmp_path)[0]
     return saved
 
 
