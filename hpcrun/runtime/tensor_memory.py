@@ -13,7 +13,7 @@ from hpcrun.runtime.planning import is_known_dtype, local_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 32
+_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 16
 """So many elements are compared all, and of more so many."""
 
 
@@ -36,9 +36,8 @@ def problem_of(tensor: Tensor) -> str:
         return f"is of type {str(tensor.dtype).removeprefix('torch.')}, which a save does not know"
     if tensor.is_meta:
         return "is on the meta device, without elements; make it real with to_empty()"
-    if tensor.numel() and (tensor.storage_offset() + _extent(tensor)) * tensor.itemsize > (
-        tensor.untyped_storage().nbytes()
-    ):
+    extent = tensor.numel() if tensor.is_contiguous() else _extent(tensor)
+    if extent and (tensor.storage_offset() + extent) * tensor.itemsize > tensor.untyped_storage().nbytes():
         return "has lost its memory, which was resized or freed"
     return ""
 
@@ -146,35 +145,46 @@ class Samples:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """The tensors are held on to, and copied from again by `changed`."""
         self._views: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-        for number, tensor in enumerate(tensors):
-            view = _sample(tensor)
-            self._views.setdefault((view.device, view.dtype), []).append((number, view))
-        self._before = [torch.cat([view for _, view in views]) for views in self._views.values()]
+        with torch.no_grad():
+            for number, tensor in enumerate(tensors):
+                view = _sample(tensor)
+                self._views.setdefault((view.device, view.dtype), []).append((number, view))
+            self._before = [_row([view for _, view in views]) for views in self._views.values()]
 
+    @torch.no_grad()
     def changed(self, gone: Collection[int] = ()) -> list[int]:
         """Numbers of tensors with other elements by now; `gone`: those whose memory must not be looked at."""
         found = []
         for views, before in zip(self._views.values(), self._before, strict=True):
-            if not gone and torch.equal(before, torch.cat([view for _, view in views])):
+            if not gone and torch.equal(before, _row([view for _, view in views])):
                 continue
             parts = torch.split(before, [view.numel() for _, view in views])
             for (number, view), part in zip(views, parts, strict=True):
-                if number not in gone and not torch.equal(view, part):
+                if number not in gone and not torch.equal(_row([view]), part):
                     found.append(number)
         return sorted(found)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of some elements in one row, as whole numbers of their size; of a strange layout a copy."""
-    local = local_of(tensor).detach().resolve_conj().resolve_neg()
-    if (number := _NUMBERS.get(local.itemsize)) is not None:
-        local = local.view(number)
+    """A view of some elements in one row; of a strange layout a copy."""
+    local = local_of(tensor)
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    if local.itemsize == 1:  # torch cannot put all types of one byte in a row
+        local = local.view(torch.uint8)
     if (count := local.numel()) > _WHOLE_ITEMS:
         if local.is_contiguous():
             return local.as_strided((_SAMPLE_ITEMS,), (count // _SAMPLE_ITEMS,))
         step = max(1, math.ceil((count / _SAMPLE_ITEMS) ** (1 / local.dim())))
         local = local[(slice(None, None, step),) * local.dim()]
     return local.reshape(-1)
+
+
+def _row(views: Sequence[Tensor]) -> Tensor:
+    """A copy of views of one type, as whole numbers of their size: not a number equals itself."""
+    row = torch.cat(views)
+    row = torch.view_as_real(row) if row.dtype == torch.complex128 else row
+    return row.view(_NUMBERS[row.itemsize]).reshape(-1)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
