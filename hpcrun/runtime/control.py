@@ -64,11 +64,14 @@ class Control(ABC):
     """What all ranks are doing together; empty: nothing."""
     is_unproved = False
     """Nobody has told yet whether they do."""
+    turn = 0
+    """How many things all ranks have begun together, since they last started over."""
     _neighbours: Neighbours | None = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.node = socket.gethostname()
+        self._told: list[Alarm] = []
 
     def _find_neighbours(self) -> None:
         told = self.allgather([self.node, Neighbours.mine(os.getpid())])
@@ -124,19 +127,32 @@ class Control(ABC):
     def renew(self) -> None:  # noqa: B027 - one that is alone is always at the same place
         """After an alarm, on every rank: what was under way is left, and all begin at the same place."""
 
+    def start_over(self) -> None:
+        """After an alarm, on every rank."""
+        self.turn = 0
+        self._told.clear()
+        self.renew()
+
     def heard(self) -> Alarm | None:
-        """What another rank has told since the last renewal, if it gave up."""
+        """The next thing that another rank has told since the last renewal, if one gave up."""
         return None
+
+    def _due(self) -> Alarm | None:
+        """What ends the thing that all do now. Of a later one this rank hears when it comes to that."""
+        if (alarm := self.heard()) is not None:
+            self._told.append(alarm)
+        return next((one for one in self._told if one.turn <= self.turn), None)
 
     def _listen(self) -> None:
         """While waiting for others: raise what one of them has told, or that one of this node has ended."""
-        alarm = self.heard()
+        alarm = self._due()
         if alarm is None and self._neighbours is not None:
             rank = self._neighbours.ended()
             # It may have said why before it went.
-            alarm = self.heard() if rank is not None else None
+            alarm = self._due() if rank is not None else None
             if rank is not None and alarm is None:
-                alarm = Alarm(rank, self.node, "its process has ended without a word: was it killed?")
+                words = "its process has ended without a word: was it killed?"
+                alarm = Alarm(rank, self.node, words, self.turn)
                 self.sound(alarm)
         if alarm is not None:
             raise alarm.error(self.verb)
@@ -245,7 +261,7 @@ class MPIControl(Control):
             time.sleep(_NAP_S[1])
 
     def heard(self) -> Alarm | None:
-        """What another rank has told since the last renewal, if it gave up."""
+        """The next thing that another rank has told since the last renewal, if one gave up."""
         status = self._mpi.Status()
         if not self._base.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag, status):
             return None
@@ -333,7 +349,7 @@ class StoreControl(Control):
         """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
         super().__init__(world.rank, world.size)
         self._store = store if store is not None else self._rendezvous(world)
-        self._prefix, self._epoch, self._round = prefix, 0, 0
+        self._prefix, self._epoch, self._round, self._alarms_heard = prefix, 0, 0, 0
         self._control = PrefixStore(prefix, self._store)
         self._longest_nap = _STORE_NAP_S * max(1.0, self.size / 100)
         self._find_neighbours()
@@ -386,19 +402,22 @@ class StoreControl(Control):
         return self._control.get(key)
 
     def sound(self, alarm: Alarm) -> None:
-        """Tell all who wait for this rank that it does not come; the first to do so is heard."""
+        """Tell all who wait for this rank that it does not come."""
         with contextlib.suppress(RuntimeError):  # a store that is gone has its own words for the others
-            self._control.compare_set("alarm", "", alarm.render().decode())
+            number = self._control.add("alarms", 1)
+            self._control.set(f"alarm/{number}", alarm.render().decode())
 
     def heard(self) -> Alarm | None:
-        """What another rank has told since the last renewal, if it gave up."""
-        if not self._control.check(["alarm"]):
+        """The next thing that another rank has told since the last renewal, if one gave up."""
+        key = f"alarm/{self._alarms_heard + 1}"
+        if not self._control.check([key]):
             return None
-        return parse_alarm(self._control.get("alarm"))
+        self._alarms_heard += 1
+        return parse_alarm(self._control.get(key))
 
     def renew(self) -> None:
         """After an alarm: other keys, where all begin to count anew."""
-        self._epoch, self._round = self._epoch + 1, 0
+        self._epoch, self._round, self._alarms_heard = self._epoch + 1, 0, 0
         self._control = PrefixStore(f"{self._prefix}-{self._epoch}", self._store)
 
     @of_store

@@ -43,6 +43,8 @@ class Alarm:
     rank: int
     node: str
     words: str
+    turn: int
+    """What it does not come to: an earlier one it has come through, and so can the others."""
 
     def error(self, verb: str) -> RanksDiedError:
         """What the others raise."""
@@ -65,7 +67,12 @@ def alarm_of(control: Control, error: BaseException) -> Alarm:
     """A rank's own error, in its words."""
     kind, text = type(error).__name__, str(error)
     words = text if isinstance(error, HpcrunError) else f"{kind}: {text}" if text else kind
-    return Alarm(control.rank, control.node, words[:_MOST_WORDS])
+    return Alarm(control.rank, control.node, words[:_MOST_WORDS], _turn_of(control))
+
+
+def _turn_of(control: Control) -> int:
+    """What this rank does with the others, or would do next."""
+    return control.turn if control.verb else control.turn + 1
 
 
 def on_all(error: _E) -> _E:
@@ -99,6 +106,7 @@ def joined(control: Control, verb: str, *, agrees: bool = True, meets: bool = Tr
         yield
         return
     control.verb, control.is_unproved = verb, agrees
+    control.turn += agrees
     try:
         yield
         if agrees and meets:
@@ -108,7 +116,7 @@ def joined(control: Control, verb: str, *, agrees: bool = True, meets: bool = Tr
         if whose == "one":
             control.sound(alarm_of(control, error))
         if whose != "all":
-            control.renew()
+            control.start_over()
         raise
     finally:
         control.verb, control.is_unproved = "", False
@@ -238,7 +246,8 @@ def leave(control: Control, error: BaseException | None = None) -> None:
 
 def _say_at_exit() -> None:
     for control in list(_open):
-        control.sound(Alarm(control.rank, control.node, "has ended without close()"))
+        words = "has ended without close()"
+        control.sound(Alarm(control.rank, control.node, words, _turn_of(control)))
 
 
 atexit.register(_say_at_exit)

@@ -97,12 +97,12 @@ class Play:
                 saves.save(1, state_of(self.desk.rank, 1.0))
                 saves.fence()
                 said = self._caught(self._doing(saves, verb), mine, number)
-                if verb != "close":
-                    state = state_of(self.desk.rank, 3.0)
-                    if said == "nothing" and not mine:  # what comes after the last agreement is heard later
-                        said = self._caught(lambda: saves.save(3, state, wait=True), mine, number)
-                    if said != "nothing" or mine:
-                        saves.save(3, state, wait=True)
+                state = state_of(self.desk.rank, 3.0)
+                again = saves.close if verb == "close" else lambda: saves.save(3, state, wait=True)
+                if said == "nothing" and not mine:  # what comes after the last agreement is heard later
+                    said = self._caught(again, mine, number)
+                if said != "nothing" or mine:
+                    again()
         seconds, self.trap.left = time.monotonic() - begin, -1
         with hpcrun.Checkpointer(folder, memory=memory) as saves:
             saves.load(state_of(9, 0.0))
