@@ -180,7 +180,7 @@ def _sample(tensor: Tensor) -> Tensor:
     return local.reshape(-1)
 
 
-def _row(views: Sequence[Tensor]) -> Tensor:
+def _row(views: list[Tensor]) -> Tensor:
     """A copy of views of one type, as whole numbers of their size: not a number equals itself."""
     row = torch.cat(views)
     row = torch.view_as_real(row) if row.dtype == torch.complex128 else row

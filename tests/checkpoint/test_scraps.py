@@ -62,9 +62,9 @@ def test_a_changed_byte_is_found_where_all_is_read(tmp_path: Path) -> None:
 
 
 def test_nothing_is_taken_of_another_generation(tmp_path: Path) -> None:
-    stamp = stamp_of(save(tmp_path, 4, files=2, ranks=4))
+    saved = save(tmp_path, 4, files=2, ranks=4)
+    stamp, before = stamp_of(saved), set_aside(saved.path)
     other = save(tmp_path, 4, files=2, ranks=4)
-    (before,) = tmp_path.glob("damaged-*")
     assert numbers(find_scraps(tmp_path, stamp, ALL, prove=False)) == [0, 1, 2, 3]
     # A file of the one in the place of the other's.
     (before / "data-00000.bin").write_bytes((other.path / "data-00000.bin").read_bytes())
