@@ -37,8 +37,8 @@ def find_saves(word: str, *, use: Use = "read") -> RunDir:
     from hpcrun.specs.owner import require_mine
     from hpcrun.specs.rundir import RunDir, find_run
 
-    place = Path(word).expanduser().resolve() if word.strip() else Path("/dev/null")
     try:
+        place = Path(word).expanduser().resolve() if word.strip() else Path("/dev/null")
         if place.name == "checkpoints" and place.is_dir():
             place = place.parent
             word = str(place)
@@ -46,6 +46,8 @@ def find_saves(word: str, *, use: Use = "read") -> RunDir:
         is_saves = not is_run and (place / "checkpoints").is_dir()
     except OSError as error:
         raise UsageError(f"{word}: cannot be read: {error.strerror}") from None
+    except (ValueError, RuntimeError):  # no path can be called so; it is for the others to say what is wrong
+        return find_run(word, use=use)
     if not is_saves:
         try:
             return find_run(word, use=use)

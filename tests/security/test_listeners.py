@@ -308,6 +308,7 @@ class AtArena:
         (root / "run" / "checkpoints").mkdir(parents=True)
         self.host = Host(root, RunDir(root / "run"), "n1")
         self.socket = Path(self.host.configure()["socket"])
+        self.host.wait("proved")  # until then it has files of its own open
         self._descriptors = self.descriptors()
 
     def descriptors(self) -> int:
