@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,3 +17,11 @@ def runs_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # Nor what this user's runs have seen of nodes.
     monkeypatch.setenv("XDG_CONFIG_HOME", f"{tmp_path}-config")
     return root
+
+
+@pytest.fixture(autouse=True)
+def signals_let_through() -> Iterator[None]:
+    """A verb that a test calls here holds signals back for a supervisor that never comes: undone after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

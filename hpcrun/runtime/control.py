@@ -20,12 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.shm import unname_segments
-from hpcrun.runtime.meeting import address_of_rank, open_store
+from hpcrun.runtime.meeting import address_of_rank, open_store, rendezvous_of
 from hpcrun.runtime.together import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
 
 if TYPE_CHECKING:
@@ -348,24 +346,11 @@ class StoreControl(Control):
     def __init__(self, world: World, *, store: Store | None = None, prefix: str = "hpcrun") -> None:
         """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
         super().__init__(world.rank, world.size)
-        self._store = store if store is not None else self._rendezvous(world)
+        self._store = store if store is not None else rendezvous_of(world)
         self._prefix, self._epoch, self._round, self._alarms_heard = prefix, 0, 0, 0
         self._control = PrefixStore(prefix, self._store)
         self._longest_nap = _STORE_NAP_S * max(1.0, self.size / 100)
         self._find_neighbours()
-
-    def _rendezvous(self, world: World) -> Store:
-        for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
-            os.environ.setdefault(name, str(value))
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            raise SiteError(
-                f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
-                " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
-            )
-        found: Store
-        found, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
-        return found
 
     def _meet(self, contribution: int) -> int:
         """Add to a sum that counts arrivals in its low bits, and wait for all."""

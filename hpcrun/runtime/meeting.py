@@ -7,14 +7,16 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.address import LOOPBACK, HostAddress, reachable_address
-from hpcrun.errors import RanksDiedError
+from hpcrun.errors import RanksDiedError, SiteError
 from hpcrun.launch.trial import Trial, in_words, targets, why_not
 
 if TYPE_CHECKING:
+    from hpcrun.launch.world import World
     from hpcrun.runtime.control import Control
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -85,3 +87,18 @@ def _why_not_again(own: str, host: str, port: int) -> str:
         if not why:
             break
     return why
+
+
+def rendezvous_of(world: World) -> Store:
+    """The store that launchers like torchrun name in the environment."""
+    for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
+        os.environ.setdefault(name, str(value))
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise SiteError(
+            f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
+            " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
+        )
+    found: Store
+    found, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
+    return found
