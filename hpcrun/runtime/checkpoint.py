@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -41,6 +40,7 @@ from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.datafiles import DataFiles, Written, parts_of
+from hpcrun.runtime.notes import say
 from hpcrun.runtime.opening import Fit, Opening, Wanted
 from hpcrun.runtime.patience import patiently
 from hpcrun.runtime.planning import WritePlan, load_into, plan_write, structure_key
@@ -121,8 +121,7 @@ class Checkpointer:
     def _say_slow(self, what: str, seconds: float) -> None:
         where = f"rank {self._control.rank} on {self._control.node}"
         why = f"{where} waits for {what}: no answer for {seconds:.0f} s"
-        sys.stderr.write(f"hpcrun: {why}\n")
-        sys.stderr.flush()
+        say(why)
         if self._control.rank == 0 and self.tell is not None:
             step = self._step
             record = {"kind": "save_stalled", "step": step, "level": "durable", "seconds": seconds}
@@ -198,7 +197,7 @@ class Checkpointer:
                 )
                 plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
             world: dict[str, Any] = {"world_size": self._control.size, "attempt": self.attempt, **facts}
-            more: dict[str, Any] = {"descent": self.descent, "warn": _warn}
+            more: dict[str, Any] = {"descent": self.descent, "warn": say}
             commit(draft, parts, plan.tensors, plan.structure, **world, **more)
         except OSError as error:
             discard(draft)
@@ -209,7 +208,7 @@ class Checkpointer:
             discard(draft)
             raise
         for problem in retire(self.root, self._keep, self._damaged, keep_every=self._keep_every):
-            _warn(problem)
+            say(problem)
 
     def restore(
         self,
@@ -464,12 +463,6 @@ class _Problem:
     """Its bytes are wrong, as rank 0 sees them too, and not just out of reach for now."""
     is_damage: bool = True
     """It may be for want of something that is there elsewhere."""
-
-
-def _warn(text: str) -> None:
-    """Of what is wrong beside a save that is none the worse for it."""
-    sys.stderr.write(f"hpcrun: {text}\n")
-    sys.stderr.flush()
 
 
 def rng_state() -> Tensor:

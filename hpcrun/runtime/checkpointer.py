@@ -18,7 +18,6 @@ object store. All ranks call each method alike; what one of them raises there al
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +28,7 @@ import torch
 from hpcrun.runtime import checkpoint
 from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.drainhome import AgentHome, OwnHome, make_way
+from hpcrun.runtime.notes import say
 from hpcrun.runtime.planned import restore
 from hpcrun.runtime.quiet_exit import end_quietly
 from hpcrun.runtime.script_line import ScriptLine, Start, count_of
@@ -198,14 +198,14 @@ class Checkpointer:
         # What objects do with their state may draw numbers, which is not to be seen afterwards.
         random_state = checkpoint.rng_state()
         for note in loading.finish():
-            _say(note)
+            say(note)
         checkpoint.set_rng_state(random_state)
         self._line.has_loaded(restored.step)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)
         self._direct.is_partly_filled = False
         for problem in restored.passed_over if self._control.rank == 0 else ():
-            _say(f"passed over: {problem}")
+            say(f"passed over: {problem}")
         return restored.step
 
     @together("should_stop", meets=False)
@@ -253,7 +253,7 @@ class Checkpointer:
                 "durable",
                 *(["object"] if self._spec.object else []),
             ]
-            _say(
+            say(
                 f"saves go to {', '.join(levels)}; there is no parity on other nodes, and memory ends"
                 " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
@@ -264,9 +264,4 @@ class Checkpointer:
         if record["kind"] in ("save_failed", "save_skipped", "save_unchanged"):
             what = record["kind"].removeprefix("save_")
             level = f" ({record['level']})" if "level" in record else ""
-            _say(f"the save of step {record['step']} is {what}{level}: {record['why']}")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"hpcrun: {text}\n")
-    sys.stderr.flush()
+            say(f"the save of step {record['step']} is {what}{level}: {record['why']}")

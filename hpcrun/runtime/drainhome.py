@@ -25,6 +25,7 @@ from hpcrun.launch.vault.sweep import sweep_arenas
 from hpcrun.launch.world import without_world
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
+from hpcrun.runtime.notes import say
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
@@ -244,8 +245,7 @@ class OwnHome:
             child.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
             text = f"its drain worker (process {child.pid}) hangs in the kernel, and is left to itself"
-            sys.stderr.write(f"hpcrun: {self._node}: {text}\n")
-            sys.stderr.flush()
+            say(f"{self._node}: {text}")
 
 
 def _socket_in(root: Path, run_id: str, node: str) -> Path:
@@ -303,12 +303,6 @@ def raise_everywhere(control: Control, action: Callable[[], None]) -> None:
     for rank, problem in enumerate(control.allgather(why and f"node {control.node}: {why}")):
         if problem:
             raise SiteError(f"rank {rank} on {problem}" if control.size > 1 else problem)
-
-
-def say(text: str) -> None:
-    """A line for whoever reads the script's output."""
-    sys.stderr.write(f"hpcrun: {text}\n")
-    sys.stderr.flush()
 
 
 def find_home(

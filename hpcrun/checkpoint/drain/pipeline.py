@@ -162,7 +162,7 @@ class Drain:
             self.pacer.relax()
 
     @property
-    def is_at_station(self) -> bool:
+    def is_at_tier(self) -> bool:
         """Whether a station may have stopped without a word."""
         return self._at is not None
 

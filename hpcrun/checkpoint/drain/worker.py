@@ -107,8 +107,8 @@ class Worker:
             if isinstance(key.data, _Caller):
                 waits = selectors.EVENT_WRITE if key.data.lines.waits else 0
                 self._selector.modify(key.fileobj, selectors.EVENT_READ | waits, key.data)
-        is_at_station = self._drain is not None and self._drain.is_at_station
-        timeout = 0.1 if self._host.waits else _LOOK_S if is_at_station else None
+        is_at_tier = self._drain is not None and self._drain.is_at_tier
+        timeout = 0.1 if self._host.waits else _LOOK_S if is_at_tier else None
         for key, events in self._selector.select(timeout):
             if key.fileobj == self._woken:
                 with contextlib.suppress(BlockingIOError):

@@ -1,0 +1,11 @@
+"""Lines on standard error for whoever reads the output of a script or a rank."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """Write one line, at once."""
+    sys.stderr.write(f"hpcrun: {text}\n")
+    sys.stderr.flush()
