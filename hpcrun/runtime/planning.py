@@ -5,6 +5,7 @@ A plan to write holds for as long as the structure does. Making one gathers a fe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,14 +71,13 @@ class WritePlan:
 
 def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
     """Equal as long as a plan for this rank's state stays right; it costs far less than a plan."""
-    return tuple(
-        (name, tensor.dtype, tensor.shape)
-        + (
-            (local_of(tensor).shape, tensor.placements, tensor.device_mesh)
-            if isinstance(tensor, DTensor)
-            else ()
-        )
-        for name, tensor in state.items()
+    tensors = state.values()
+    cut = [one for one in tensors if isinstance(one, DTensor)]
+    return (
+        tuple(state),
+        tuple([one.dtype for one in tensors]),
+        tuple([one.shape for one in tensors]),
+        tuple([(local_of(one).shape, one.placements, one.device_mesh) for one in cut]),
     )
 
 
@@ -247,6 +247,7 @@ def dtype_name(tensor: Tensor) -> str:
     return name
 
 
+@functools.cache
 def is_known_dtype(dtype: torch.dtype) -> bool:
     """Whether the format has this type."""
     return str(dtype).removeprefix("torch.") in ITEM_BYTES

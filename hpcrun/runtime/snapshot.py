@@ -46,18 +46,28 @@ class Copied:
 
 @dataclass(frozen=True)
 class _Job:
-    beside: list[tuple[str, Tensor, int]]
-    """What is copied beside training, and its address: held on to until the fence."""
+    tensors: dict[str, Tensor]
+    """All that is copied, by name."""
+    versions: list[int | None]
+    beside: list[Tensor]
+    """What is copied beside training: held on to until the fence."""
+    names: list[str]
+    """Of what is copied beside."""
+    begins: list[int]
+    """Where in memory it begins."""
     samples: Samples
-    versions: list[tuple[str, Tensor, int]]
     size_bytes: int
     copying: Future[float]
 
     def changed(self) -> list[str]:
         """Names of tensors that are others than when the copy was begun."""
-        moved = {number for number, (_, tensor, at) in enumerate(self.beside) if tensor.data_ptr() != at}
-        found = [name for name, tensor, version in self.versions if tensor._version != version]
-        found += [self.beside[number][0] for number in self.samples.changed(moved)]
+        found, versions = list[str](), _versions(self.tensors)
+        if versions != self.versions:
+            pairs = zip(self.tensors, versions, self.versions, strict=True)
+            found = [name for name, now, before in pairs if now != before]
+        begins = [tensor.data_ptr() for tensor in self.beside]
+        moved = {number for number, begin in enumerate(begins) if begin != self.begins[number]}
+        found += [self.names[number] for number in self.samples.changed(moved)]
         return list(dict.fromkeys(found))
 
 
@@ -89,18 +99,17 @@ class Snapshot:
                 slices = zip(plan.pieces, plan.slices, strict=True)
                 self._cuts = [(piece.tensor, _cut_of(locals_[piece.tensor], cut)) for piece, cut in slices]
             sources = [locals_[name] if cut is None else locals_[name][cut] for name, cut in self._cuts]
-        versions = [(n, t, t._version) for n, t in locals_.items() if not t.is_inference()]
+        versions = _versions(locals_)
         at_once = _smallest(sources)
         _copy([views[number] for number in at_once], [sources[number] for number in at_once], None, None)
-        names = [name for name, _ in self._cuts]
-        beside = [number for number in range(len(sources)) if number not in at_once]
-        rest = [(names[number], sources[number], sources[number].data_ptr()) for number in beside]
-        samples, ready = Samples([tensor for _, tensor, _ in rest]), self._ready(sources)
-        tensors = [tensor for _, tensor, _ in rest]
-        copying = self._thread.submit(_copy, [views[number] for number in beside], tensors, ready, self._side)
-        keep_until(copying, tensors)
+        rest = [number for number in range(len(sources)) if number not in at_once]
+        beside, names = [sources[number] for number in rest], [self._cuts[number][0] for number in rest]
+        samples, ready = Samples(beside), self._ready(sources)
+        begins = [tensor.data_ptr() for tensor in beside]
+        copying = self._thread.submit(_copy, [views[number] for number in rest], beside, ready, self._side)
+        keep_until(copying, beside)
         size = sum(piece.size_bytes for piece in plan.pieces)
-        self._job = _Job(rest, samples, versions, size, copying)
+        self._job = _Job(locals_, versions, beside, names, begins, samples, size, copying)
 
     @property
     def is_copying(self) -> bool:
@@ -179,9 +188,14 @@ def _cut_of(local: Tensor, slices: tuple[slice, ...]) -> tuple[slice, ...] | Non
     return slices
 
 
+def _versions(tensors: dict[str, Tensor]) -> list[int | None]:
+    """How often torch has seen each changed; None where it does not count."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
+
+
 def _smallest(sources: Sequence[Tensor]) -> set[int]:
     """Numbers of the smallest tensors of the host, as many as are copied at once."""
-    sizes = sorted((tensor.nbytes, number) for number, tensor in enumerate(sources) if tensor.is_cpu)
+    sizes = sorted([(tensor.nbytes, number) for number, tensor in enumerate(sources) if tensor.is_cpu])
     found, total = set[int](), 0
     for size, number in sizes[:_AT_ONCE]:
         total += size

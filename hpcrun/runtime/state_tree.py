@@ -6,6 +6,7 @@ that are one and the same are stored once.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -79,13 +80,12 @@ def flatten(state: Mapping[str, Any]) -> FlatState:
     if problems:
         more = f", and {len(problems) - 1} more cannot be saved" if len(problems) > 1 else ""
         raise UsageError(f"state: {path_of(problems[0][0])}: {problems[0][1]}{more}")
-    names = names_of(found.tensors)
-    tensors = {names[keys]: tensor for keys, tensor in found.tensors.items()}
+    names = _usual_names(tuple(found.tensors))
+    tensors = dict(zip(names, found.tensors.values(), strict=True))
     aliases = aliases_of(tensors)
-    for keys, node in found.nodes.items():
-        name = names[keys]
+    for (name, tensor), node in zip(tensors.items(), found.nodes.values(), strict=True):
         node["v"] = aliases.get(name, name)
-        if isinstance(found.tensors[keys], DTensor):
+        if isinstance(tensor, DTensor):
             node["sharded"] = True
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in aliases}
     return FlatState(stored, found.tree)
@@ -128,6 +128,12 @@ def names_of(keys: Iterable[Keys]) -> dict[Keys, str]:
     return {
         one: name if counts[name] == 1 and _is_plain(name) else _in_full(one) for one, name in dotted.items()
     }
+
+
+@functools.lru_cache(2)
+def _usual_names(keys: tuple[Keys, ...]) -> tuple[str, ...]:
+    """`names_of` in their order; from save to save they are the same."""
+    return tuple(names_of(keys).values())
 
 
 def unflatten(node: Node, tensors: Callable[[Keys], Tensor], types: Types, keys: Keys) -> Any:

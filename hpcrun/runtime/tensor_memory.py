@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +15,16 @@ from hpcrun.runtime.planning import is_known_dtype, local_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WHOLE_ITEMS, _SAMPLE_ITEMS = 1024, 16
-"""So many elements are compared all, and of more so many."""
+_WHOLE_ITEMS, _SAMPLE_ITEMS, _SAMPLE_PLACES = 1024, 16, 4
+"""So many elements are compared all, and of more so many, which lie at so few places: what a sample costs is
+the lines of memory that it fetches."""
 
 
 def problem_of(tensor: Tensor) -> str:
     """Why a tensor cannot be saved, or filled; empty where it can."""
     kind = type(tensor)
+    if kind in _PLAIN and _is_usual(tensor):
+        return ""
     if kind is DTensor and isinstance(tensor, DTensor):
         if any(isinstance(one, Partial) for one in tensor.placements):
             return "is a DTensor of partial sums; redistribute it"
@@ -42,6 +47,18 @@ def problem_of(tensor: Tensor) -> str:
     return ""
 
 
+def _is_usual(tensor: Tensor) -> bool:
+    """What most tensors are, found out with few looks: in order in memory that is there."""
+    return (
+        tensor.layout is torch.strided
+        and is_known_dtype(tensor.dtype)
+        and not tensor.is_meta
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and tensor.storage_offset() * tensor.itemsize + tensor.nbytes <= tensor.untyped_storage().nbytes()
+    )
+
+
 def identity_of(tensor: Tensor) -> Hashable | None:
     """Equal for tensors that are one and the same; None for those without elements."""
     local = local_of(tensor)
@@ -56,16 +73,16 @@ def identity_of(tensor: Tensor) -> Hashable | None:
 def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names of tensors that are another one, and the first name that has it."""
     # Most begin where no other does; only of the others more has to be looked at, which takes longer.
-    begins: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        begins.setdefault(local_of(tensor).data_ptr(), []).append(name)
+    begins = [local_of(tensor).data_ptr() for tensor in tensors.values()]
+    if len(set(begins)) == len(begins):
+        return {}
+    counts = Counter(begins)
     first: dict[Hashable, str] = {}
     found = dict[str, str]()
-    for names in begins.values():
-        for name in names if len(names) > 1 else ():
-            identity = identity_of(tensors[name])
-            if identity is not None and (owner := first.setdefault(identity, name)) != name:
-                found[name] = owner
+    for name, begin in zip(tensors, begins, strict=True):
+        identity = identity_of(tensors[name]) if counts[begin] > 1 else None
+        if identity is not None and (owner := first.setdefault(identity, name)) != name:
+            found[name] = owner
     return found
 
 
@@ -144,37 +161,40 @@ class Samples:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """The tensors are held on to, and copied from again by `changed`."""
-        self._views: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+        self._views: dict[tuple[Any, ...], tuple[list[int], list[Tensor]]] = {}
         with torch.no_grad():
             for number, tensor in enumerate(tensors):
                 view = _sample(tensor)
-                self._views.setdefault((view.device, view.dtype), []).append((number, view))
-            self._before = [_row([view for _, view in views]) for views in self._views.values()]
+                numbers, views = self._views.setdefault((view.device, view.dtype, view.dim()), ([], []))
+                numbers.append(number)
+                views.append(view)
+            self._before = [_row(views) for _, views in self._views.values()]
 
     @torch.no_grad()
     def changed(self, gone: Collection[int] = ()) -> list[int]:
         """Numbers of tensors with other elements by now; `gone`: those whose memory must not be looked at."""
         found = []
-        for views, before in zip(self._views.values(), self._before, strict=True):
-            if not gone and torch.equal(before, _row([view for _, view in views])):
+        for (numbers, views), before in zip(self._views.values(), self._before, strict=True):
+            if not gone and torch.equal(before, _row(views)):
                 continue
-            parts = torch.split(before, [view.numel() for _, view in views])
-            for (number, view), part in zip(views, parts, strict=True):
+            parts = torch.split(before, [view.numel() for view in views])
+            for number, view, part in zip(numbers, views, parts, strict=True):
                 if number not in gone and not torch.equal(_row([view]), part):
                     found.append(number)
         return sorted(found)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A view of some elements in one row; of a strange layout a copy."""
+    """A view of some elements, in a row or a few; of a strange layout a copy."""
     local = local_of(tensor)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    if local.itemsize == 1:  # torch cannot put all types of one byte in a row
+    if local.dtype.itemsize == 1:  # torch cannot put all types of one byte in a row
         local = local.view(torch.uint8)
     if (count := local.numel()) > _WHOLE_ITEMS:
         if local.is_contiguous():
-            return local.as_strided((_SAMPLE_ITEMS,), (count // _SAMPLE_ITEMS,))
+            sizes = (_SAMPLE_PLACES, _SAMPLE_ITEMS // _SAMPLE_PLACES)
+            return local.as_strided(sizes, (count // _SAMPLE_PLACES, 1))
         step = max(1, math.ceil((count / _SAMPLE_ITEMS) ** (1 / local.dim())))
         local = local[(slice(None, None, step),) * local.dim()]
     return local.reshape(-1)
