@@ -433,3 +433,15 @@ def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def describe_status(status: int) -> str:
+    """A wait status in words: `was killed by signal 9 (SIGKILL)`, `ended with exit code 3`."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        try:
+            name = signal.Signals(number).name
+        except ValueError:
+            name = "unknown"
+        return f"was killed by signal {number} ({name})"
+    return f"ended with exit code {os.WEXITSTATUS(status)}"

@@ -183,6 +183,7 @@ def _be_rank(run_dir: str, number: str) -> int:
 
     from hpcrun.launch import shim
     from hpcrun.launch.world import World, detect_world
+    from hpcrun.specs import rank_error
     from hpcrun.specs.rundir import RunDir
 
     attempt = RunDir(Path(run_dir)).attempt(int(number))
@@ -193,12 +194,12 @@ def _be_rank(run_dir: str, number: str) -> int:
         shim.leave()
         return code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
-        shim.report_error(attempt, world.rank, error)
+        rank_error.report_error(attempt, world.rank, error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.stdout.flush()
         sys.stderr.flush()
         # An orderly exit would wait in MPI_Finalize for the others.
-        os._exit(shim.exit_code_of(error))
+        os._exit(rank_error.exit_code_of(error))
 
 
 def _be_agent(run_dir: str, called: str = "") -> int:

@@ -29,6 +29,12 @@ Fate = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
 _REQUEUED_ALREADY = re.compile(
     r"pending execution|already pending|requeued|Job/step already completing", re.I
 )
+_STEP_OPTIONS = re.compile(
+    r"SLURM_(HOSTFILE|DISTRIBUTION|NNODES|JOB_NUM_NODES|NTASKS\w*|NPROCS|TASKS_PER_NODE|CPU_BIND\w*|MEM_BIND\w*"
+    r"|CPUS_PER_TASK|TRES_PER_TASK|GPUS\w*|MEM_PER_\w+|THREADS_PER_CORE|OVERLAP|EXACT|WHOLE|NO_KILL"
+    r"|KILL_BAD_EXIT|UNBUFFEREDIO|MPI_TYPE|WAIT)\Z"
+    r"|SRUN_"
+)
 
 
 @dataclass(frozen=True)
@@ -172,3 +178,8 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
         is_batch=environ.get("SUBMITIT_EXECUTOR") == "slurm",
         restarts=int(restarts) if restarts.isdigit() else 0,
     )
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for an srun that says all by itself: options of the job must not become the step's."""
+    return {name: value for name, value in environ.items() if not _STEP_OPTIONS.match(name)}

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping
 
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE, UsageError
-from hpcrun.launch.shim import NODE_MARK
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
+from hpcrun.specs.run_variables import NODE_MARK
 from hpcrun.specs.rundir import Attempt
 
 PREFIX_VARIABLE = "HPCRUN_RANK_PREFIX"

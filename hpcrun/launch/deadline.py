@@ -20,10 +20,9 @@ from hpcrun.launch.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.units import parse_time
 
-MARGIN = 1.5
-"""Of what saves took until now: the last one finds the file system as busy as it happens to be."""
 _NEWEST = 8
 """So many saves are looked back on."""
 _LOOK_S = 5.0
@@ -70,7 +69,9 @@ class Pace:
     def takes_s(self) -> dict[Level, float]:
         """With the margin and the step that has to end first: the longest of the newest saves, by level."""
         step = max(self._steps, default=0.0)
-        return {level: MARGIN * max(values) + step for level, values in self._takes.items() if values}
+        return {
+            level: FINAL_SAVE_MARGIN * max(values) + step for level, values in self._takes.items() if values
+        }
 
     @property
     def lead_s(self) -> float:
@@ -124,7 +125,8 @@ class LastCall:
         reached = deepest(left_s, self.pace.takes_s())
         what = f"it is to be {reached}" if reached else "it may not arrive anywhere"
         return (
-            f"{left_s:.0f} s are left, and saves take up to {lead / MARGIN:.0f} s, more than retry.grace"
+            f"{left_s:.0f} s are left, and saves take up to {lead / FINAL_SAVE_MARGIN:.0f} s, more than"
+            " retry.grace"
             f" ({self._grace_s:g} s) leaves room for: the last save begins now; {what}"
         )
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch import hydra
 from hpcrun.launch.classify import Kind, kind_of_crash, kind_of_hang
 from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
 from hpcrun.launch.launchers import ended_as
@@ -99,7 +99,7 @@ def _silent(attempt: Attempt, death: RankEnded) -> Failure:
     status = death.wait_status
     if status is None:
         status = ended_as(attempt.launcher_log).get(death.rank)
-    how = "ended" if status is None else hydra.describe_status(status)
+    how = "ended" if status is None else process.describe_status(status)
     crash = _CRASH.findall(_tail(attempt, death.rank))
     if crash and (status is None or os.WIFSIGNALED(status)):
         how += f": {crash[-1]}"
@@ -130,9 +130,9 @@ def _no_rank(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> Fai
     # Hydra ends the others with SIGKILL, so a rank that ended in another way is the more telling one.
     for rank, status in sorted(statuses.items(), key=lambda one: one[1] == signal.SIGKILL):
         if status:
-            how = hydra.describe_status(status)
+            how = process.describe_status(status)
             return Failure(f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank)
-    how = hydra.describe_status(launcher.wait_status)
+    how = process.describe_status(launcher.wait_status)
     said = [
         line
         for line in attempt.launcher_log.read_text(errors="replace").splitlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import sys
 import sysconfig
 from pathlib import Path
@@ -36,15 +35,3 @@ def wait_statuses(log: Path) -> list[int]:
         return []
     found = re.findall(r"^\[mpiexec@[^\]]*\] Exit codes: \[[^\]]*\] ([\d,]+)$", text, re.MULTILINE)
     return [int(status) for status in found[-1].split(",")] if found else []
-
-
-def describe_status(status: int) -> str:
-    """A wait status in words: `was killed by signal 9 (SIGKILL)`, `ended with exit code 3`."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            name = "unknown"
-        return f"was killed by signal {number} ({name})"
-    return f"ended with exit code {os.WEXITSTATUS(status)}"

@@ -17,6 +17,7 @@ from hpcrun.errors import SiteError
 from hpcrun.files import append_to
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.allocation import step_environment
 from hpcrun.launch.hydra import find_mpiexec, wait_statuses
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
@@ -213,19 +214,6 @@ def _version_of(path: str) -> str:
         return process.run([path, "--version"], timeout_s=20).stdout
     except SiteError:
         return ""
-
-
-_STEP_OPTIONS = re.compile(
-    r"SLURM_(HOSTFILE|DISTRIBUTION|NNODES|JOB_NUM_NODES|NTASKS\w*|NPROCS|TASKS_PER_NODE|CPU_BIND\w*|MEM_BIND\w*"
-    r"|CPUS_PER_TASK|TRES_PER_TASK|GPUS\w*|MEM_PER_\w+|THREADS_PER_CORE|OVERLAP|EXACT|WHOLE|NO_KILL"
-    r"|KILL_BAD_EXIT|UNBUFFEREDIO|MPI_TYPE|WAIT)\Z"
-    r"|SRUN_"
-)
-
-
-def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an srun that says all by itself: options of the job must not become the step's."""
-    return {name: value for name, value in environ.items() if not _STEP_OPTIONS.match(name)}
 
 
 _SRUN_ENDED = re.compile(

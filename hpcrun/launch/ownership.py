@@ -12,9 +12,9 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.launch.shim import RUN_ID_VARIABLE
 from hpcrun.launch.shm import remove_segments
 from hpcrun.specs.records import read_json
+from hpcrun.specs.run_variables import RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from hpcrun import process
-from hpcrun.errors import EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError
+from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.binding import bind
 from hpcrun.launch.nodevalues import apply_here
 from hpcrun.launch.shm import segments_of
@@ -23,19 +23,13 @@ from hpcrun.launch.watch.progress import progress
 from hpcrun.launch.world import World
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.run_variables import (
+    DRAIN_VARIABLE,
+    NODE_MARK,
+    RUN_ID_VARIABLE,
+)
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.saves import saved_steps
-
-RUN_ID_VARIABLE = "HPCRUN_RUN_ID"
-"""Set by the supervisor in everything it starts: the identity by which the processes of a run are known."""
-RUN_DIR_VARIABLE = "HPCRUN_RUN_DIR"
-"""Set beside it: where the run is."""
-ATTEMPT_VARIABLE = "HPCRUN_ATTEMPT"
-"""The same for an attempt: set in its launcher and its ranks."""
-DRAIN_VARIABLE = "HPCRUN_DRAIN"
-"""The socket of the node's drain worker, in every rank where saves go through memory."""
-NODE_MARK = "{node}"
-"""Stands in it for the node; each rank puts the name of its own there."""
 
 _STOPS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -142,32 +136,6 @@ def note_shared_memory(attempt: Attempt, rank: int) -> None:
     """Add to the rank's record what it maps in /dev/shm; this also tells the supervisor that MPI is up."""
     path = attempt.rank_record(rank)
     write_json(path, read_json(path) | {"shm": sorted(segments_of())})
-
-
-def report_error(attempt: Attempt, rank: int, error: BaseException) -> None:
-    """Write down why this rank gives up; the supervisor makes its message of it."""
-    import traceback
-
-    write_json(
-        attempt.error_record(rank),
-        {
-            "rank": rank,
-            "node": os.uname().nodename,
-            "kind": type(error).__name__,
-            "expected": isinstance(error, HpcrunError),
-            "message": str(error),
-            "exit_code": exit_code_of(error),
-            "traceback": "".join(traceback.format_exception(error)),
-            "time": time.time(),
-        },
-    )
-
-
-def exit_code_of(error: BaseException) -> int:
-    """The exit code that belongs to an error."""
-    if isinstance(error, HpcrunError):
-        return error.exit_code
-    return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_RANKS_DIED
 
 
 def _record(world: World) -> dict[str, Any]:

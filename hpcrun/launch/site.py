@@ -18,10 +18,10 @@ from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.agents.lease import Leadership
 from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession, left_out
-from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.launch.allocation import Allocation, find_allocation, step_environment
 from hpcrun.launch.command import STEP_VARIABLE, template_words
 from hpcrun.launch.launchable import launcher_name, why_no_step_options
-from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun, step_environment
+from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun
 from hpcrun.launch.world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.slurm.live import LiveCluster, ask_topology

@@ -10,7 +10,6 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
 from hpcrun.launch.settings import settle
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.site import Site
 from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
@@ -18,6 +17,7 @@ from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.fields import given, taken_away
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.secrets import read_secrets
 

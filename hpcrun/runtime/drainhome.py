@@ -20,13 +20,13 @@ from hpcrun.checkpoint.drain.arena import SHM, SOCKET, find_folder, remove_folde
 from hpcrun.checkpoint.drain.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
-from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.launch.vault.sweep import sweep_arenas
 from hpcrun.launch.world import without_world
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
 from hpcrun.runtime.notes import say
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 

@@ -15,12 +15,12 @@ from hpcrun.checkpoint.parity.peers import Credentials, Peers
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.scattered import Scattered
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
-from hpcrun.launch.shim import DRAIN_VARIABLE
 from hpcrun.runtime.checkpoint import Checkpointer, Restored
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.opening import Fit
 from hpcrun.runtime.together import on_all
 from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import Attempt
 
 _TRIES, _PAUSE_S = 25, 0.2

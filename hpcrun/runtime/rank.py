@@ -30,6 +30,7 @@ from hpcrun.runtime.loop import Trainer
 from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_nodes
 from hpcrun.runtime.place import check_places, placed_gpu
 from hpcrun.runtime.quiet_exit import end_quietly
+from hpcrun.specs import rank_error
 from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
@@ -113,11 +114,11 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
     try:
         return action()
     except HpcrunError as error:
-        shim.report_error(attempt, control.rank, error)
+        rank_error.report_error(attempt, control.rank, error)
         sys.stderr.write(f"rank {control.rank} on {control.node}: {error}\n")
         code = error.exit_code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank, for which others wait
-        shim.report_error(attempt, control.rank, error)
+        rank_error.report_error(attempt, control.rank, error)
         sys.excepthook(type(error), error, error.__traceback__)
         code = EXIT_RANKS_DIED
     if control.size > 1:

@@ -25,13 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpcrun.checkpoint.oserrors import explain
 from hpcrun.checkpoint.writer import Lease, life_of
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.runtime.checkpoint import Checkpointer as DirectCheckpointer
 from hpcrun.runtime.control import Control
 from hpcrun.specs.branch import become_itself
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.identity import Identity, new_run_id, read_identity
 from hpcrun.specs.records import read_json
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import MOST_COUNT, read_saves, saved_steps, sort_saves
 

@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.launch.world import World, detect_world
 from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_job_of
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 _count = itertools.count()

@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.here import expand_path
+from hpcrun.specs.data import PYTHON_STDLIB
 
 if TYPE_CHECKING:
     from hpcrun.specs.data import DataSpec
 
-PYTHON_STDLIB = "python-stdlib"
-"""Stands for the standard library's own sources, as a corpus that every machine has."""
 FORMAT_VERSION = 1
 BYTE_VOCAB = 256
 ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4}

@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+PYTHON_STDLIB = "python-stdlib"
+"""Stands for the standard library's own sources, as a corpus that every machine has."""
+
 
 class DataSpec(BaseModel):
     """What to train on: text taken byte by byte, or a file of tokens made by `hpcrun data prepare`."""

@@ -12,7 +12,7 @@ from typing import Any
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.here import absolute, working_directory
-from hpcrun.specs.corpus import PYTHON_STDLIB
+from hpcrun.specs.data import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.mistakes import show
 from hpcrun.specs.model import PRESETS

@@ -10,6 +10,9 @@ from hpcrun.specs.resources import ResourcesSpec, RetrySpec
 from hpcrun.specs.watch import WatchSpec
 from hpcrun.units import parse_time
 
+FINAL_SAVE_MARGIN = 1.5
+"""Of what saves took until now: the last one finds the file system as busy as it happens to be."""
+
 
 def check_times(
     resources: ResourcesSpec, retry: RetrySpec | None, watch: WatchSpec, checkpoint: CheckpointSpec

@@ -11,6 +11,7 @@ from hpcrun.errors import NotANumberError
 from hpcrun.launch import shim
 from hpcrun.launch.watch.progress import progress
 from hpcrun.launch.world import detect_world
+from hpcrun.specs import rank_error
 from hpcrun.specs.records import LineWriter, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -118,13 +119,13 @@ def child_ends_of_term() -> None:
 
 def fail(mode: str, attempt: Attempt) -> None:
     if mode == "error":
-        shim.report_error(attempt, 1, NotANumberError("step 7: loss is nan"))
+        rank_error.report_error(attempt, 1, NotANumberError("step 7: loss is nan"))
         os._exit(4)
     if mode == "crash":
         try:
             raise ValueError("no such layer")
         except ValueError as error:
-            shim.report_error(attempt, 1, error)
+            rank_error.report_error(attempt, 1, error)
         os._exit(1)
     if mode == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)

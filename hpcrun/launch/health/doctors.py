@@ -13,8 +13,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.launch.allocation import Allocation
-from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.allocation import Allocation, step_environment
 from hpcrun.launch.world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.tuning.checks import clock_skew

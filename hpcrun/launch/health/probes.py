@@ -33,9 +33,9 @@ from hpcrun.launch.health.checked import (
 )
 from hpcrun.launch.health.gpuhealth import gpu_health
 from hpcrun.launch.health.xids import XidAction, recent_xids
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.shm import stale_segments
 from hpcrun.process import ProcessId
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 _BLOCK = bytes(range(256)) * 256

@@ -15,8 +15,7 @@ from typing import Any
 
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
-from hpcrun.launch.allocation import Allocation
-from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.allocation import Allocation, step_environment
 from hpcrun.launch.trial import Trial
 from hpcrun.launch.world import without_world
 from hpcrun.process import with_our_package

@@ -18,11 +18,10 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.here import owner_name, user_name
 from hpcrun.hostlist import fold
-from hpcrun.launch.launchers import step_environment
+from hpcrun.launch.allocation import step_environment
 from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.rehearsal.faults import Fault
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.launch.submit.script import python_of
 from hpcrun.launch.world import without_world
 from hpcrun.process import with_our_package
@@ -30,6 +29,7 @@ from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job_of
 from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import LineWriter, read_json
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 _ANSWER_S = 60.0

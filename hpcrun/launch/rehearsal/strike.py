@@ -20,9 +20,9 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.launch.rehearsal.filler import Filler
-from hpcrun.launch.shim import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.process import Handle, ProcessId
 from hpcrun.specs.records import read_json
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _PERIOD_S = 0.002

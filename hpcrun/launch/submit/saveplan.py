@@ -14,7 +14,6 @@ from hpcrun.checkpoint.policy.rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.policy.simulate import Checked, check
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.launch.deadline import MARGIN
 from hpcrun.launch.record.history import Measured, alike, measured, seen
 from hpcrun.launch.submit.forecast import Network, forecast
 from hpcrun.launch.submit.savecosts import Costs, Known, given_rates, tiers_of
@@ -24,6 +23,7 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob
 from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.units import parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
@@ -104,7 +104,7 @@ class SavePlan:
         if any(one.drain.value is None or one.stall.value is None for one in found):
             return None
         total = math.fsum((one.drain.value or 0.0) + (one.stall.value or 0.0) for one in found)
-        return MARGIN * total + (self.costs.step.value or 0.0)
+        return FINAL_SAVE_MARGIN * total + (self.costs.step.value or 0.0)
 
     @property
     def losses(self) -> list[str] | None:

@@ -23,7 +23,6 @@ from hpcrun.checkpoint.restore.scraps import find_scraps
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.shim import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.launch.vault.faraway import FarAway
 from hpcrun.launch.vault.guests import Guests, count_of_guests
 from hpcrun.launch.vault.meanwhile import meanwhile
@@ -35,6 +34,7 @@ from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
+from hpcrun.specs.run_variables import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import Saved, read_saves, refuse_strangers, saved_steps, sort_saves
 
