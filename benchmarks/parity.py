@@ -172,7 +172,7 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
     """Inside the world: train every layout of this size and write what came out."""
     import torch
 
-    from hpcrun.launch.world import detect_world
+    from hpcrun.launcher_world import detect_world
     from hpcrun.runtime import rank as entry
     from hpcrun.runtime.control import connect
     from hpcrun.runtime.device import choose_device
@@ -199,12 +199,12 @@ def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dict[str, Any]:
     """Losses and norms of all steps; whole gradients of the first and last, as far as this rank has them."""
+    from hpcrun.data.corpus import inspect_corpus
     from hpcrun.runtime.data import Batches, TokenSource
     from hpcrun.runtime.device import choose_device
     from hpcrun.runtime.optim import learning_rate
     from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
-    from hpcrun.specs.corpus import inspect_corpus
-    from hpcrun.specs.replicas import with_replicas
+    from hpcrun.specs.reduced_plan import with_replicas
 
     spec, plan = resolved.spec, resolved.training_plan
     if layout.replicas is not None:
@@ -253,10 +253,10 @@ def train_plainly(layout: Layout, resolved: ResolvedJob) -> dict[str, Any]:
     """The reference: whole model and batch in one process, torch's own clip, no parallel code of ours."""
     import torch
 
+    from hpcrun.data.corpus import inspect_corpus
     from hpcrun.runtime.data import Batches, TokenSource
     from hpcrun.runtime.model import Decoder, initialise, loss_function
     from hpcrun.runtime.optim import learning_rate
-    from hpcrun.specs.corpus import inspect_corpus
 
     spec, plan = resolved.spec, resolved.training_plan
     assert spec.model is not None

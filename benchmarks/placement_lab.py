@@ -29,7 +29,7 @@ from hpcrun.errors import HpcrunError
 from hpcrun.fabric.cost import Cost, cost
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.place import order
-from hpcrun.fabric.read import read_topology
+from hpcrun.fabric.topology_reader import read_topology
 from hpcrun.fabric.traffic import Flow, Traffic, traffic_of
 from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.specs.placement import in_blocks

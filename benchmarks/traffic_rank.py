@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.mesh import Degrees
 from hpcrun.runtime.control import Control, connect
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, aside_name, read_regular
-from hpcrun.here import user_name
+from hpcrun.local_identity import user_name
 from hpcrun.specs.identity import Place, place_of
 
 NAME = "writer.json"

@@ -53,8 +53,8 @@ def draft(
     as_json: _Json = False,
 ) -> None:
     """Ask Slurm and write a profile, with comments for what only an admin knows."""
+    from hpcrun.slurm.cluster_state import ask_cluster
     from hpcrun.slurm.draft import draft_cluster
-    from hpcrun.slurm.live import ask_cluster
 
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out}: exists; --force replaces it, --out FILE writes elsewhere")
@@ -87,8 +87,8 @@ def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) 
 
     Also whether bash can read the profile's own lines.
     """
+    from hpcrun.slurm.cluster_state import ask_cluster
     from hpcrun.slurm.draft import differences, doubts, not_compared
-    from hpcrun.slurm.live import ask_cluster
     from hpcrun.slurm.syntax import profile_errors
 
     cluster = _find(name)

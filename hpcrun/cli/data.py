@@ -14,7 +14,7 @@ import typer
 from hpcrun.cli.terminal import raw
 
 if TYPE_CHECKING:
-    from hpcrun.specs.corpus import Corpus
+    from hpcrun.data.corpus import Corpus
 
 SCHEMA_VERSION = 1
 
@@ -44,7 +44,7 @@ def prepare(
     as_json: _Json = False,
 ) -> None:
     """Turn text into a token file that jobs map into memory (data.tokens)."""
-    from hpcrun.specs import prepare as core
+    from hpcrun.data import tokenize as core
 
     show, done = _progress()
     try:
@@ -85,8 +85,8 @@ def inspect(
     """Say what a job would train on: documents, tokens, sequences, the split."""
     from pydantic import ValidationError
 
+    from hpcrun.data.corpus import inspect_corpus, is_token_file
     from hpcrun.errors import UsageError
-    from hpcrun.specs.corpus import inspect_corpus, is_token_file
     from hpcrun.specs.data import DataSpec
 
     source = {"tokens": path} if dtype or is_token_file(Path(path)) else {"text": path}

@@ -9,8 +9,8 @@ import typer
 
 from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
-from hpcrun.here import from_here
 from hpcrun.launch.inbox import Inbox
+from hpcrun.local_identity import from_here
 
 if TYPE_CHECKING:
     from hpcrun.launch.demo import Curve, Demonstration

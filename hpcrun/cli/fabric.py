@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli import lemons
+from hpcrun.cli import lemon_nodes
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import write_output
-from hpcrun.here import user_name
+from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
     from hpcrun.launch.submit.forecast import Forecast, Network
@@ -28,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command("nodes")(lemons.nodes)
-app.command("drain-request")(lemons.drain)
+app.command("nodes")(lemon_nodes.nodes)
+app.command("drain-request")(lemon_nodes.drain)
 
 _Topology = Annotated[
     Path | None,
@@ -166,7 +166,7 @@ def network_of(
 ) -> Network:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
     from hpcrun.launch.submit.forecast import look
-    from hpcrun.slurm.live import ask_cluster
+    from hpcrun.slurm.cluster_state import ask_cluster
     from hpcrun.specs.cluster import find_cluster
 
     profile = find_cluster(None if cluster in (None, "default", "local") else cluster)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
-from hpcrun import __version__, here
+from hpcrun import __version__, local_identity
 from hpcrun.cli.streams import Streams
 from hpcrun.errors import (
     EXIT_DONE,
@@ -115,7 +115,7 @@ def _words(error: OSError) -> str:
     if error.filename:
         return f"{error.filename}: {told}"
     try:
-        here.working_directory()
+        local_identity.working_directory()
     except SiteError as gone:  # which the system does not name
         return str(gone)
     return told
@@ -182,7 +182,7 @@ def _be_rank(run_dir: str, number: str) -> int:
     from pathlib import Path
 
     from hpcrun.launch import shim
-    from hpcrun.launch.world import World, detect_world
+    from hpcrun.launcher_world import World, detect_world
     from hpcrun.specs import rank_error
     from hpcrun.specs.rundir import RunDir
 

@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TextIO
 
-from hpcrun.here import fill_descriptors
+from hpcrun.local_identity import fill_descriptors
 
 _FOR_GOOD = (errno.EPIPE, errno.EBADF)
 

@@ -15,7 +15,7 @@ import typer
 
 from hpcrun.errors import UsageError
 from hpcrun.launch import inbox as signals
-from hpcrun.launch.world import World, detect_world
+from hpcrun.launcher_world import World, detect_world
 
 if TYPE_CHECKING:
     from hpcrun.launch.course import Observer, Outcome

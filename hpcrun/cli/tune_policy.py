@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import UsageError
-from hpcrun.here import user_name
+from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

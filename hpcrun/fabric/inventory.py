@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrun.fabric.host import Gpu, HostInside, Nic, fold_cpus, inside, nearness, parse_cpus
+from hpcrun.fabric.node_topology import Gpu, HostInside, Nic, fold_cpus, inside, nearness, parse_cpus
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.fabric.host import HostInside, entries_of, line_of
+from hpcrun.fabric.node_topology import HostInside, entries_of, line_of
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hpcrun.fabric.host import fold_cpus, parse_cpus
+from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
 from hpcrun.specs.placement import Binding
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS, Level
-from hpcrun.launch.allocation import Allocation
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpcrun.launch.agents.pulse import Pulse
-from hpcrun.launch.allocation import Allocation
+from hpcrun.slurm.allocation import Allocation
 
 _EVERY_S = 60.0
 """Slurm's controller is everybody's: one question a minute and job."""

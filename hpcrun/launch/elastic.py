@@ -8,7 +8,7 @@ from typing import Any
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.record.view import replicas_of
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.replicas import least_ranks, shrink
+from hpcrun.specs.reduced_plan import least_ranks, shrink
 from hpcrun.specs.rundir import Attempt
 
 

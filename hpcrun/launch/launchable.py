@@ -14,7 +14,7 @@ from typing import Literal
 
 from hpcrun.checkpoint.parity.sets import check_survivable
 from hpcrun.errors import Problem, SiteError, UsageError
-from hpcrun.launch.hydra import find_mpiexec
+from hpcrun.hydra import find_mpiexec
 from hpcrun.slurm.precheck import check_room
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec

@@ -16,9 +16,9 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
 from hpcrun.hostlist import fold
+from hpcrun.hydra import find_mpiexec, wait_statuses
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.allocation import step_environment
-from hpcrun.launch.hydra import find_mpiexec, wait_statuses
+from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
 

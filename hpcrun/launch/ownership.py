@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.launch.shm import remove_segments
+from hpcrun.shm_segments import remove_segments
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir

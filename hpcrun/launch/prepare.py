@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
 from hpcrun.launch.launchable import check_root
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
-from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.hf_directory import read_layout, why_inexact
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec

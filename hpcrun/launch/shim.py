@@ -18,9 +18,9 @@ from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.binding import bind
 from hpcrun.launch.nodevalues import apply_here
-from hpcrun.launch.shm import segments_of
 from hpcrun.launch.watch.progress import progress
-from hpcrun.launch.world import World
+from hpcrun.launcher_world import World
+from hpcrun.shm_segments import segments_of
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import (

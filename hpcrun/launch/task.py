@@ -21,7 +21,6 @@ from hpcrun.errors import (
     SiteError,
 )
 from hpcrun.launch.agents.comeback import ComeBack
-from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.endurance import say
@@ -33,6 +32,7 @@ from hpcrun.launch.predecessors import hold_for_others
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.rundir import RunDir

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hpcrun.door import ScarceError, hang_up, listen_at, take_in
+from hpcrun.listeners import ScarceError, hang_up, listen_at, take_in
 from hpcrun.tuning.reach import sort_out
 
 _CONNECT_S = 3.0

@@ -22,14 +22,14 @@ import numpy as np
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.shm import unname_segments
 from hpcrun.runtime.meeting import address_of_rank, open_store, rendezvous_of
 from hpcrun.runtime.together import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
+from hpcrun.shm_segments import unname_segments
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcrun.launch.world import World
+    from hpcrun.launcher_world import World
 
 _SPINS = 50
 """Polls of a pending MPI request before the first sleep: a message that is nearly there costs no sleep."""
@@ -492,7 +492,7 @@ _ARRIVALS = 1 << 20
 
 def connect(world: World | None) -> Control:
     """The control for the world this process was started in (a lone process is a world of one)."""
-    from hpcrun.launch.world import World
+    from hpcrun.launcher_world import World
 
     world = world or World(kind="single", rank=0, size=1, local_rank=0, local_size=1)
     if world.kind == "torchrun":

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hpcrun.data.corpus import Corpus, CorpusFile
 from hpcrun.errors import UsageError
-from hpcrun.specs.corpus import Corpus, CorpusFile
 from hpcrun.specs.data import DataSpec
 
 _PREFETCHED = 2

@@ -21,7 +21,7 @@ from hpcrun.checkpoint.drain.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.launch.vault.sweep import sweep_arenas
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
 from hpcrun.runtime.notes import say

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpcrun.authentication import parse_line
 from hpcrun.errors import SiteError
-from hpcrun.proof import parse_line
 
 _ANSWERS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""

@@ -16,7 +16,7 @@ from hpcrun.errors import RanksDiedError, SiteError
 from hpcrun.launch.trial import Trial, in_words, targets, why_not
 
 if TYPE_CHECKING:
-    from hpcrun.launch.world import World
+    from hpcrun.launcher_world import World
     from hpcrun.runtime.control import Control
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrun.errors import SiteError
-from hpcrun.fabric.host import fold_cpus, parse_cpus
+from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.device import Device, bare_uuid
 from hpcrun.specs.placement import Placement, read_placement

@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from hpcrun import __version__
+from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import shim
 from hpcrun.launch.course import Observer
 from hpcrun.launch.prepare import Prepared, prepare
-from hpcrun.launch.world import World, detect_world
+from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
 from hpcrun.runtime.device import Device, choose_device
@@ -31,10 +32,9 @@ from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_node
 from hpcrun.runtime.place import check_places, placed_gpu
 from hpcrun.runtime.quiet_exit import end_quietly
 from hpcrun.specs import rank_error
-from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
-from hpcrun.specs.replicas import read_plan
+from hpcrun.specs.reduced_plan import read_plan
 from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
 
 

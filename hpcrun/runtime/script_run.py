@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.world import World, detect_world
+from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_job_of

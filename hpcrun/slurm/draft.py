@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from hpcrun.hostlist import fold
+from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY
 from hpcrun.slurm.limits import Partition, takes_gpu_family
-from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.slurm.topology import Unit
 from hpcrun.specs.cluster import ClusterSpec, MpiSpec, PartitionSpec, TopologySpec

@@ -20,8 +20,8 @@ from hpcrun.slurm.directives import partition_of
 from hpcrun.slurm.precheck import Finding
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.resources import ResourcesSpec
+from hpcrun.specs.validation import problems_of
 from hpcrun.units import parse_memory, parse_time
 
 KEYS: dict[str, str] = {

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from hpcrun.slurm.ids import JobId, parse_job_id
-from hpcrun.slurm.printed import (
+from hpcrun.slurm.output_formats import (
     Fields,
     inside,
     number,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpcrun.slurm.printed import parse_records, said, whole_number
+from hpcrun.slurm.output_formats import parse_records, said, whole_number
 from hpcrun.slurm.versions import Version, parse_version
 from hpcrun.units import read_memory, read_time
 

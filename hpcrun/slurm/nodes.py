@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hpcrun.slurm.printed import (
+from hpcrun.slurm.output_formats import (
     inside,
     number,
     parse_json,

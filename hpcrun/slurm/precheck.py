@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.here import expand_path
 from hpcrun.hostlist import expand, fold
+from hpcrun.local_identity import expand_path
+from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY, gpus_of, partition_of
 from hpcrun.slurm.limits import Partition, takes_gpu_family
-from hpcrun.slurm.live import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec

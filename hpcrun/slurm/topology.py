@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.printed import inside, string, whole_number
+from hpcrun.slurm.output_formats import inside, string, whole_number
 from hpcrun.specs.yaml import parse_value
 
 UnitKind = Literal["switch", "block", "aggregate", "ring", "torus"]

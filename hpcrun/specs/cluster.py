@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.specs.fields import Directory, Memory, Module, Name, Pattern, Time, Word, keeps_needed
-from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.profiles import all_profiles
 from hpcrun.specs.telemetry import Hooks, SiteTelemetrySpec
+from hpcrun.specs.validation import problems_of
 from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
 
 

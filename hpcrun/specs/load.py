@@ -11,10 +11,9 @@ from typing import Any
 
 from hpcrun.errors import Problem, SpecError, UsageError
 from hpcrun.files import read_regular
-from hpcrun.here import absolute, working_directory
+from hpcrun.local_identity import absolute, working_directory
 from hpcrun.specs.data import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.mistakes import show
 from hpcrun.specs.model import PRESETS
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.portable import portable_part
@@ -22,6 +21,7 @@ from hpcrun.specs.resolve import defaults, resolve
 from hpcrun.specs.resources import SweepSpec
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import combinations
+from hpcrun.specs.validation import show
 from hpcrun.specs.yaml import Document, load_document, parse_document, parse_value, render_document
 
 _COMMAND_LINE = "command line"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hpcrun.errors import UsageError
 from hpcrun.files import is_private
-from hpcrun.here import owner_name
+from hpcrun.local_identity import owner_name
 
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir

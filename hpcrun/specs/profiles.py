@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import Problem, SpecError
-from hpcrun.here import expand_path
+from hpcrun.local_identity import expand_path
 from hpcrun.specs.shipped import shipped
 
 

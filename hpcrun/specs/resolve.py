@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from hpcrun.errors import Problem
 from hpcrun.mesh import AXES
 from hpcrun.specs.job import NOT_YET, JobSpec
-from hpcrun.specs.mistakes import nearest, problems_of, show
 from hpcrun.specs.model import PRESETS, model_fields_from_hf
 from hpcrun.specs.plan import Plan, contradictions, make_plan, with_layout
+from hpcrun.specs.validation import nearest, problems_of, show
 
 _SHORTHANDS = {"model": ("preset", "hf")}
 """Keys that stand for others, which take their place before the job is checked."""

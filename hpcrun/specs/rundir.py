@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.files import make_directories
-from hpcrun.here import absolute
+from hpcrun.local_identity import absolute
 from hpcrun.specs.attempt import Attempt
 from hpcrun.specs.branch import become_itself, require_identity
 from hpcrun.specs.identity import Identity, digest_of, parse_identity, read_identity, write_identity

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.host import entries_of, line_of
+from hpcrun.fabric.node_topology import entries_of, line_of
 from hpcrun.specs.yaml import parse_document
 from hpcrun.tuning.finding import Confidence, Finding, Level, worst_first
 from hpcrun.tuning.host import Ask, Host

@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.fabric.host import HostInside, inside, line_of, parse_cpus
+from hpcrun.fabric.node_topology import HostInside, inside, line_of, parse_cpus
 from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
 from hpcrun.tuning.environment import Setting, conf_paths, effective, parse_nccl_conf, resolve
 from hpcrun.tuning.named_files import NamedFile, named_files

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrun.errors import UsageError
-from hpcrun.here import expand_path
+from hpcrun.local_identity import expand_path
 from hpcrun.tuning.registry import Version, parse_version, show_version
 
 if TYPE_CHECKING:

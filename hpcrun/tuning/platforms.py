@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.fabric.collectives import Inside
 from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.specs.mistakes import problems_of
+from hpcrun.specs.validation import problems_of
 from hpcrun.specs.yaml import Document, load_document
 from hpcrun.tuning.nccl_model import Cpu, Graph, Machine
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hpcrun.errors import SpecError
 from hpcrun.formulas import fewest_for_median, median_interval
 from hpcrun.specs.fields import Line, Name, Word
-from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.settings import Setting
+from hpcrun.specs.validation import problems_of
 from hpcrun.specs.yaml import Document, load_document, parse_document
 from hpcrun.tuning.conflicts import conflicts
 from hpcrun.tuning.environment import Setting as Assigned

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from hpcrun.errors import UsageError
 from hpcrun.files import check_output, read_regular
-from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.records import write_whole
+from hpcrun.specs.validation import problems_of
 from hpcrun.tuning.nccl_tests import Call, Timings
 from hpcrun.tuning.policy import FEWEST_PAIRS, MeasuredSpec, RowSpec, parse_policy
 from hpcrun.tuning.registry import parse_version, show_version

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+from hpcrun.authentication import HANDSHAKE_S, await_line, fresh_nonce, render_line
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Stamp
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES, Frames, Throttle
 from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply, Shelf
-from hpcrun.proof import HANDSHAKE_S, await_line, fresh_nonce, render_line
 
 HERE = "127.0.0.1"
 GENERATION = "ab" * 16

@@ -28,7 +28,7 @@ ALSO = (
     "hpcrun.checkpoint.restore.repair",
     "hpcrun.tuning.advice",
     "hpcrun.slurm.template",
-    "hpcrun.specs.prepare",
+    "hpcrun.data.tokenize",
 )
 """What many verbs load only when they need it: here once."""
 STANDARD = (

@@ -14,7 +14,7 @@ import pytest
 
 from hpcrun.cli.main import main
 from hpcrun.errors import EXIT_USAGE, SiteError
-from hpcrun.launch.hydra import find_mpiexec
+from hpcrun.hydra import find_mpiexec
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run

@@ -29,7 +29,7 @@ def main(run_dir, number, requests):
     from pathlib import Path
     from hpcrun.errors import NotANumberError
     from hpcrun.launch import shim
-    from hpcrun.launch.world import detect_world
+    from hpcrun.launcher_world import detect_world
     from hpcrun.specs.records import LineWriter, write_json
     from hpcrun.specs.rundir import RunDir
     attempt, world = RunDir(Path(run_dir)).attempt(number), detect_world(os.environ)

@@ -10,7 +10,7 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.fabric.draw import svg, tree_text
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
-from hpcrun.fabric.read import read_topology
+from hpcrun.fabric.topology_reader import read_topology
 from hpcrun.mesh import Degrees
 from hpcrun.specs.placement import Placement, in_blocks
 

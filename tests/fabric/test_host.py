@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.host import HostInside, Nic, fold_cpus, inside, parse_cpus
+from hpcrun.fabric.node_topology import HostInside, Nic, fold_cpus, inside, parse_cpus
 from hpcrun.specs.placement import Binding
 
 DATA = Path(__file__).parents[1] / "data" / "topology" / "inside"

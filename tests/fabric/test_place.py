@@ -14,7 +14,7 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.cost import cost
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
 from hpcrun.fabric.place import NoTreeError, Placed, order, place
-from hpcrun.fabric.read import read_topology, render_topology
+from hpcrun.fabric.topology_reader import read_topology, render_topology
 from hpcrun.fabric.traffic import Flow, Traffic, declared
 from hpcrun.mesh import AXES, Degrees
 from hpcrun.specs.placement import in_blocks

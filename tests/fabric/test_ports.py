@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.fabric.host import inside
+from hpcrun.fabric.node_topology import inside
 from hpcrun.fabric.ports import Gid, addresses_of, interfaces, natural, pci_links, ports
 from tests.tuning.trees import lay_out
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Grid, Level
-from hpcrun.fabric.read import (
+from hpcrun.fabric.topology_reader import (
     find_fabric,
     from_addresses,
     from_names,
@@ -18,7 +18,7 @@ from hpcrun.fabric.read import (
     read_topology,
     render_topology,
 )
-from hpcrun.slurm.live import LiveCluster, read_cluster
+from hpcrun.slurm.cluster_state import LiveCluster, read_cluster
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 
 DATA = Path(__file__).parents[1] / "data"

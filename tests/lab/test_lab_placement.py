@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.fabric.host import fold_cpus
+from hpcrun.fabric.node_topology import fold_cpus
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 

@@ -165,7 +165,7 @@ ONE_STEP = """
 import os, sys
 from pathlib import Path
 from hpcrun.address import reachable_address
-from hpcrun.launch.allocation import find_allocation
+from hpcrun.slurm.allocation import find_allocation
 from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.launchers import step_environment
 from hpcrun.launch.agents.lease import Leadership

@@ -14,8 +14,8 @@ from hpcrun import process
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.prepare import prepare
-from hpcrun.launch.shm import mpi_segments, unmapped
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.shm_segments import mpi_segments, unmapped
 from hpcrun.specs.rundir import RunDir
 
 PROGRAM = Path(__file__).with_name("rank_program.py")

@@ -14,7 +14,6 @@ from typing import Any
 
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.happenings import Happening, NodeLost
 from hpcrun.launch.health.preflight import Ask
@@ -23,6 +22,7 @@ from hpcrun.launch.launchers import Hydra, Launcher
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, in_blocks
 from hpcrun.specs.plan import Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcrun.errors import NotANumberError
 from hpcrun.launch import shim
 from hpcrun.launch.watch.progress import progress
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.specs import rank_error
 from hpcrun.specs.records import LineWriter, write_json
 from hpcrun.specs.rundir import Attempt, RunDir

@@ -15,7 +15,6 @@ import pytest
 from hpcrun.launch import site as places
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.health.admission import Admission, ask_for, judge
@@ -31,6 +30,7 @@ from hpcrun.launch.record.ledger import read_ledger
 from hpcrun.launch.record.story import story
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job

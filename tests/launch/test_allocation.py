@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.allocation import Allocation, find_allocation
+from hpcrun.slurm.allocation import Allocation, find_allocation
 from hpcrun.specs.rundir import RunDir
 
 JOB = Allocation(61, ("n01", "n02"), "61", is_batch=True, restarts=0)

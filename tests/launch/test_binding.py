@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.fabric import inventory
-from hpcrun.fabric.host import fold_cpus, parse_cpus
 from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory, try_inventory
+from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
 from hpcrun.launch.assign import Circumstances, circumstances, decide
 from hpcrun.launch.command import rank_command
 from hpcrun.launch.nodevalues import render_table, table_of

@@ -15,12 +15,12 @@ import pytest
 
 from hpcrun.checkpoint.levels import Level
 from hpcrun.launch import deadline as last
-from hpcrun.launch.allocation import Allocation, Fate
 from hpcrun.launch.closing import Register
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.deadline import LastCall, Pace, deadline, deepest, grace_s, watched
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.site import Site
+from hpcrun.slurm.allocation import Allocation, Fate
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import create_run

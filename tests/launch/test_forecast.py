@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.launch.submit.forecast import look
-from hpcrun.slurm.live import read_cluster
+from hpcrun.slurm.cluster_state import read_cluster
 
 NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
 

@@ -12,11 +12,11 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.launch import predecessors, task
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.inbox import let_through
 from hpcrun.launch.predecessors import hold_for_others
 from hpcrun.launch.record.runs import look_at
 from hpcrun.launch.submit.snapshot import record_origin
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.predecessors import write_predecessors

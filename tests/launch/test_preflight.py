@@ -29,7 +29,7 @@ from hpcrun.launch.health.checked import (
 from hpcrun.launch.health.gpuhealth import gpu_health, judge_gpus, parse_gpus, with_rows
 from hpcrun.launch.health.preflight import Ask, answer, look
 from hpcrun.launch.health.probes import Place
-from hpcrun.launch.shm import stale_segments
+from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.preflight import CHECKS, checks_of
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.rundir import create_run
 

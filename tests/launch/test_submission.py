@@ -20,7 +20,6 @@ from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.command import STEP_VARIABLE
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.record.runs import look_at_elements
@@ -30,6 +29,7 @@ from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.process import ProcessId
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job, parse_job
 from hpcrun.specs.placement import Placement

@@ -17,13 +17,13 @@ from hpcrun.launch.agents.lease import FencedError, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.agents.succession import Succession, left_out, own
 from hpcrun.launch.agents.takeover import run_taken_over
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.site import Site
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.outlets.telemetry import _orders, told_of
 from hpcrun.launch.site import Site as Place
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json, read_lines

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.happenings import Progress, decode, encode
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.prepare import prepare
@@ -22,6 +21,7 @@ from hpcrun.launch.watch.progress import Reporter
 from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_lines, parse_stacks
 from hpcrun.launch.watch.stragglers import Stragglers
 from hpcrun.launch.watch.watchdog import Watchdog
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_lines

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.world import World, detect_world, without_world
+from hpcrun.launcher_world import World, detect_world, without_world
 
 CAPTURED = Path(__file__).parents[1] / "data" / "worlds.txt"
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hpcrun.checkpoint.compare import differences
 from hpcrun.checkpoint.read import Generation
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control, connect

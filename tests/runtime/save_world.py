@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpoint, datafiles
 from hpcrun.runtime.checkpoint import Checkpointer, load_weights
 from hpcrun.runtime.control import Control, connect

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hpcrun
 from hpcrun.errors import UsageError
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.runtime.control import Control, connect
 from tests.runtime.random_states import Maker, difference, facts
 

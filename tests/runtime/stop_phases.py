@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpcrun.checkpoint.policy import auto
-from hpcrun.launch.world import World
+from hpcrun.launcher_world import World
 from hpcrun.runtime import loop, rank
 from hpcrun.runtime.sharded import ShardedModel
 from hpcrun.specs.records import read_json, read_lines

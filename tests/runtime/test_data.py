@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import UsageError
 from hpcrun.runtime.data import Batches, TokenSource, eval_batches, permute
-from hpcrun.specs.corpus import inspect_corpus
 from hpcrun.specs.data import DataSpec
 
 S = 4

@@ -16,7 +16,7 @@ from hpcrun.runtime.optim import rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines
-from hpcrun.specs.replicas import with_replicas
+from hpcrun.specs.reduced_plan import with_replicas
 from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
 from tests.runtime.test_data import S, counting_source, ids

@@ -22,7 +22,7 @@ import torch
 
 import hpcrun
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.world import detect_world
+from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpointer as face
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.script_run import open_control

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from hpcrun.authentication import fresh_nonce
 from hpcrun.checkpoint.drain.lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
-from hpcrun.door import Crowd, Door
 from hpcrun.launch.agents import wire
 from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, join
 from hpcrun.launch.outlets import exporter
@@ -29,7 +29,7 @@ from hpcrun.launch.watch import listener as listeners
 from hpcrun.launch.watch import progress
 from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.progress import Reporter
-from hpcrun.proof import fresh_nonce
+from hpcrun.listeners import Crowd, Door
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.workers import Host
 from tests.security.users import ATTACKER, as_user, needs_root

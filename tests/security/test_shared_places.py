@@ -27,7 +27,7 @@ from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.launch.health import probes
 from hpcrun.launch.outlets.exporter import Exporter
-from hpcrun.launch.shm import remove_segments, stale_segments
+from hpcrun.shm_segments import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.identity import digest_of
 from hpcrun.specs.records import write_json

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcrun.hostlist import expand
-from hpcrun.slurm import answers, ids, jobs, limits, nodes, printed, states, topology, versions
+from hpcrun.slurm import answers, ids, jobs, limits, nodes, output_formats, states, topology, versions
 from hpcrun.units import read_memory, read_time
 
 CAPTURED = Path(__file__).parents[1] / "data" / "slurm"
@@ -179,7 +179,7 @@ WORDS: tuple[Callable[[str], Any], ...] = (
     ids.parse_job_id,
     nodes.parse_gpus,
     nodes.parse_node_state,
-    printed.whole_number,
+    output_formats.whole_number,
     read_memory,
     read_time,
     states.parse_reason,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from hpcrun.errors import SpecError
+from hpcrun.slurm.cluster_state import read_cluster
 from hpcrun.slurm.draft import differences, draft_cluster, not_compared
-from hpcrun.slurm.live import read_cluster
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 
 Captured = Callable[[str, str], str]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SpecError
-from hpcrun.slurm.live import LiveCluster, read_cluster
+from hpcrun.slurm.cluster_state import LiveCluster, read_cluster
 from hpcrun.slurm.precheck import (
     Finding,
     check_fit,

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
+from hpcrun.data import corpus as corpus_module
+from hpcrun.data import tokenize as prepare_module
+from hpcrun.data.corpus import Corpus, Split, inspect_corpus, load_sidecar
+from hpcrun.data.tokenize import prepare
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.specs import corpus as corpus_module
-from hpcrun.specs import prepare as prepare_module
-from hpcrun.specs.corpus import Corpus, Split, inspect_corpus, load_sidecar
 from hpcrun.specs.data import DataSpec
-from hpcrun.specs.prepare import prepare
 
 
 def inspect(**data: object) -> Corpus:

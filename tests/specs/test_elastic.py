@@ -9,7 +9,7 @@ import pytest
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.load import ResolvedJob, parse_job, render_job
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.replicas import least_ranks, read_plan, shrink, with_replicas
+from hpcrun.specs.reduced_plan import least_ranks, read_plan, shrink, with_replicas
 
 BASE = "model: {preset: demo, layers: 8}\ndata: {text: x, seq_len: 64}\n"
 

@@ -27,7 +27,7 @@ from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.write import write_image
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, make_directories
-from hpcrun.here import expand_path
+from hpcrun.local_identity import expand_path
 
 _ASIDE = ".aside"
 _PROOF = ".prove"

@@ -41,9 +41,9 @@ from hpcrun.checkpoint.drain.stations import (
 from hpcrun.checkpoint.levels import Holding, Level, Station
 from hpcrun.checkpoint.parity.blocks import parity_holdings
 from hpcrun.checkpoint.prove import Damage, damages_in, without
-from hpcrun.door import take_in_ours
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
+from hpcrun.listeners import take_in_ours
 from hpcrun.specs.rundir import RunDir
 
 _NICE = 10

@@ -20,8 +20,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.door import hang_up
-from hpcrun.proof import MARK_BYTES, Seal, parse_line
+from hpcrun.authentication import MARK_BYTES, Seal, parse_line
+from hpcrun.listeners import hang_up
 
 FRAME_BYTES = 1 << 20
 """No frame is longer, so that nobody needs more memory than this for one."""

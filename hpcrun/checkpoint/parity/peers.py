@@ -16,13 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import LEVELS, Holding
-from hpcrun.checkpoint.parity.blocks import geometry_of
-from hpcrun.checkpoint.parity.files import read_at
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle
-from hpcrun.door import Door, hang_up
-from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.proof import (
+from hpcrun.authentication import (
     HANDSHAKE_S,
     await_line,
     fresh_nonce,
@@ -32,6 +26,12 @@ from hpcrun.proof import (
     proves,
     render_line,
 )
+from hpcrun.checkpoint.levels import LEVELS, Holding
+from hpcrun.checkpoint.parity.blocks import geometry_of
+from hpcrun.checkpoint.parity.files import read_at
+from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle
+from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.listeners import Door, hang_up
 
 TIMEOUT_S = 20.0
 """For one frame."""

@@ -25,7 +25,6 @@ from hpcrun.files import append_to
 from hpcrun.launch.agents.heir import Heir
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.agents.uplink import Uplink
-from hpcrun.launch.allocation import find_allocation
 from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.health.preflight import answer
@@ -33,7 +32,8 @@ from hpcrun.launch.meeting import NodeRendezvous
 from hpcrun.launch.ownership import sweep_segments
 from hpcrun.launch.vault.host import DrainHost
 from hpcrun.launch.vault.sweep import sweep_arenas
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
+from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.rundir import RunDir
 
 _TICK_S = 0.2

@@ -14,13 +14,13 @@ from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recover
 from hpcrun.launch.agents.lease import claim, claimed_by, newest_epoch
 from hpcrun.launch.agents.succession import Succession, stand_back
-from hpcrun.launch.allocation import batch_identity
 from hpcrun.launch.closing import Register
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.ownership import supervisor_of, sweep_leftovers
 from hpcrun.launch.site import Site
+from hpcrun.slurm.allocation import batch_identity
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.rundir import RunDir
 

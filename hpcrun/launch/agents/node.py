@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.launch.happenings import OnNode, RankEnded, RankMet, RankStopped, RankUp
-from hpcrun.launch.shm import mpi_segments, remove_segments, segments_of, unmapped
 from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.probe import look_into
-from hpcrun.launch.world import rank_in
+from hpcrun.launcher_world import rank_in
 from hpcrun.process import Handle, ProcessId
+from hpcrun.shm_segments import mpi_segments, remove_segments, segments_of, unmapped
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt

@@ -18,10 +18,10 @@ from hpcrun.launch.agents.lease import (
     newest_epoch,
     sign_of,
 )
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.course import Outcome, Status
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.ownership import hold, succeed, supervisor_of
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.door import Door
-from hpcrun.proof import (
+from hpcrun.authentication import (
     HANDSHAKE_S,
     MARK_BYTES,
     Seal,
@@ -34,6 +33,7 @@ from hpcrun.proof import (
     proves,
     render_line,
 )
+from hpcrun.listeners import Door
 
 MOST_BYTES = 1 << 20
 """A line is no longer; whoever sends more does not speak our language."""

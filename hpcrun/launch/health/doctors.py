@@ -13,9 +13,9 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.launch.allocation import Allocation, step_environment
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
+from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.checks import clock_skew
 from hpcrun.tuning.finding import Finding
 

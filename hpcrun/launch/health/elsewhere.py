@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand, fold
-from hpcrun.launch.allocation import Allocation
 from hpcrun.launch.health.lemons import most_avoided
+from hpcrun.slurm.allocation import Allocation
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import parse_scontrol_jobs
 

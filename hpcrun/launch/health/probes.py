@@ -21,7 +21,6 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
 from hpcrun.files import Folder, aside_name, clock_of
-from hpcrun.here import expand_path
 from hpcrun.launch.agents.lease import LEADERLESS_S, is_led
 from hpcrun.launch.health.checked import (
     Checked,
@@ -33,8 +32,9 @@ from hpcrun.launch.health.checked import (
 )
 from hpcrun.launch.health.gpuhealth import gpu_health
 from hpcrun.launch.health.xids import XidAction, recent_xids
-from hpcrun.launch.shm import stale_segments
+from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
+from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
-from hpcrun.launch.allocation import Allocation, step_environment
 from hpcrun.launch.trial import Trial
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
+from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.names import render_names, socket_choice
 from hpcrun.tuning.reach import judge

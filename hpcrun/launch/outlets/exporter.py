@@ -14,7 +14,6 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from hpcrun.door import Crowd, ScarceError, take_in
 from hpcrun.errors import UsageError
 from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
@@ -23,6 +22,7 @@ from hpcrun.launch.outlets.shown import ShownFile, remove_stale
 from hpcrun.launch.outlets.tally import Follower, Tally
 from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.record.runs import look_at
+from hpcrun.listeners import Crowd, ScarceError, take_in
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json, write_whole

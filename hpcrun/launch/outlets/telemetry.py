@@ -18,11 +18,11 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
-from hpcrun.here import expand_path, working_directory
 from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
 from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.site import Site
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
+from hpcrun.local_identity import expand_path, working_directory
 from hpcrun.masking import Masker
 from hpcrun.process import with_our_package
 from hpcrun.specs.fields import given

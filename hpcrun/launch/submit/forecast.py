@@ -12,11 +12,11 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.cost import BLOCK
 from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import Placed, place
-from hpcrun.fabric.read import find_fabric
+from hpcrun.fabric.topology_reader import find_fabric
 from hpcrun.fabric.traffic import traffic_of
 from hpcrun.hostlist import expand
 from hpcrun.launch.health.lemons import known_lemons
-from hpcrun.slurm.live import LiveCluster
+from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 from hpcrun.specs.cluster import ClusterSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from hpcrun import here
+from hpcrun import local_identity
 from hpcrun.errors import FunctionError, Problem, SpecError, UsageError
 from hpcrun.launch.call import Call, paths_of_modules, result_of
 from hpcrun.specs.rundir import RunDir
@@ -162,7 +162,7 @@ def _submitted(
 ) -> list[FunctionJob[R]]:
     from hpcrun.launch.submit.submission import submit as hand_over
 
-    here.fill_descriptors()
+    local_identity.fill_descriptors()
     _check_calls(fn, calls)
     log, request = logging.getLogger("hpcrun"), _request(fn, calls, spec, is_array)
     done = hand_over(request, log.warning, log.info)
@@ -185,13 +185,13 @@ def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bo
     from hpcrun.launch.submit.request import Request, profile_of
     from hpcrun.launch.submit.script import python_of
     from hpcrun.specs.load import resolve_job
-    from hpcrun.specs.mistakes import nearest
+    from hpcrun.specs.validation import nearest
     from hpcrun.specs.yaml import Document, load_document
 
     if isinstance(spec, str | Path):
-        document, base = load_document(Path(spec)), here.absolute(spec).parent
+        document, base = load_document(Path(spec)), local_identity.absolute(spec).parent
     else:
-        document, base = Document(dict(spec or {}), {"": "spec"}), here.working_directory()
+        document, base = Document(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
     given = document.values
     wrong = [key for key in given if key not in KEYS]
     made = [Call(fn, args, kwargs, paths_of_modules()) for args, kwargs in calls]

@@ -21,9 +21,9 @@ from hpcrun.launch.submit.forecast import Network, forecast, look
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.launch.submit.script import python_of, root_of, runtime_of, script_context, template_name
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
+from hpcrun.slurm.cluster_state import LiveCluster, ask_cluster
 from hpcrun.slurm.contract import ScriptContext
 from hpcrun.slurm.inputs import Inputs, read_inputs
-from hpcrun.slurm.live import LiveCluster, ask_cluster
 from hpcrun.slurm.precheck import (
     Finding,
     check_fit,

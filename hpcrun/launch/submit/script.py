@@ -21,9 +21,9 @@ from hpcrun.slurm.versions import Version
 from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
 from hpcrun.specs.fields import given, taken_away
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.mistakes import problems_of
 from hpcrun.specs.resources import OWN_OPTIONS, RetrySpec
 from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.validation import problems_of
 from hpcrun.units import parse_time
 
 CALL = ("-u", "-P", "-m", "hpcrun", "_call")

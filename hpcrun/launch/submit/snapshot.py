@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import hpcrun
-from hpcrun import here, process
+from hpcrun import local_identity, process
 from hpcrun.errors import SiteError
 from hpcrun.masking import Masker
 from hpcrun.specs.cluster import ClusterSpec, render_cluster
@@ -43,9 +43,9 @@ def record_origin(
         ranks=spec.ranks,
         steps=None if spec.command else spec.train.steps,
         created=time.time(),
-        user=here.user_name(),
+        user=local_identity.user_name(),
         host=os.uname().nodename,
-        directory=str(here.working_directory()),
+        directory=str(local_identity.working_directory()),
         argv=Masker().mask_words(sys.argv),
         hpcrun=hpcrun.__version__,
         python=sys.version.split()[0],

@@ -22,7 +22,7 @@ from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.world import without_world
+from hpcrun.launcher_world import without_world
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 

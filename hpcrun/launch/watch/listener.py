@@ -9,11 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from hpcrun.door import take_in_ours
+from hpcrun.authentication import is_count, parse_line
 from hpcrun.launch.happenings import Progress
 from hpcrun.launch.watch.progress import MESSAGE_BYTES
+from hpcrun.listeners import take_in_ours
 from hpcrun.process import Handle, identify
-from hpcrun.proof import is_count, parse_line
 
 _BACKLOG = 1024
 _AT_ONCE = 4096

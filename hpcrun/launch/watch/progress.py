@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.door import pid_if_ours
-from hpcrun.launch.world import rank_in
+from hpcrun.launcher_world import rank_in
+from hpcrun.listeners import pid_if_ours
 
 SOCKET_VARIABLE = "HPCRUN_PROGRESS"
 """Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""

@@ -15,10 +15,7 @@ from pathlib import Path
 from sys import byteorder
 from typing import BinaryIO, Protocol
 
-from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import aside_name, check_output
-from hpcrun.here import expand_path
-from hpcrun.specs.corpus import (
+from hpcrun.data.corpus import (
     BYTE_VOCAB,
     ITEM_SIZE,
     Sidecar,
@@ -27,6 +24,9 @@ from hpcrun.specs.corpus import (
     sidecar_path,
     why_not_text,
 )
+from hpcrun.errors import SiteError, UsageError
+from hpcrun.files import aside_name, check_output
+from hpcrun.local_identity import expand_path
 
 _PIECE = 1 << 20
 _BATCH = 4 << 20

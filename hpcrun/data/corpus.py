@@ -24,7 +24,7 @@ from sys import byteorder
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.here import expand_path
+from hpcrun.local_identity import expand_path
 from hpcrun.specs.data import PYTHON_STDLIB
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from hpcrun.fabric.graph import Fabric, Level, flat, plural
 from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
 from hpcrun.fabric.topoconf import check_topoconf
 from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
-from hpcrun.here import expand_path
 from hpcrun.hostlist import expand, fold, in_order
-from hpcrun.slurm.live import SAYS_FLAT, LiveCluster
+from hpcrun.local_identity import expand_path
+from hpcrun.slurm.cluster_state import SAYS_FLAT, LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.slurm.topology import (
     NamedTopology,

@@ -10,7 +10,7 @@ import typer
 
 from hpcrun.errors import UsageError
 from hpcrun.files import write_output
-from hpcrun.here import user_name
+from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+from hpcrun.authentication import HANDSHAKE_S, MOST_BYTES_OF_A_STRANGER, fresh_nonce, parse_line, render_line
 from hpcrun.errors import SiteError
-from hpcrun.proof import HANDSHAKE_S, MOST_BYTES_OF_A_STRANGER, fresh_nonce, parse_line, render_line
 
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REST_S = 0.1

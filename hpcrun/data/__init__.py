@@ -1,0 +1,1 @@
+"""Token files and corpora: made from text, and inspected without loading them."""
