@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.launch.record.ledger import read_ledger
+from hpcrun.runs.ledger import read_ledger
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 

@@ -247,7 +247,7 @@ def gc(
 
     from hpcrun.checkpoint.commit import find_garbage, remove
     from hpcrun.checkpoint.writer import live_writer
-    from hpcrun.launch.record.runs import look_at_all
+    from hpcrun.runs.run_state import look_at_all
     from hpcrun.specs.checkpoint import CheckpointSpec
     from hpcrun.specs.load import load_job_of
 

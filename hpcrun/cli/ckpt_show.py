@@ -119,7 +119,7 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
     """
     from hpcrun.checkpoint.writer import live_writer
     from hpcrun.errors import UsageError
-    from hpcrun.launch.record.runs import look_at_all
+    from hpcrun.runs.run_state import look_at_all
     from hpcrun.specs.provenance import read_provenance
 
     if not run.spec.exists():  # a script's saves

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcrun.cli.terminal import plain, raw
-from hpcrun.launch.watch.savelines import describe_save, describe_weights
 from hpcrun.local_identity import from_here
+from hpcrun.runs.save_text import describe_save, describe_weights
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -14,7 +14,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_SAVED, HpcrunError,
 from hpcrun.specs.rundir import RunDir, find_run, find_runs
 
 if TYPE_CHECKING:
-    from hpcrun.launch.record.story import Entry
+    from hpcrun.runs.event_text import Entry
 
 SCHEMA_VERSION = 1
 
@@ -36,15 +36,15 @@ def events(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run is over.")] = False,
 ) -> None:
     """What happened to a run: launches, saves, signals, faults, and how each attempt ended."""
-    from hpcrun.launch.record import story
+    from hpcrun.runs import event_text
 
     run = find_run(name)
     if run.sweep.is_file():
         raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
     if follow:
-        story.follow_story(run, _write_json if as_json else _write, _note)
+        event_text.follow_story(run, _write_json if as_json else _write, _note)
         return
-    found = story.story(run)
+    found = event_text.story(run)
     if as_json:
         print(_dump(run=run.id, events=[vars(entry) for entry in found]))
         return
@@ -71,7 +71,7 @@ def postmortem(
     as_json: _Json = False,
 ) -> None:
     """Put what an engineer asks for into one tar: records, logs, the story; secrets are masked."""
-    from hpcrun.launch.record.postmortem import postmortem as write_bundle
+    from hpcrun.runs.postmortem import postmortem as write_bundle
 
     run = find_run(name)
     bundle = write_bundle(run, out)
@@ -93,19 +93,19 @@ def save(
     ] = False,
 ) -> None:
     """Ask runs to save at their next step and go on (SIGUSR1)."""
-    from hpcrun.launch.record import ask
+    from hpcrun.runs import control
 
     seconds = _seconds(timeout, wait)
-    asked: list[ask.Asked] = []
+    asked: list[control.Asked] = []
 
     def ask_one(run: RunDir) -> None:
-        asked.append(ask.save(run, force=force))
+        asked.append(control.save(run, force=force))
         for line in asked[-1].lines:
             print(line, flush=True)
 
     code = _each(names, ask_one)
     if wait:
-        saved = [ask.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
+        saved = [control.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
         code = max(code, EXIT_DONE if all(saved) else EXIT_CHECK_FAILED)
     raise typer.Exit(code)
 
@@ -117,14 +117,14 @@ def stop(
     timeout: _Timeout = None,
 ) -> None:
     """Ask runs to save and stop; they are not queued again. What waits is taken out of the queue."""
-    from hpcrun.launch.record import ask
-    from hpcrun.launch.record.follow import wait as wait_for
+    from hpcrun.runs import control
+    from hpcrun.runs.follow import wait as wait_for
 
     seconds = _seconds(timeout, wait)
     asked: list[RunDir] = []
 
     def ask_one(run: RunDir) -> None:
-        for line in ask.stop(run):
+        for line in control.stop(run):
             print(line, flush=True)
         asked.append(run)
 

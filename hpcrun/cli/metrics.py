@@ -71,6 +71,6 @@ def metrics(
 def _parts(run: RunDir) -> list[RunDir]:
     if not run.sweep.is_file():
         return [run]
-    from hpcrun.launch.record.runs import elements_of
+    from hpcrun.runs.run_state import elements_of
 
     return elements_of(run)

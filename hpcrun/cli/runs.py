@@ -15,7 +15,7 @@ import typer
 from hpcrun.cli.display import Lines, duration
 from hpcrun.cli.terminal import one_line, write_log
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
-from hpcrun.launch.record import runs
+from hpcrun.runs import run_state
 from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
 
 SCHEMA_VERSION = 1
@@ -37,9 +37,9 @@ def list_runs(
 ) -> None:
     """The runs under the root (HPCRUN_ROOT, the profile's, ./runs), oldest first."""
     for state in states or ():
-        if state not in runs.STATES:
-            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(runs.STATES)}")
-    found = [one for one in runs.look_at_all(list(all_runs())) if not states or one.state in states]
+        if state not in run_state.STATES:
+            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(run_state.STATES)}")
+    found = [one for one in run_state.look_at_all(list(all_runs())) if not states or one.state in states]
     root = ", ".join(map(str, runs_roots()))
     if as_json:
         _print_json(root=root, runs=[one.as_json() for one in found])
@@ -51,7 +51,7 @@ def list_runs(
         print(f"no runs {'in this state ' if states else ''}under {root}")
 
 
-def _listed(state: runs.RunState) -> tuple[str, ...]:
+def _listed(state: run_state.RunState) -> tuple[str, ...]:
     return (
         state.run.id,
         _counts(state) or state.shown,
@@ -76,7 +76,7 @@ def status(
     if len(chosen) == 1 and not everything:
         _show_one(chosen[0], as_json)
         return
-    found = [one for one in runs.look_at_all(chosen) if not (everything and one.is_over)]
+    found = [one for one in run_state.look_at_all(chosen) if not (everything and one.is_over)]
     if as_json:
         _print_json(runs=[one.as_json() for one in found])
     elif found:
@@ -99,9 +99,9 @@ def _show_one(run: RunDir, as_json: bool) -> None:
     if run.sweep.is_file():
         _show_sweep(run, as_json)
         return
-    state = runs.with_slurm_state(runs.look_at_all([run])[0])
+    state = run_state.with_slurm_state(run_state.look_at_all([run])[0])
     if as_json:
-        from hpcrun.launch.record.describe import account
+        from hpcrun.runs.describe import account
 
         _print_json(**state.as_json(), ledger=account(state).as_json())
         return
@@ -122,11 +122,11 @@ def _show_one(run: RunDir, as_json: bool) -> None:
     )
 
 
-def _accounts(state: runs.RunState) -> dict[str, str]:
+def _accounts(state: run_state.RunState) -> dict[str, str]:
     """Faults, spares and goodput, where reading every step is a matter of a moment."""
     if _size(state.run.metrics) > _QUICK_BYTES:
         return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
-    from hpcrun.launch.record.describe import account, saves_of
+    from hpcrun.runs.describe import account, saves_of
 
     ledger = account(state)
     told = {"saves": "; ".join(saves_of(state.run).lines())}
@@ -151,10 +151,10 @@ def _size(path: Path) -> int:
 
 
 def _show_sweep(run: RunDir, as_json: bool) -> None:
-    from hpcrun.launch.record.describe import sweep_table
+    from hpcrun.runs.describe import sweep_table
 
     table = sweep_table(run)
-    whole = runs.sum_up(run, [state for _, state in table])
+    whole = run_state.sum_up(run, [state for _, state in table])
     if as_json:
         results = [{"overrides": changes, **state.as_json()} for changes, state in table]
         _print_json(**whole.as_json(), results=results)
@@ -179,7 +179,7 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
 @app.command()
 def describe(name: _Run, as_json: _Json = False) -> None:
     """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
-    from hpcrun.launch.record.describe import describe as describe_run
+    from hpcrun.runs.describe import describe as describe_run
 
     told, ledger = describe_run(find_run(name))
     if as_json:
@@ -250,7 +250,7 @@ def wait(
     as_json: _Json = False,
 ) -> None:
     """Wait until runs are over; the exit code is the run's, of several the worst."""
-    from hpcrun.launch.record import follow
+    from hpcrun.runs import follow
     from hpcrun.units import parse_time
 
     seconds = None if timeout is None else parse_time(timeout, "--timeout").seconds
@@ -260,7 +260,7 @@ def wait(
     if ahead := [one.run.id for one in found if not one.is_over]:
         _note(f"not over after {timeout}: {', '.join(ahead)}")
         raise typer.Exit(EXIT_CHECK_FAILED)
-    raise typer.Exit(runs.worst(one.code for one in found))
+    raise typer.Exit(run_state.worst(one.code for one in found))
 
 
 @app.command()
@@ -276,7 +276,7 @@ def logs(
     as_json: _Json = False,
 ) -> None:
     """What a rank has printed."""
-    from hpcrun.launch.record import follow as following
+    from hpcrun.runs import follow as following
 
     if follow and as_json:
         raise UsageError("logs: --json prints what there is now, as one object; leave out --follow or --json")
@@ -303,9 +303,9 @@ def follow_run(
     run: RunDir, *, rank: int | None = None, attempt: int | None = None, batch: bool = False
 ) -> int:
     """Show what a run prints until it is over, and on stderr how it comes along; its exit code."""
-    from hpcrun.launch.record.follow import follow
+    from hpcrun.runs.follow import follow
 
-    lines = Lines(runs.look_at(run).steps or 0, sys.stderr)
+    lines = Lines(run_state.look_at(run).steps or 0, sys.stderr)
     return follow(run, write_log, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
 
 
@@ -316,7 +316,7 @@ def cancel(
     as_json: _Json = False,
 ) -> None:
     """Ask runs to save and stop; what waits in the queue is taken out of it."""
-    from hpcrun.launch.record import cancel as stopping
+    from hpcrun.runs import cancel as stopping
 
     code, told = EXIT_DONE, []
     for run in find_runs(names, use="act"):
@@ -360,24 +360,24 @@ def _note(text: str) -> None:
     sys.stderr.flush()
 
 
-def _age(state: runs.RunState) -> str:
+def _age(state: run_state.RunState) -> str:
     """Since it last wrote something; the stamp may be of a clock that is ahead of this one."""
     return duration(max(0.0, time.time() - state.changed))
 
 
-def _why(state: runs.RunState) -> str:
+def _why(state: run_state.RunState) -> str:
     return state.shown + (f": {state.message}" if state.message else "")
 
 
-def _job(state: runs.RunState) -> str | None:
+def _job(state: run_state.RunState) -> str | None:
     return f"{state.job} on {state.cluster}" if state.job and state.cluster else state.job
 
 
-def _counts(state: runs.RunState) -> str:
+def _counts(state: run_state.RunState) -> str:
     return ", ".join(f"{count} {name}" for name, count in (state.elements or {}).items())
 
 
-def _step(state: runs.RunState) -> str:
+def _step(state: run_state.RunState) -> str:
     return _or_dash(state.step) + (f"/{state.steps}" if state.step is not None and state.steps else "")
 
 

@@ -161,7 +161,7 @@ def _supervise(
 
 def _refuse_one_that_goes_on(run: RunDir) -> None:
     """A run that waits in Slurm's queue, or runs there, would be run twice."""
-    from hpcrun.launch.record.runs import look_at_all
+    from hpcrun.runs.run_state import look_at_all
 
     (state,) = look_at_all([run])
     if state.state in ("queued", "running") and state.job is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED, FunctionError, UsageError
 from hpcrun.files import Folder, open_regular, require_private
-from hpcrun.launch.endurance import say
+from hpcrun.specs.io_retry import say
 from hpcrun.specs.rank_error import exit_code_of, report_error
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir

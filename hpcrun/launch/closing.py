@@ -11,13 +11,13 @@ from typing import Any
 
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recover
-from hpcrun.launch.agents.lease import LeaderWriter
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.deadline import grace_s
-from hpcrun.launch.endurance import patiently
 from hpcrun.launch.health.elsewhere import exclusion, keep_away
 from hpcrun.launch.site import Site
+from hpcrun.runs.lease import LeaderWriter
 from hpcrun.slurm.allocation import batch_identity
+from hpcrun.specs.io_retry import patiently
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir

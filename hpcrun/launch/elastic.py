@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.launch.prepare import Prepared
-from hpcrun.launch.record.view import replicas_of
+from hpcrun.runs.snapshot import replicas_of
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.reduced_plan import least_ranks, shrink
 from hpcrun.specs.rundir import Attempt

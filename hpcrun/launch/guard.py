@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED
-from hpcrun.launch.endurance import say
 from hpcrun.launch.inbox import NUMBERS
+from hpcrun.specs.io_retry import say
 
 _MOST = 3
 """So often in a row another one comes back here."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, SiteError
 from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.record.runs import RunState, look_at_all
+from hpcrun.runs.run_state import RunState, look_at_all
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.rundir import RunDir

@@ -15,7 +15,6 @@ from hpcrun.fabric.place import order
 from hpcrun.fabric.topology_reader import find_fabric, from_addresses
 from hpcrun.fabric.traffic import traffic_of
 from hpcrun.launch.agents.crew import Crew
-from hpcrun.launch.agents.lease import Leadership
 from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession, left_out
 from hpcrun.launch.command import STEP_VARIABLE, template_words
@@ -23,6 +22,7 @@ from hpcrun.launch.launchable import launcher_name, why_no_step_options
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun
 from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
+from hpcrun.runs.lease import Leadership
 from hpcrun.slurm.allocation import Allocation, find_allocation, step_environment
 from hpcrun.slurm.cluster_state import LiveCluster, ask_topology
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.launch import recover
-from hpcrun.launch.agents.lease import FencedError, LeaderWriter
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.agents.succession import Succession, left_out, own, stand_back
 from hpcrun.launch.assign import circumstances, decide
@@ -21,14 +20,12 @@ from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome, Status
 from hpcrun.launch.deadline import watched
 from hpcrun.launch.drains import Drains
-from hpcrun.launch.endurance import patiently
 from hpcrun.launch.health import admission
 from hpcrun.launch.health.blame import blamed
 from hpcrun.launch.health.lemons import Sighting, note_sightings
 from hpcrun.launch.inbox import Inbox, StopAsked
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.outlets.telemetry import told_of
-from hpcrun.launch.ownership import succeed, sweep_leftovers
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
@@ -36,6 +33,9 @@ from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.watch.watchdog import Watchdog
+from hpcrun.runs.lease import FencedError, LeaderWriter
+from hpcrun.runs.run_lock import succeed, sweep_leftovers
+from hpcrun.specs.io_retry import patiently
 from hpcrun.specs.load import render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole

@@ -23,17 +23,17 @@ from hpcrun.errors import (
 from hpcrun.launch.agents.comeback import ComeBack
 from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.endurance import say
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox, hold_back
 from hpcrun.launch.launchable import missing_modules
-from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.predecessors import hold_for_others
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.runs.run_lock import TakenError, hold
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
+from hpcrun.specs.io_retry import say
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep

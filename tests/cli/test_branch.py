@@ -17,7 +17,7 @@ from hpcrun.checkpoint.drain.arena import arena_folder
 from hpcrun.checkpoint.drain.local import LocalStation
 from hpcrun.checkpoint.objects.catalogue import copy_place
 from hpcrun.errors import UsageError
-from hpcrun.launch.record.runs import look_at, look_at_all
+from hpcrun.runs.run_state import look_at, look_at_all
 from hpcrun.specs.identity import Place, read_identity
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_json

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from hpcrun.cli.main import VERBS
-from hpcrun.launch.record.follow import wait
+from hpcrun.runs.follow import wait
 from hpcrun.specs.rundir import RunDir
 from tests.cli.surroundings import STRANGER
 

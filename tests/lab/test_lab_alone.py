@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpcrun.launch.ownership import supervisor_of
+from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story

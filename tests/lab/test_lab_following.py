@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.record.runs import look_at
+from hpcrun.runs.run_state import look_at
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.agents.lease import LEADERLESS_S
-from hpcrun.launch.record.ledger import read_ledger
+from hpcrun.runs.lease import LEADERLESS_S
+from hpcrun.runs.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
@@ -168,7 +168,7 @@ from hpcrun.address import reachable_address
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.launchers import step_environment
-from hpcrun.launch.agents.lease import Leadership
+from hpcrun.runs.lease import Leadership
 from hpcrun.specs.rundir import RunDir
 
 run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)

@@ -17,8 +17,8 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpcrun import process
 from hpcrun.launch import task
-from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.submit.snapshot import record_origin
+from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import read_json

@@ -26,10 +26,10 @@ from hpcrun.launch.health.preflight import Ask
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
 from hpcrun.launch.prepare import prepare
-from hpcrun.launch.record.ledger import read_ledger
-from hpcrun.launch.record.story import story
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.runs.event_text import story
+from hpcrun.runs.ledger import read_ledger
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec

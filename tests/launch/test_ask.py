@@ -15,8 +15,8 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.record.ask import Asked, save, stop, wait_for_saves
-from hpcrun.launch.record.follow import Pace
+from hpcrun.runs.control import Asked, save, stop, wait_for_saves
+from hpcrun.runs.follow import Pace
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run

@@ -19,12 +19,12 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.launch.record.story import story
 from hpcrun.launch.rehearsal.chaos import NotYetError, Strike, aim, inflict, require_running
 from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.launch.rehearsal.filler import Filler
 from hpcrun.launch.rehearsal.scenario import Play, check_victims, load_scenario
 from hpcrun.mesh import Degrees
+from hpcrun.runs.event_text import story
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run

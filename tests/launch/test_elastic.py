@@ -9,9 +9,9 @@ import pytest
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.elastic import fit_on, least_nodes
 from hpcrun.launch.prepare import Prepared, prepare
-from hpcrun.launch.record import runs
-from hpcrun.launch.record.describe import describe
-from hpcrun.launch.record.story import story
+from hpcrun.runs import run_state
+from hpcrun.runs.describe import describe
+from hpcrun.runs.event_text import story
 from hpcrun.specs.records import read_json, read_lines
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
@@ -63,7 +63,7 @@ def test_a_lost_node_costs_its_replica_and_the_batch_stays(site: Site) -> None:
     assert lines[0] == (
         "relaunch in the same allocation without b with 2 of 3 replicas, it had 3; 0 spares left"
     )
-    state = runs.look_at(outcome.run)
+    state = run_state.look_at(outcome.run)
     assert (state.replicas, state.whole_replicas) == (1, 3)
     attempts = describe(outcome.run)[0]["attempts"]
     assert [one["replicas"] for one in attempts] == [None, {"there": 2, "whole": 3}, {"there": 1, "whole": 3}]

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch import closing, endurance, task
+from hpcrun.launch import closing, task
 from hpcrun.launch import supervisor as supervisors
-from hpcrun.launch.agents import lease
-from hpcrun.launch.endurance import patiently
+from hpcrun.runs import lease
+from hpcrun.specs import io_retry
+from hpcrun.specs.io_retry import patiently
 from hpcrun.specs.records import LineWriter, read_json, read_lines, write_json
 from tests.launch.conftest import Site
 
@@ -34,7 +35,7 @@ class Full:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endurance, "_EVERY_S", 0.01)
+    monkeypatch.setattr(io_retry, "_EVERY_S", 0.01)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
@@ -45,7 +46,7 @@ def test_what_passes_is_waited_for(number: int) -> None:
 def test_what_stays_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="Permission denied"):
         patiently(Full(errno.EACCES).pass_through)
-    monkeypatch.setattr(endurance, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(io_retry, "PATIENCE_S", -1.0)
     with pytest.raises(OSError, match="No space left"):
         patiently(Full().pass_through)
 

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from hpcrun.launch.outlets.exporter import Exporter, figures_of
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
-from hpcrun.launch.outlets.heard import Heard, heard_s
 from hpcrun.mesh import Degrees
+from hpcrun.runs.heartbeat_age import Heard, heard_s
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run

@@ -14,11 +14,11 @@ from hpcrun.errors import SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.agents import crew as crews
 from hpcrun.launch.agents.crew import Crew
-from hpcrun.launch.agents.lease import Leadership
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.runs.lease import Leadership
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.records import read_json, write_json

@@ -17,11 +17,11 @@ from submitit.helpers import DelayedSubmission
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, UsageError
-from hpcrun.launch.record.ask import save
-from hpcrun.launch.record.runs import look_at
 from hpcrun.launch.submit.functions import FunctionJob
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import submit
+from hpcrun.runs.control import save
+from hpcrun.runs.run_state import look_at
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import all_runs
 from tests.slurm.fakes import Fake, calls, stand_ins

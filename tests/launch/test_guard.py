@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.agents.lease import read_leader
-from hpcrun.launch.ownership import supervisor_of
-from hpcrun.launch.record.story import story
 from hpcrun.launch.rehearsal.chaos import aim, inflict
 from hpcrun.launch.rehearsal.faults import Fault
+from hpcrun.runs.event_text import story
+from hpcrun.runs.lease import read_leader
+from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.specs.records import read_json, read_lines
 from tests.launch.batch import HOST, LOOP, ROOT, Job, over, pretended_nodes, spec_of, submitted
 

@@ -14,7 +14,7 @@ from hpcrun.checkpoint.levels import HeldPart, Holding
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.vault import host as hosts
 from hpcrun.launch.vault.guests import divide
-from hpcrun.launch.vault.words import in_words, spares_in_words
+from hpcrun.runs.level_text import in_words, spares_in_words
 from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
 assert site  # the fixture

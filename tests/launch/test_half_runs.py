@@ -15,11 +15,11 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.prepare import prepare
-from hpcrun.launch.record.follow import wait
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import submit
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog
+from hpcrun.runs.follow import wait
 from hpcrun.specs.rundir import RunDir
 
 MOST = 40

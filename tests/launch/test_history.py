@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.policy.rates import Seen
-from hpcrun.launch.record.history import alike, measured, of_attempts, of_lines, seen
-from hpcrun.launch.record.timeline import timelines
+from hpcrun.runs.history import alike, measured, of_attempts, of_lines, seen
+from hpcrun.runs.timeline import timelines
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.rundir import RunDir, create_run

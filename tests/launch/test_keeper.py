@@ -26,7 +26,7 @@ from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.vault.poison import note_doubt, read_poison, tells_against
 from hpcrun.launch.vault.story import Story
 from hpcrun.launch.vault.undurable import Undurable
-from hpcrun.launch.vault.words import in_words
+from hpcrun.runs.level_text import in_words
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.agents import lease, uplink
-from hpcrun.launch.agents.lease import (
+from hpcrun.launch.agents import uplink
+from hpcrun.launch.agents.pulse import TICK_S, AwakeClock
+from hpcrun.launch.agents.wire import host_answers
+from hpcrun.runs import lease
+from hpcrun.runs.lease import (
     CONFIRM_S,
     HOSTLESS_S,
     LEADERLESS_S,
@@ -28,9 +31,7 @@ from hpcrun.launch.agents.lease import (
     read_lease,
     sign_of,
 )
-from hpcrun.launch.agents.pulse import TICK_S, AwakeClock
-from hpcrun.launch.agents.wire import host_answers
-from hpcrun.launch.ownership import TakenError, hold, succeed
+from hpcrun.runs.run_lock import TakenError, hold, succeed
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -221,7 +222,7 @@ def test_a_supervisor_that_stood_still_looks_before_it_acts(
     old = Leadership(run)
     claim(run, old.epoch + 1)
     old.check()  # it has just looked, and the renewals will
-    monkeypatch.setattr("hpcrun.launch.agents.lease.time.monotonic", lambda: 1e9)
+    monkeypatch.setattr("hpcrun.runs.lease.time.monotonic", lambda: 1e9)
     with pytest.raises(FencedError):
         old.check()
 

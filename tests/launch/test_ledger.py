@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrun.launch.outlets.tally import Tally
-from hpcrun.launch.record.ledger import BUCKETS, Ledger, add, ledger, read_ledger
+from hpcrun.runs.ledger import BUCKETS, Ledger, add, ledger, read_ledger
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import create_run
 

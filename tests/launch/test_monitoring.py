@@ -12,7 +12,7 @@ import yaml
 
 from hpcrun.launch.outlets.exposition import Figures, samples
 from hpcrun.launch.outlets.tally import BADPUT, STATES, Tally
-from hpcrun.launch.record.savelevels import LevelSums, SaveSums
+from hpcrun.runs.checkpoint_stats import LevelSums, SaveSums
 from hpcrun.specs.shipped import shipped
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.record.postmortem import Bundle, postmortem
+from hpcrun.runs.postmortem import Bundle, postmortem
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run

@@ -14,9 +14,9 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.launch.record.describe import account
-from hpcrun.launch.record.follow import Pace, follow, wait
-from hpcrun.launch.record.runs import (
+from hpcrun.runs.describe import account
+from hpcrun.runs.follow import Pace, follow, wait
+from hpcrun.runs.run_state import (
     STATES,
     RunState,
     look_at,

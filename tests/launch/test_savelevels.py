@@ -15,10 +15,10 @@ from hpcrun.cli.display import Lines
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
 from hpcrun.launch.outlets.sinks import Points, scalars
 from hpcrun.launch.outlets.tally import Follower, Tally
-from hpcrun.launch.record.describe import describe
-from hpcrun.launch.record.savelevels import SaveSums, parse_sums
-from hpcrun.launch.record.story import story
-from hpcrun.launch.record.timeline import timelines
+from hpcrun.runs.checkpoint_stats import SaveSums, parse_sums
+from hpcrun.runs.describe import describe
+from hpcrun.runs.event_text import story
+from hpcrun.runs.timeline import timelines
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.launch.test_ledger import Run
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.watch.savelines import describe_save, is_kept
+from hpcrun.runs.save_text import describe_save, is_kept
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.record.follow import Pace
-from hpcrun.launch.record.story import Entry, Teller, follow_story, story
+from hpcrun.runs.event_text import Entry, Teller, follow_story, story
+from hpcrun.runs.follow import Pace
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 

@@ -22,13 +22,13 @@ from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.nodes import ThisNode
 from hpcrun.launch.command import STEP_VARIABLE
 from hpcrun.launch.prepare import prepare
-from hpcrun.launch.record.runs import look_at_elements
 from hpcrun.launch.site import Site
 from hpcrun.launch.submit import request as requests
 from hpcrun.launch.submit.request import Request
 from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.process import ProcessId
+from hpcrun.runs.run_state import look_at_elements
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job, parse_job

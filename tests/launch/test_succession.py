@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.agents import lease, succession
+from hpcrun.launch.agents import succession
 from hpcrun.launch.agents.comeback import ComeBack
-from hpcrun.launch.agents.lease import FencedError, Leadership
 from hpcrun.launch.agents.pulse import Pulse
 from hpcrun.launch.agents.succession import Succession, left_out, own
 from hpcrun.launch.agents.takeover import run_taken_over
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.ownership import TakenError, hold
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.site import Site
+from hpcrun.runs import lease
+from hpcrun.runs.lease import FencedError, Leadership
+from hpcrun.runs.run_lock import TakenError, hold
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json

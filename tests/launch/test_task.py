@@ -11,8 +11,8 @@ import pytest
 
 from hpcrun.launch import task
 from hpcrun.launch.inbox import let_through
-from hpcrun.launch.ownership import hold
 from hpcrun.launch.submit.snapshot import record_origin
+from hpcrun.runs.run_lock import hold
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.provenance import write_provenance

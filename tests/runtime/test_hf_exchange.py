@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.launch.prepare import check_inputs
-from hpcrun.launch.watch.savelines import describe_weights
+from hpcrun.runs.save_text import describe_weights
 from hpcrun.runtime.control import connect
 from hpcrun.runtime.first_weights import begin_with_weights
 from hpcrun.runtime.model import parameter_shapes

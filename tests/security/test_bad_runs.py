@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrun.cli.main import main
-from hpcrun.launch.record.history import alike, measured, seen
+from hpcrun.runs.history import alike, measured, seen
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json

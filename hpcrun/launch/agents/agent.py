@@ -25,15 +25,15 @@ from hpcrun.files import append_to
 from hpcrun.launch.agents.heir import Heir
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.agents.uplink import Uplink
-from hpcrun.launch.endurance import say
 from hpcrun.launch.happenings import encode
 from hpcrun.launch.health.preflight import answer
 from hpcrun.launch.meeting import NodeRendezvous
-from hpcrun.launch.ownership import sweep_segments
 from hpcrun.launch.vault.host import DrainHost
 from hpcrun.launch.vault.sweep import sweep_arenas
 from hpcrun.launcher_world import without_world
+from hpcrun.runs.run_lock import sweep_segments
 from hpcrun.slurm.allocation import find_allocation
+from hpcrun.specs.io_retry import say
 from hpcrun.specs.rundir import RunDir
 
 _TICK_S = 0.2

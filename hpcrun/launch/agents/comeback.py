@@ -12,14 +12,14 @@ from hpcrun import process
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recover
-from hpcrun.launch.agents.lease import claim, claimed_by, newest_epoch
 from hpcrun.launch.agents.succession import Succession, stand_back
 from hpcrun.launch.closing import Register
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.ownership import supervisor_of, sweep_leftovers
 from hpcrun.launch.site import Site
+from hpcrun.runs.lease import claim, claimed_by, newest_epoch
+from hpcrun.runs.run_lock import supervisor_of, sweep_leftovers
 from hpcrun.slurm.allocation import batch_identity
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.rundir import RunDir

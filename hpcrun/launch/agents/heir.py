@@ -10,11 +10,11 @@ import time
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.agents.lease import RENEW_S, Leadership
 from hpcrun.launch.agents.pulse import Pulse
-from hpcrun.launch.endurance import say
+from hpcrun.runs.lease import RENEW_S, Leadership
 from hpcrun.slurm.allocation import Allocation, batch_identity
 from hpcrun.slurm.client import run_client
+from hpcrun.specs.io_retry import say
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents.lease import read_leader
 from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.ownership import supervisor_of
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog, outermost, record_end
+from hpcrun.runs.lease import read_leader
+from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.slurm.allocation import Allocation, batch_identity, find_allocation
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.cluster import load_cluster

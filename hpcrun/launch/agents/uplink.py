@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.agents import lease
-from hpcrun.launch.agents.lease import Leader, Vigil
 from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
 from hpcrun.launch.agents.wire import Badge, Channel, Session, WireError, host_answers, join
 from hpcrun.launch.agents.words import problem_of_order
-from hpcrun.launch.endurance import say
+from hpcrun.runs import lease
+from hpcrun.runs.lease import Leader, Vigil
+from hpcrun.specs.io_retry import say
 from hpcrun.specs.rundir import RunDir
 
 BEAT_S = 1.0

@@ -21,7 +21,6 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
 from hpcrun.files import Folder, aside_name, clock_of
-from hpcrun.launch.agents.lease import LEADERLESS_S, is_led
 from hpcrun.launch.health.checked import (
     Checked,
     judge_interface,
@@ -34,6 +33,7 @@ from hpcrun.launch.health.gpuhealth import gpu_health
 from hpcrun.launch.health.xids import XidAction, recent_xids
 from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
+from hpcrun.runs.lease import LEADERLESS_S, is_led
 from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir

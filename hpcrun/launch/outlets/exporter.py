@@ -17,12 +17,12 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say
 from hpcrun.launch.outlets.exposition import Figures, render_exposition
-from hpcrun.launch.outlets.heard import heard_s
 from hpcrun.launch.outlets.shown import ShownFile, remove_stale
 from hpcrun.launch.outlets.tally import Follower, Tally
-from hpcrun.launch.ownership import supervisor_of
-from hpcrun.launch.record.runs import look_at
 from hpcrun.listeners import Crowd, ScarceError, take_in
+from hpcrun.runs.heartbeat_age import heard_s
+from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_state import look_at
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json, write_whole

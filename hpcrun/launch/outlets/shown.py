@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcrun.errors import UsageError
 from hpcrun.files import Folder, clock_of
-from hpcrun.launch.ownership import is_running_here
+from hpcrun.runs.run_lock import is_running_here
 from hpcrun.specs.rundir import RunDir, runs_roots
 
 _STALE_S = 86400.0

@@ -16,8 +16,8 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launch.outlets.beside import remembered, say
 from hpcrun.launch.outlets.exporter import state_at_end
 from hpcrun.launch.outlets.tally import Follower
-from hpcrun.launch.record.timeline import is_count
 from hpcrun.local_identity import expand_path
+from hpcrun.runs.timeline import is_count
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets

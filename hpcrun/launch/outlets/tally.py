@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
-from hpcrun.launch.record.ledger import BUCKETS
-from hpcrun.launch.record.savelevels import SaveSums, parse_sums
-from hpcrun.launch.record.timeline import gap_between, is_count, job_of, own_seconds
-from hpcrun.launch.watch.savelines import is_kept
+from hpcrun.runs.checkpoint_stats import SaveSums, parse_sums
+from hpcrun.runs.ledger import BUCKETS
+from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.timeline import gap_between, is_count, job_of, own_seconds
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 

@@ -17,13 +17,13 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.hostlist import fold
-from hpcrun.launch.ownership import supervisor_of
-from hpcrun.launch.record.runs import look_at_all
 from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.launch.submit.script import python_of
 from hpcrun.launcher_world import without_world
 from hpcrun.local_identity import owner_name, user_name
 from hpcrun.process import with_our_package
+from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_state import look_at_all
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job_of

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import HpcrunError, Problem, SpecError, UsageError
-from hpcrun.launch.record.follow import Watch
 from hpcrun.launch.rehearsal.chaos import Aim, NotYetError, Strike, aim
 from hpcrun.launch.rehearsal.faults import Fault, read_fault, read_seconds
+from hpcrun.runs.follow import Watch
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.yaml import ITEMS, load_list

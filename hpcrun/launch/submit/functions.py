@@ -21,8 +21,8 @@ from hpcrun.launch.call import Call, paths_of_modules, result_of
 from hpcrun.specs.rundir import RunDir
 
 if TYPE_CHECKING:
-    from hpcrun.launch.record.runs import RunState
     from hpcrun.launch.submit.request import Request
+    from hpcrun.runs.run_state import RunState
 
 R = TypeVar("R")
 
@@ -102,18 +102,18 @@ class FunctionJob(Generic[R]):
 
         Of a local array, where one process makes one call after the other, this stops those that wait, too.
         """
-        from hpcrun.launch.record.cancel import cancel
+        from hpcrun.runs.cancel import cancel
 
         if not self.done():
             cancel(self.run, now=now)
 
     def _state(self) -> RunState:
-        from hpcrun.launch.record.runs import look_at_all
+        from hpcrun.runs.run_state import look_at_all
 
         return look_at_all([self.run])[0]
 
     def _wait(self, timeout_s: float | None) -> RunState:
-        from hpcrun.launch.record.follow import wait
+        from hpcrun.runs.follow import wait
 
         return wait([self.run], lambda _: None, timeout_s=timeout_s)[0]
 

@@ -16,10 +16,10 @@ from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.launch import prepare
 from hpcrun.launch.launchable import check_root, problems, why_not_started_here
-from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
 from hpcrun.launch.submit.forecast import Network, forecast, look
 from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.launch.submit.script import python_of, root_of, runtime_of, script_context, template_name
+from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.cluster_state import LiveCluster, ask_cluster
 from hpcrun.slurm.contract import ScriptContext

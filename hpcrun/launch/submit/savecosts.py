@@ -10,9 +10,9 @@ from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.checkpoint.policy.interval import Cost, Tier
 from hpcrun.checkpoint.policy.rates import KINDS, Kind
 from hpcrun.errors import UsageError
-from hpcrun.launch.record.history import Measured, Timing
 from hpcrun.launch.submit.savesize import Figure, Sizes
 from hpcrun.local_identity import expand_path
+from hpcrun.runs.history import Measured, Timing
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.rundir import runs_root

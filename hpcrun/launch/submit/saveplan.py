@@ -14,11 +14,11 @@ from hpcrun.checkpoint.policy.rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.policy.simulate import Checked, check
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.launch.record.history import Measured, alike, measured, seen
 from hpcrun.launch.submit.forecast import Network, forecast
 from hpcrun.launch.submit.savecosts import Costs, Known, given_rates, tiers_of
 from hpcrun.launch.submit.saveplace import kept, place_of_saves
 from hpcrun.launch.submit.savesize import Figure, Room, Sizes, room_of, sizes_of
+from hpcrun.runs.history import Measured, alike, measured, seen
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob

@@ -17,9 +17,9 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
 from hpcrun.files import read_regular
-from hpcrun.launch import ownership
 from hpcrun.launch.submit.request import Job, Note, Request
 from hpcrun.launch.submit.snapshot import record_origin
+from hpcrun.runs import run_lock
 from hpcrun.slurm.arrays import Chunk
 from hpcrun.slurm.contract import ArrayContext
 from hpcrun.slurm.ids import JobId
@@ -141,7 +141,7 @@ def _alone(resumed: RunDir | None) -> Iterator[None]:
         return
     run = resumed.sweep_of_element or resumed
     text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
-    with ownership.locked(run, run.path / "submission.lock", lambda: UsageError(text)):
+    with run_lock.locked(run, run.path / "submission.lock", lambda: UsageError(text)):
         yield
 
 

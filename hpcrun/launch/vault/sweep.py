@@ -8,8 +8,8 @@ from hpcrun.checkpoint.drain.arena import SHM
 from hpcrun.checkpoint.drain.stale_memory import clean_up
 from hpcrun.errors import UsageError
 from hpcrun.files import clock_of
-from hpcrun.launch.agents.lease import is_led
-from hpcrun.launch.ownership import is_running_here
+from hpcrun.runs.lease import is_led
+from hpcrun.runs.run_lock import is_running_here
 from hpcrun.specs.rundir import RunDir
 
 _STALE_S = 600.0

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, UsageError
-from hpcrun.launch.record.timeline import Record, Timeline, is_count, timelines
+from hpcrun.runs.timeline import Record, Timeline, is_count, timelines
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 

@@ -13,8 +13,8 @@ from hpcrun.checkpoint.levels import Level
 from hpcrun.checkpoint.policy.rates import Kind, Seen
 from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
 from hpcrun.files import read_regular
-from hpcrun.launch.record.ledger import read_ledger
-from hpcrun.launch.record.timeline import Record, Timeline, timelines
+from hpcrun.runs.ledger import read_ledger
+from hpcrun.runs.timeline import Record, Timeline, timelines
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job_of
 from hpcrun.specs.placement import read_placement

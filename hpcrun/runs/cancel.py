@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
-from hpcrun.launch.record.farsignal import signal_successor
-from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
-from hpcrun.launch.record.view import View
+from hpcrun.runs.remote_signal import signal_successor
+from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
+from hpcrun.runs.snapshot import View
 from hpcrun.slurm.ids import parse_job_id
 from hpcrun.slurm.queue import Answer, Question, ask_jobs, cancel_job
 from hpcrun.specs.provenance import read_provenance

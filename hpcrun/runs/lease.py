@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrun.launch.endurance import patiently
-from hpcrun.launch.ownership import TakenError
+from hpcrun.runs.run_lock import TakenError
+from hpcrun.specs.io_retry import patiently
 from hpcrun.specs.records import LineWriter, read_json, write_json
 from hpcrun.specs.rundir import RunDir
 

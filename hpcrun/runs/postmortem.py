@@ -19,13 +19,13 @@ from typing import Any
 import hpcrun
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.files import aside_name
-from hpcrun.launch.record.describe import account
-from hpcrun.launch.record.follow import told
-from hpcrun.launch.record.runs import look_at_all
-from hpcrun.launch.record.secrets import known_secrets
-from hpcrun.launch.record.story import story
-from hpcrun.launch.record.view import View
 from hpcrun.masking import Masker, is_secret_name
+from hpcrun.runs.describe import account
+from hpcrun.runs.event_text import story
+from hpcrun.runs.follow import told
+from hpcrun.runs.known_secrets import known_secrets
+from hpcrun.runs.run_state import look_at_all
+from hpcrun.runs.snapshot import View
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json

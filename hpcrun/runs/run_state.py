@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, UsageError
-from hpcrun.launch.record.view import Progress, View
+from hpcrun.runs.snapshot import Progress, View
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir

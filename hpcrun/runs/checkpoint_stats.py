@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS
-from hpcrun.launch.watch.savelines import is_kept
+from hpcrun.runs.save_text import is_kept
 
 Record = Mapping[str, Any]
 

@@ -7,14 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from hpcrun.files import clock_of
-from hpcrun.launch.record.follow import batch_logs
-from hpcrun.launch.record.ledger import Ledger, add, read_ledger
-from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements, with_slurm_state
-from hpcrun.launch.record.savelevels import SaveSums
-from hpcrun.launch.record.timeline import is_moment
-from hpcrun.launch.record.view import replicas_of
-from hpcrun.launch.vault.words import spares_in_words
 from hpcrun.masking import Masker
+from hpcrun.runs.checkpoint_stats import SaveSums
+from hpcrun.runs.follow import batch_logs
+from hpcrun.runs.ledger import Ledger, add, read_ledger
+from hpcrun.runs.level_text import spares_in_words
+from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements, with_slurm_state
+from hpcrun.runs.snapshot import replicas_of
+from hpcrun.runs.timeline import is_moment
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json, read_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from hpcrun.launch.record.view import View
+from hpcrun.runs.snapshot import View
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir

@@ -10,11 +10,11 @@ from typing import Any, TypeGuard
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold
-from hpcrun.launch.record.follow import Pace, until_over
-from hpcrun.launch.record.timeline import is_count
-from hpcrun.launch.vault.words import EVENTS, in_words
-from hpcrun.launch.watch.savelines import describe_save, describe_weights, is_kept
 from hpcrun.process import describe_status
+from hpcrun.runs.follow import Pace, until_over
+from hpcrun.runs.level_text import EVENTS, in_words
+from hpcrun.runs.save_text import describe_save, describe_weights, is_kept
+from hpcrun.runs.timeline import is_count
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.launch.record.cancel import cancel
-from hpcrun.launch.record.farsignal import signal_successor
-from hpcrun.launch.record.follow import Pace, Watch, told
-from hpcrun.launch.record.runs import RunState, look_at_all, look_at_elements
-from hpcrun.launch.record.view import View
-from hpcrun.launch.watch.savelines import is_kept
+from hpcrun.runs.cancel import cancel
+from hpcrun.runs.follow import Pace, Watch, told
+from hpcrun.runs.remote_signal import signal_successor
+from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
+from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.snapshot import View
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance

@@ -12,8 +12,8 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.files import open_regular
-from hpcrun.launch.record.runs import RunState, look_at_all
-from hpcrun.launch.record.view import View
+from hpcrun.runs.run_state import RunState, look_at_all
+from hpcrun.runs.snapshot import View
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import Attempt, RunDir

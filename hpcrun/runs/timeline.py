@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from hpcrun.launch.watch.savelines import is_kept
+from hpcrun.runs.save_text import is_kept
 
 _SAME_CLOCK_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""

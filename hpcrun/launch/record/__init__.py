@@ -1,1 +1,0 @@
-"""What became of runs: followed, told, accounted for, and asked for more."""

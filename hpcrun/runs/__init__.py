@@ -1,0 +1,1 @@
+"""What became of a run: its snapshot, events as text, goodput ledger, post-mortem, and requests to it."""
