@@ -183,8 +183,8 @@ def _advised(
 
 
 def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
-    from hpcrun.launch.health.doctors import require_allocation, visit_all
-    from hpcrun.launch.health.reach import try_all
+    from hpcrun.health.connectivity import try_all
+    from hpcrun.health.fleet_doctor import require_allocation, visit_all
     from hpcrun.slurm.allocation import find_allocation
     from hpcrun.tuning.finding import read_finding, worst_first
     from hpcrun.tuning.fleet import compare

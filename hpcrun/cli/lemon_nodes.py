@@ -15,7 +15,7 @@ from hpcrun.local_identity import user_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpcrun.launch.health.lemons import Score
+    from hpcrun.health.lemon_nodes import Score
 
 SCHEMA_VERSION = 1
 
@@ -80,7 +80,7 @@ def drain(
     """A text that asks the admin to drain nodes: what was seen there, when, in which jobs, and the logs."""
     import time
 
-    from hpcrun.launch.health.drainrequest import drain_request, post, read_webhook
+    from hpcrun.health.drain_request import drain_request, post, read_webhook
 
     url = None if webhook is None else read_webhook(webhook)
     now = time.time()
@@ -101,8 +101,8 @@ def drain(
 
 
 def _forget(listed: str, now: float) -> None:
+    from hpcrun.health.lemon_nodes import forget, sightings_file
     from hpcrun.hostlist import expand
-    from hpcrun.launch.health.lemons import forget, sightings_file
     from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 
     named = expand(listed, "--forget")
@@ -124,7 +124,7 @@ def _forget(listed: str, now: float) -> None:
 
 def _scores(now: float) -> dict[str, Score]:
     """Of all nodes that something counts against; damaged lines are told."""
-    from hpcrun.launch.health.lemons import load_sightings, score, sightings_file
+    from hpcrun.health.lemon_nodes import load_sightings, score, sightings_file
 
     found = load_sightings(sightings_file())
     for line in found.notes:

@@ -270,7 +270,7 @@ def _be_drain_worker(root: str = "") -> int:
 
 def _be_reached(interface: str) -> int:
     """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
-    from hpcrun.launch.health.reach import take_part
+    from hpcrun.health.connectivity import take_part
 
     take_part(interface)
     return EXIT_DONE

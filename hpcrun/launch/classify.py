@@ -6,7 +6,7 @@ import re
 import signal
 from typing import Any, Literal
 
-from hpcrun.launch.health.xids import is_of_the_program
+from hpcrun.health.xids import is_of_the_program
 from hpcrun.launch.watch.stacks import Group
 
 Kind = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]

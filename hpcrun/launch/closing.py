@@ -13,7 +13,7 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recover
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.deadline import grace_s
-from hpcrun.launch.health.elsewhere import exclusion, keep_away
+from hpcrun.launch.requeue_exclusion import exclusion, keep_away
 from hpcrun.launch.site import Site
 from hpcrun.runs.lease import LeaderWriter
 from hpcrun.slurm.allocation import batch_identity

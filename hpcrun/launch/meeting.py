@@ -10,8 +10,8 @@ from typing import Any
 
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.errors import SiteError
+from hpcrun.health.connection_test import Trial
 from hpcrun.launch.ports import PortLease, choose_port
-from hpcrun.launch.trial import Trial
 
 KIND, TRIAL = "meeting", "trial"
 """The orders to an agent, and the kinds of its answers (of a trial, with its step)."""

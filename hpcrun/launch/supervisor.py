@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, SiteError
-from hpcrun.launch import recover
+from hpcrun.health.lemon_nodes import Sighting, note_sightings
+from hpcrun.launch import admission, recover
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.agents.succession import Succession, left_out, own, stand_back
 from hpcrun.launch.assign import circumstances, decide
@@ -20,9 +21,7 @@ from hpcrun.launch.command import rank_command
 from hpcrun.launch.course import Course, Limits, Observer, Outcome, Status
 from hpcrun.launch.deadline import watched
 from hpcrun.launch.drains import Drains
-from hpcrun.launch.health import admission
-from hpcrun.launch.health.blame import blamed
-from hpcrun.launch.health.lemons import Sighting, note_sightings
+from hpcrun.launch.fault_nodes import blamed
 from hpcrun.launch.inbox import Inbox, StopAsked
 from hpcrun.launch.launchers import Launch, Launcher
 from hpcrun.launch.outlets.telemetry import told_of

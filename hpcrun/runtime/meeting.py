@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.address import LOOPBACK, HostAddress, reachable_address
 from hpcrun.errors import RanksDiedError, SiteError
-from hpcrun.launch.trial import Trial, in_words, targets, why_not
+from hpcrun.health.connection_test import Trial, in_words, targets, why_not
 
 if TYPE_CHECKING:
     from hpcrun.launcher_world import World

@@ -13,7 +13,7 @@ from hpcrun.cli.doctor import app as doctor
 from hpcrun.cli.fabric import app as fabric
 from hpcrun.cli.tune import app as tune
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.health.gpuhealth import judge_gpus, parse_gpus
+from hpcrun.health.gpu_health import judge_gpus, parse_gpus
 
 FOREIGN = {
     "empty": b"",

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.cli.main import main
-from hpcrun.launch.health.lemons import Sighting, append_sightings, sightings_file
+from hpcrun.health.lemon_nodes import Sighting, append_sightings, sightings_file
 
 HOUR = 3600.0
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrun.health.preflight import Ask
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.happenings import Happening, NodeLost
-from hpcrun.launch.health.preflight import Ask
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
 from hpcrun.launch.prepare import Prepared

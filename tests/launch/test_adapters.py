@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.health.admission import adapters_of, ask_for
-from hpcrun.launch.health.preflight import Ask, look
+from hpcrun.health.preflight import Ask, look
+from hpcrun.launch.admission import adapters_of, ask_for
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job

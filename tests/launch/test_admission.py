@@ -12,21 +12,21 @@ from typing import Any
 
 import pytest
 
+from hpcrun.health.check_result import Checked
+from hpcrun.health.lemon_nodes import Sighting, load_sightings, sightings_file
+from hpcrun.health.preflight import Ask
 from hpcrun.launch import site as places
+from hpcrun.launch.admission import Admission, ask_for, judge
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.course import Outcome
+from hpcrun.launch.fault_nodes import blamed
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.health.admission import Admission, ask_for, judge
-from hpcrun.launch.health.blame import blamed
-from hpcrun.launch.health.checked import Checked
-from hpcrun.launch.health.elsewhere import exclusion, keep_away
-from hpcrun.launch.health.lemons import Sighting, load_sightings, sightings_file
-from hpcrun.launch.health.preflight import Ask
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
 from hpcrun.launch.prepare import prepare
 from hpcrun.launch.recover import cause_of
+from hpcrun.launch.requeue_exclusion import exclusion, keep_away
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.event_text import story
 from hpcrun.runs.ledger import read_ledger
@@ -324,7 +324,7 @@ def test_a_crash_is_remembered_by_the_supervisor(site: Site, requeues: Path) -> 
 
 
 def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir) -> None:
-    from hpcrun.launch.health.admission import stopped
+    from hpcrun.launch.admission import stopped
 
     gone = [NodeLost("n02", "its agent ended", 0.0)]
     outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.health import lemons
-from hpcrun.launch.health.lemons import (
+from hpcrun.health import lemon_nodes
+from hpcrun.health.lemon_nodes import (
     HALF_LIFE_S,
     THRESHOLD,
     WEIGHTS,
@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_without_a_file_nothing_was_seen(path: Path) -> None:
-    assert load_sightings(path) == lemons.Sightings()
+    assert load_sightings(path) == lemon_nodes.Sightings()
     assert score([], NOW) == {}
 
 
@@ -54,7 +54,7 @@ def test_what_is_appended_is_read_back(path: Path) -> None:
     append_sightings(path, entries[:1])
     append_sightings(path, entries[1:])
     append_sightings(path, [])
-    assert load_sightings(path) == lemons.Sightings(entries)
+    assert load_sightings(path) == lemon_nodes.Sightings(entries)
     first = json.loads(path.read_text().splitlines()[0])
     assert first["weight"] == WEIGHTS["node lost"]
 
@@ -128,8 +128,8 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> N
 
 def test_a_file_system_that_stalls_is_not_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(lemons, "_append_locked", lambda path, lines: goes_on.wait(10))
-    monkeypatch.setattr(lemons, "_WAIT_S", 0.02)
+    monkeypatch.setattr(lemon_nodes, "_append_locked", lambda path, lines: goes_on.wait(10))
+    monkeypatch.setattr(lemon_nodes, "_WAIT_S", 0.02)
     with pytest.raises(SiteError, match="is not written within"):
         append_sightings(path, [saw()])
     goes_on.set()

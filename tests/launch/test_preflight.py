@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.fabric.ports import Port
-from hpcrun.launch.health import preflight, probes
-from hpcrun.launch.health.checked import (
+from hpcrun.health import preflight, probes
+from hpcrun.health.check_result import (
     Checked,
     judge_clock,
     judge_interface,
@@ -26,9 +26,9 @@ from hpcrun.launch.health.checked import (
     judge_space,
     parse_checked,
 )
-from hpcrun.launch.health.gpuhealth import gpu_health, judge_gpus, parse_gpus, with_rows
-from hpcrun.launch.health.preflight import Ask, answer, look
-from hpcrun.launch.health.probes import Place
+from hpcrun.health.gpu_health import gpu_health, judge_gpus, parse_gpus, with_rows
+from hpcrun.health.preflight import Ask, answer, look
+from hpcrun.health.probes import Place
 from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.preflight import CHECKS, checks_of
 from hpcrun.specs.records import write_json

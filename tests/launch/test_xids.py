@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun.health.gpu_health import gpu_health
+from hpcrun.health.preflight import Ask
+from hpcrun.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
 from hpcrun.launch.classify import kind_of_crash
-from hpcrun.launch.health.gpuhealth import gpu_health
-from hpcrun.launch.health.preflight import Ask
-from hpcrun.launch.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.rundir import RunDir
 

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpcrun.address import HostAddress
 from hpcrun.errors import RanksDiedError
-from hpcrun.launch.trial import Trial, in_words, targets, why_not
+from hpcrun.health.connection_test import Trial, in_words, targets, why_not
 from hpcrun.runtime.control import Control, LoneControl
 from hpcrun.runtime.meeting import address_of_rank, open_store, try_all_nodes
 

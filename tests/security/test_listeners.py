@@ -21,10 +21,10 @@ import pytest
 from hpcrun.authentication import fresh_nonce
 from hpcrun.checkpoint.drain.lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
+from hpcrun.health.connection_test import Trial
 from hpcrun.launch.agents import wire
 from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, join
 from hpcrun.launch.outlets import exporter
-from hpcrun.launch.trial import Trial
 from hpcrun.launch.watch import listener as listeners
 from hpcrun.launch.watch import progress
 from hpcrun.launch.watch.listener import Listener

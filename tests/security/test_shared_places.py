@@ -25,7 +25,7 @@ from hpcrun.checkpoint.restore.copies import HeldCopy
 from hpcrun.checkpoint.restore.nearby import holdings_here
 from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
-from hpcrun.launch.health import probes
+from hpcrun.health import probes
 from hpcrun.launch.outlets.exporter import Exporter
 from hpcrun.shm_segments import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec

@@ -247,5 +247,5 @@ def test_nobody_runs_them_in_another_way() -> None:
         if told and begins and "run_client" not in path.read_text():
             wrong.append(path.relative_to(package))
     # What is shown to an admin, and words that are no commands.
-    allowed = {"launch/health/drainrequest.py", "slurm/inputs.py"}
+    allowed = {"health/drain_request.py", "slurm/inputs.py"}
     assert [str(one) for one in wrong if str(one) not in allowed] == []

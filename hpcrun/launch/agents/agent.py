@@ -22,11 +22,11 @@ from typing import Any
 from hpcrun import process
 from hpcrun.fabric.inventory import try_inventory
 from hpcrun.files import append_to
+from hpcrun.health.preflight import answer
 from hpcrun.launch.agents.heir import Heir
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.agents.uplink import Uplink
 from hpcrun.launch.happenings import encode
-from hpcrun.launch.health.preflight import answer
 from hpcrun.launch.meeting import NodeRendezvous
 from hpcrun.launch.vault.host import DrainHost
 from hpcrun.launch.vault.sweep import sweep_arenas

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from hpcrun import process
 from hpcrun.fabric.inventory import Inventory, parse_inventory, try_inventory
+from hpcrun.health.connection_test import in_words, targets
+from hpcrun.health.preflight import LONGEST_S, Ask, answer
 from hpcrun.launch.agents.crew import Crew, Member
 from hpcrun.launch.agents.node import NodeRanks
 from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
-from hpcrun.launch.health.preflight import LONGEST_S, Ask, answer
 from hpcrun.launch.meeting import KIND as MEETING
 from hpcrun.launch.meeting import TRIAL, MeetingPoint, MeetingRequest, NodeRendezvous, parse_meeting
-from hpcrun.launch.trial import in_words, targets
 from hpcrun.launch.vault.host import KIND
 from hpcrun.launch.vault.hosts import Hosts
 from hpcrun.process import ProcessId

@@ -14,8 +14,8 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import Placed, place
 from hpcrun.fabric.topology_reader import find_fabric
 from hpcrun.fabric.traffic import traffic_of
+from hpcrun.health.lemon_nodes import known_lemons
 from hpcrun.hostlist import expand
-from hpcrun.launch.health.lemons import known_lemons
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes

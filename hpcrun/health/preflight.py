@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.health import probes
-from hpcrun.launch.health.checked import Checked
-from hpcrun.launch.health.probes import Place
-from hpcrun.launch.health.xids import XidAction
+from hpcrun.health import probes
+from hpcrun.health.check_result import Checked
+from hpcrun.health.probes import Place
+from hpcrun.health.xids import XidAction
 from hpcrun.specs.rundir import RunDir
 
 _PROBE_S = 3.0

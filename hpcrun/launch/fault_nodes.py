@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from hpcrun.health.lemon_nodes import Sighting
 from hpcrun.launch.course import Outcome
-from hpcrun.launch.health.lemons import Sighting
 from hpcrun.launch.recover import Cause, signature
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch.health.checked import Checked
+from hpcrun.health.check_result import Checked
 
 XidAction = Literal["ignore", "restart", "reset", "reboot", "look"]
 """nothing · the program starts again · the GPU needs a reset · the node a reboot · somebody has to look."""

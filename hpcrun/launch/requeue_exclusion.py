@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.health.lemon_nodes import most_avoided
 from hpcrun.hostlist import expand, fold
-from hpcrun.launch.health.lemons import most_avoided
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import parse_scontrol_jobs

@@ -10,14 +10,14 @@ from itertools import takewhile
 from typing import Any
 
 from hpcrun.errors import EXIT_SITE, UsageError
+from hpcrun.health.check_result import Checked, judge_clock, parse_checked
+from hpcrun.health.lemon_nodes import Sighting
+from hpcrun.health.preflight import Ask
 from hpcrun.hostlist import fold
 from hpcrun.launch import recover
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.health.checked import Checked, judge_clock, parse_checked
-from hpcrun.launch.health.lemons import Sighting
-from hpcrun.launch.health.preflight import Ask
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of

@@ -15,8 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.health.lemon_nodes import Score
 from hpcrun.hostlist import fold
-from hpcrun.launch.health.lemons import Score
 from hpcrun.specs.secrets import read_secrets
 
 _POST_S = 10.0

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
-from hpcrun.launch.trial import Trial
+from hpcrun.health.connection_test import Trial
 from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.slurm.allocation import Allocation, step_environment

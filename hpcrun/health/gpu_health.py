@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch.health.checked import Checked
-from hpcrun.launch.health.xids import Xid, XidAction, judge_xids
+from hpcrun.health.check_result import Checked
+from hpcrun.health.xids import Xid, XidAction, judge_xids
 
 _FORMAT = "--format=csv,noheader,nounits"
 _FIELDS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending")

@@ -21,7 +21,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
 from hpcrun.files import Folder, aside_name, clock_of
-from hpcrun.launch.health.checked import (
+from hpcrun.health.check_result import (
     Checked,
     judge_interface,
     judge_limits,
@@ -29,8 +29,8 @@ from hpcrun.launch.health.checked import (
     judge_program,
     judge_space,
 )
-from hpcrun.launch.health.gpuhealth import gpu_health
-from hpcrun.launch.health.xids import XidAction, recent_xids
+from hpcrun.health.gpu_health import gpu_health
+from hpcrun.health.xids import XidAction, recent_xids
 from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
 from hpcrun.runs.lease import LEADERLESS_S, is_led

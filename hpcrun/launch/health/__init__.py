@@ -1,1 +1,0 @@
-"""Whether nodes are well: looked at before an attempt, remembered after faults."""
