@@ -259,7 +259,7 @@ def _strike(run_dir: str, order: str) -> int:
 
 def _be_beside(run_dir: str, name: str = "") -> int:
     """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
-    return int(importlib.import_module("hpcrun.launch.outlets.beside").main(run_dir, name))
+    return int(importlib.import_module("hpcrun.telemetry.sidecar").main(run_dir, name))
 
 
 def _be_drain_worker(root: str = "") -> int:

@@ -50,8 +50,8 @@ def metrics(
         raise UsageError("metrics: name a run, or several; or give --dashboard or --alerts")
     if out is not None and as_json:
         raise UsageError("metrics: --out is for Prometheus's text; give it or --json")
-    from hpcrun.launch.outlets.exporter import figures_of
-    from hpcrun.launch.outlets.exposition import render_exposition, samples
+    from hpcrun.telemetry.prometheus_exporter import figures_of
+    from hpcrun.telemetry.prometheus_metrics import render_exposition, samples
 
     figures = [figures_of(part) for run in find_runs(names) for part in _parts(run)]
     if as_json:

@@ -24,12 +24,12 @@ from hpcrun.launch.drains import Drains
 from hpcrun.launch.fault_nodes import blamed
 from hpcrun.launch.inbox import Inbox, StopAsked
 from hpcrun.launch.launchers import Launch, Launcher
-from hpcrun.launch.outlets.telemetry import told_of
 from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
 from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.launch.surroundings import environment_of_ranks
+from hpcrun.launch.telemetry_session import told_of
 from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.runs.lease import FencedError, LeaderWriter

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpcrun.launch.outlets.exporter import Exporter, figures_of
-from hpcrun.launch.outlets.exposition import Figures, render_exposition
 from hpcrun.mesh import Degrees
 from hpcrun.runs.heartbeat_age import Heard, heard_s
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.prometheus_exporter import Exporter, figures_of
+from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
 from tests.launch.test_tally import three_attempts, write
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 2}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.outlets.hooks import Changes, Hooks
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.hooks import Changes, Hooks
 from tests.launch.test_ledger import Run
 
 APPEND = ["sh", "-c", 'cat >> "$0"; echo "$HPCRUN_HOOK_STATE $HPCRUN_HOOK_ATTEMPT $PWD" >> "$0.env"']
@@ -170,7 +170,7 @@ def test_hooks_that_hang_crash_or_flood_keep_nobody_else_waiting(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("hpcrun.launch.outlets.hooks.TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr("hpcrun.telemetry.hooks.TIME_LIMIT_S", 1.0)
     crash = [sys.executable, "-c", "import os; os.abort()"]
     hang = ["sh", "-c", "sleep 60 & setsid sleep 60 & sleep 60"]
     hooks = make(hang, ["yes"], crash, [*APPEND, str(tmp_path / "told")])
@@ -189,7 +189,7 @@ def test_hooks_that_hang_crash_or_flood_keep_nobody_else_waiting(
 def test_a_hook_that_is_too_slow_loses_the_oldest_calls(
     run: RunDir, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrun.launch.outlets.hooks._MOST_WAITING", 3)
+    monkeypatch.setattr("hpcrun.telemetry.hooks._MOST_WAITING", 3)
     go = tmp_path / "go"
     wait = [
         "sh",

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.outlets.tally import Tally
 from hpcrun.runs.ledger import BUCKETS, Ledger, add, ledger, read_ledger
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import create_run
+from hpcrun.telemetry.run_counters import Tally
 
 Record = dict[str, Any]
 WALL, BOOT = 1_800_000_000.0, 5_000.0

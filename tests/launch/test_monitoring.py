@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcrun.launch.outlets.exposition import Figures, samples
-from hpcrun.launch.outlets.tally import BADPUT, STATES, Tally
 from hpcrun.runs.checkpoint_stats import LevelSums, SaveSums
 from hpcrun.specs.shipped import shipped
+from hpcrun.telemetry.prometheus_metrics import Figures, samples
+from hpcrun.telemetry.run_counters import BADPUT, STATES, Tally
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")
 _LABEL = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')

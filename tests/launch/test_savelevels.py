@@ -12,14 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hpcrun.cli.display import Lines
-from hpcrun.launch.outlets.exposition import Figures, render_exposition
-from hpcrun.launch.outlets.sinks import Points, scalars
-from hpcrun.launch.outlets.tally import Follower, Tally
 from hpcrun.runs.checkpoint_stats import SaveSums, parse_sums
 from hpcrun.runs.describe import describe
 from hpcrun.runs.event_text import story
 from hpcrun.runs.timeline import timelines
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
+from hpcrun.telemetry.run_counters import Follower, Tally
+from hpcrun.telemetry.trackers import Points, scalars
 from tests.launch.test_ledger import Run
 
 GB = 10**9

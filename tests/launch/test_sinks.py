@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.outlets.shown import ShownFile
-from hpcrun.launch.outlets.sinks import Points, TensorBoard, Wandb, scalars
 from hpcrun.specs.branch import become_itself
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.shared_files import ShownFile
+from hpcrun.telemetry.trackers import Points, TensorBoard, Wandb, scalars
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 4}
 STEP: dict[str, Any] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.outlets.exposition import Figures, samples
-from hpcrun.launch.outlets.tally import BADPUT, Follower, Tally
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.prometheus_metrics import Figures, samples
+from hpcrun.telemetry.run_counters import BADPUT, Follower, Tally
 from tests.launch.test_ledger import RUNS, Record, Run
 
 
@@ -119,7 +119,7 @@ def test_one_that_goes_on_where_another_stood_counts_the_same(runs_root: Path) -
 def test_a_long_run_is_read_in_pieces(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, made = create_run("r"), three_attempts()
     write(run, made)
-    monkeypatch.setattr("hpcrun.launch.outlets.tally._PIECE_BYTES", 300)
+    monkeypatch.setattr("hpcrun.telemetry.run_counters._PIECE_BYTES", 300)
     assert Follower(run).read() == folded(made)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.outlets.telemetry import _orders, told_of
 from hpcrun.launch.site import Site as Place
+from hpcrun.launch.telemetry_session import _orders, told_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
@@ -116,7 +116,7 @@ def test_a_sink_that_dies_is_started_again_so_many_times(
     (lib / "sitecustomize.py").write_text(
         "import sys\n"
         "if '_beside' in sys.argv or '_beside' in ' '.join(sys.orig_argv):\n"
-        "    import hpcrun.launch.outlets.beside as beside\n"
+        "    import hpcrun.telemetry.sidecar as beside\n"
         "    beside._AGAIN_S = (0.0, 0.0)\n"
     )
 
@@ -151,7 +151,7 @@ def test_a_place_that_cannot_be_written_is_no_hindrance(site: Site, monkeypatch:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr("hpcrun.launch.outlets.telemetry.subprocess.Popen", refuse)
+    monkeypatch.setattr("hpcrun.launch.telemetry_session.subprocess.Popen", refuse)
     observer = Recorder()
 
     spec = load_job(site.job, ["telemetry.port=19850"]).spec
@@ -187,7 +187,7 @@ def _word(pid: int, index: int) -> str:
 SUPERVISOR = """\
 import sys, pathlib
 from hpcrun.launch.site import Site
-from hpcrun.launch.outlets.telemetry import told_of
+from hpcrun.launch.telemetry_session import told_of
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir
 run, spec = RunDir(pathlib.Path(sys.argv[1])), load_job(pathlib.Path(sys.argv[2]), sys.argv[3:]).spec
@@ -263,8 +263,8 @@ def test_hooks_of_the_profile_are_called_beside_the_job_s(
 
 
 def test_a_hook_that_hangs_delays_no_relaunch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrun.launch.outlets.telemetry.DRAIN_S", 0.0)
-    monkeypatch.setattr("hpcrun.launch.outlets.telemetry._MORE_S", 0.2)
+    monkeypatch.setattr("hpcrun.launch.telemetry_session.DRAIN_S", 0.0)
+    monkeypatch.setattr("hpcrun.launch.telemetry_session._MORE_S", 0.2)
     observer = Recorder()
     words = ("hooks=[{command: [sleep, '60']}]", "retry.crash=1")
     outcome = site.run("crash", *words, observer=observer, limits=LIMITS)

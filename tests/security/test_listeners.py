@@ -24,13 +24,13 @@ from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
 from hpcrun.health.connection_test import Trial
 from hpcrun.launch.agents import wire
 from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, join
-from hpcrun.launch.outlets import exporter
 from hpcrun.launch.watch import listener as listeners
 from hpcrun.launch.watch import progress
 from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.progress import Reporter
 from hpcrun.listeners import Crowd, Door
 from hpcrun.specs.rundir import RunDir
+from hpcrun.telemetry import prometheus_exporter
 from tests.checkpoint.workers import Host
 from tests.security.users import ATTACKER, as_user, needs_root
 
@@ -42,7 +42,7 @@ LISTENERS = {
     "door.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
     "checkpoint/drain/lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/listener.py": "abstract Unix socket, for the progress of a node's ranks",
-    "launch/outlets/exporter.py": "HTTP, /metrics",
+    "telemetry/prometheus_exporter.py": "HTTP, /metrics",
     "runtime/meeting.py": "torch's TCPStore, for the ranks of an attempt without MPI",
 }
 """Every module that opens a listening socket. What is added here is added to the fuzz below."""
@@ -66,7 +66,7 @@ def listens(tree: ast.AST) -> bool:
 
 
 def test_every_listener_is_in_the_table() -> None:
-    package = Path(exporter.__file__).parents[2]
+    package = Path(prometheus_exporter.__file__).parents[2]
     sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = {
         str(path.relative_to(package))
@@ -219,7 +219,7 @@ class AtMetrics:
     """The exporter's HTTP."""
 
     def __init__(self) -> None:
-        self.server = exporter._bind(HERE, 20_000 + os.getpid() % 9000, lambda: "figures\n")
+        self.server = prometheus_exporter._bind(HERE, 20_000 + os.getpid() % 9000, lambda: "figures\n")
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 
@@ -535,8 +535,8 @@ def test_who_sends_a_byte_now_and_then_is_shown_out_in_time() -> None:
 
 
 def test_slow_clients_hold_up_neither_scrapes_nor_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_CLIENT_S", 1000.0)
-    monkeypatch.setattr(exporter._Handler, "timeout", 1000.0)
+    monkeypatch.setattr(prometheus_exporter, "_CLIENT_S", 1000.0)
+    monkeypatch.setattr(prometheus_exporter._Handler, "timeout", 1000.0)
     at = AtMetrics()
     slow = [at.open() for _ in range(3)]
     slow[0].sendall(b"GET /met")
@@ -554,7 +554,7 @@ def test_slow_clients_hold_up_neither_scrapes_nor_the_end(monkeypatch: pytest.Mo
 
 
 def test_a_client_that_takes_too_long_is_let_go_whatever_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "_CLIENT_S", 0.2)
+    monkeypatch.setattr(prometheus_exporter, "_CLIENT_S", 0.2)
     at = AtMetrics()
     with at.open() as slow:
         slow.sendall(b"GET /metrics HTTP/1.1\r\n")

@@ -26,12 +26,12 @@ from hpcrun.checkpoint.restore.nearby import holdings_here
 from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.health import probes
-from hpcrun.launch.outlets.exporter import Exporter
 from hpcrun.shm_segments import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.identity import digest_of
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.telemetry.prometheus_exporter import Exporter
 from tests.checkpoint.loads import load_of
 from tests.checkpoint.workers import Host
 from tests.security.users import ATTACKER, VICTIM, as_user, in_namespace, needs_root

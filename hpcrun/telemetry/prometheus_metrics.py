@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpcrun import __version__
-from hpcrun.launch.outlets.tally import STATES, STEP_BOUNDS_S, Tally
+from hpcrun.telemetry.run_counters import STATES, STEP_BOUNDS_S, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

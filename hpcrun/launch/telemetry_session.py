@@ -18,8 +18,6 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
-from hpcrun.launch.outlets.beside import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
-from hpcrun.launch.outlets.shown import ShownFile
 from hpcrun.launch.site import Site
 from hpcrun.launcher_world import without_world
 from hpcrun.local_identity import expand_path, working_directory
@@ -30,6 +28,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.telemetry import TelemetrySpec
+from hpcrun.telemetry.shared_files import ShownFile
+from hpcrun.telemetry.sidecar import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
 
 _MORE_S = 5.0
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}

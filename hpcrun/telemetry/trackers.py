@@ -13,14 +13,14 @@ from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.outlets.beside import remembered, say
-from hpcrun.launch.outlets.exporter import state_at_end
-from hpcrun.launch.outlets.tally import Follower
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.timeline import is_count
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets
+from hpcrun.telemetry.prometheus_exporter import state_at_end
+from hpcrun.telemetry.run_counters import Follower
+from hpcrun.telemetry.sidecar import remembered, say
 
 _PIECE_BYTES = 4 << 20
 _GIB = 2**30

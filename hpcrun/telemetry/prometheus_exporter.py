@@ -15,10 +15,6 @@ from threading import Lock, Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.outlets.beside import TEXTFILE, log, remembered, say
-from hpcrun.launch.outlets.exposition import Figures, render_exposition
-from hpcrun.launch.outlets.shown import ShownFile, remove_stale
-from hpcrun.launch.outlets.tally import Follower, Tally
 from hpcrun.listeners import Crowd, ScarceError, take_in
 from hpcrun.runs.heartbeat_age import heard_s
 from hpcrun.runs.run_lock import supervisor_of
@@ -27,6 +23,10 @@ from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
+from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
+from hpcrun.telemetry.run_counters import Follower, Tally
+from hpcrun.telemetry.shared_files import ShownFile, remove_stale
+from hpcrun.telemetry.sidecar import TEXTFILE, log, remembered, say
 
 STATE = "exporter"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

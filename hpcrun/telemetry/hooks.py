@@ -15,13 +15,13 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, UsageError
-from hpcrun.launch.outlets.beside import log, remembered, say
 from hpcrun.masking import Masker
 from hpcrun.runs.known_secrets import known_secrets
 from hpcrun.runs.snapshot import View
 from hpcrun.runs.timeline import is_count
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
+from hpcrun.telemetry.sidecar import log, remembered, say
 
 SCHEMA_VERSION = 1
 STATE = "hooks"

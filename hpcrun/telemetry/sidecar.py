@@ -20,10 +20,10 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 
 COMPANIONS = {
-    "exporter": ("hpcrun.launch.outlets.exporter", "Exporter"),
-    "tensorboard": ("hpcrun.launch.outlets.sinks", "TensorBoard"),
-    "wandb": ("hpcrun.launch.outlets.sinks", "Wandb"),
-    "hooks": ("hpcrun.launch.outlets.hooks", "Hooks"),
+    "exporter": ("hpcrun.telemetry.prometheus_exporter", "Exporter"),
+    "tensorboard": ("hpcrun.telemetry.trackers", "TensorBoard"),
+    "wandb": ("hpcrun.telemetry.trackers", "Wandb"),
+    "hooks": ("hpcrun.telemetry.hooks", "Hooks"),
 }
 ORDERS = "orders.json"
 """What the supervisor wants of each, by its name; `about`: the run itself."""

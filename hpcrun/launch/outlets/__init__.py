@@ -1,1 +1,0 @@
-"""Who else is told of a run: Prometheus, TensorBoard, W&B, hooks."""

@@ -1,0 +1,1 @@
+"""Who else hears of a run: Prometheus, TensorBoard, W&B and hooks, in sidecar processes."""
