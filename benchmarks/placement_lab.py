@@ -31,10 +31,10 @@ from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.place import order
 from hpcrun.fabric.topology_reader import read_topology
 from hpcrun.fabric.traffic import Flow, Traffic, traffic_of
-from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.specs.placement import in_blocks
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.shipped import shipped
+from hpcrun.submission.prepare import Prepared, prepare
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab, Shape

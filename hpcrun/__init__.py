@@ -4,16 +4,16 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from hpcrun.launch.submit.functions import submit as submit
-    from hpcrun.launch.submit.functions import submit_array as submit_array
     from hpcrun.launch.watch.progress import progress as progress
     from hpcrun.runtime.checkpointer import Checkpointer as Checkpointer
+    from hpcrun.submission.functions import submit as submit
+    from hpcrun.submission.functions import submit_array as submit_array
 
 __version__ = "0.1.0"
 
 _ROOMS = {
-    "submit": "hpcrun.launch.submit.functions",
-    "submit_array": "hpcrun.launch.submit.functions",
+    "submit": "hpcrun.submission.functions",
+    "submit_array": "hpcrun.submission.functions",
     "progress": "hpcrun.launch.watch.progress",
     "Checkpointer": "hpcrun.runtime.checkpointer",
 }

@@ -12,10 +12,10 @@ from hpcrun.units import amount
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.policy.simulate import Checked
-    from hpcrun.launch.submit.forecast import Network
-    from hpcrun.launch.submit.saveplan import SavePlan
-    from hpcrun.launch.submit.savesize import Figure
+    from hpcrun.checkpoint.policy.size import Figure
     from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.submission.checkpoint_plan import SavePlan
+    from hpcrun.submission.placement_preview import Network
 
 SCHEMA_VERSION = 1
 
@@ -52,11 +52,11 @@ def plan(
 
     Every figure says where it comes from: given, measured in earlier runs, declared in the profile, unknown.
     """
-    from hpcrun.launch.submit.savecosts import parse_assumed
-    from hpcrun.launch.submit.saveplan import Wish, plan_saves
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
     from hpcrun.specs.rundir import all_runs, find_run
+    from hpcrun.submission.checkpoint_cost import parse_assumed
+    from hpcrun.submission.checkpoint_plan import Wish, plan_saves
 
     wish = Wish(parse_assumed(assume or ()), bound / 100, check, find_run(sample) if sample else None)
     resolved = load_job(Path(words[0]), words[1:])
@@ -79,7 +79,7 @@ def _network(
     """The network, or why there is none."""
     from hpcrun.cli.fabric import network_of
     from hpcrun.errors import SiteError
-    from hpcrun.launch.submit.forecast import look
+    from hpcrun.submission.placement_preview import look
 
     if cluster == "local" and topology is None:
         return None, ""

@@ -14,8 +14,8 @@ from hpcrun.files import write_output
 from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
-    from hpcrun.launch.submit.forecast import Forecast, Network
     from hpcrun.mesh import Degrees
+    from hpcrun.submission.placement_preview import Forecast, Network
 
 SCHEMA_VERSION = 1
 TAKES_COMMAND = True
@@ -102,8 +102,8 @@ def place(
     ] = None,
 ) -> None:
     """Which nodes a job would ask for, which rank would sit where, what that costs, and why."""
-    from hpcrun.launch.submit.forecast import forecast
     from hpcrun.specs.load import load_job
+    from hpcrun.submission.placement_preview import forecast
 
     given = words or []
     names_job = bool(given) and "=" not in given[0]
@@ -165,9 +165,9 @@ def network_of(
     reservation: str | None = None,
 ) -> Network:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
-    from hpcrun.launch.submit.forecast import look
     from hpcrun.slurm.cluster_state import ask_cluster
     from hpcrun.specs.cluster import find_cluster
+    from hpcrun.submission.placement_preview import look
 
     profile = find_cluster(None if cluster in (None, "default", "local") else cluster)
     if topology is not None:

@@ -243,7 +243,7 @@ def _supervise(folder: str, fall: Fall | None) -> int:
 
 def _make_call() -> int:
     """The internal verb `_call`: a rank of a function's run; see its module."""
-    return int(importlib.import_module("hpcrun.launch.call").main())
+    return int(importlib.import_module("hpcrun.submission.function_call").main())
 
 
 def _strike(run_dir: str, order: str) -> int:

@@ -81,8 +81,8 @@ def submit(
     """
     if slurm_version is not None and not dry_run:
         raise UsageError("--slurm-version goes with --dry-run: a job is submitted to the Slurm that is here")
-    from hpcrun.launch.submit import submission
-    from hpcrun.launch.submit.request import Request
+    from hpcrun.submission import submit
+    from hpcrun.submission.request import Request
 
     job, overrides = _job_and_overrides(words or [])
     request = Request(
@@ -98,13 +98,13 @@ def submit(
     )
     detail = _note if verbose else lambda _: None
     if dry_run:
-        shown = submission.dry_run(request, _note, detail)
+        shown = submit.dry_run(request, _note, detail)
         if as_json:
             _print_json(shown.as_json())
         else:
             print(shown.script, end="")
         raise typer.Exit(EXIT_CHECK_FAILED if shown.refused else EXIT_DONE)
-    done = submission.submit(request, _note, detail)
+    done = submit.submit(request, _note, detail)
     if as_json:
         _print_json(done.as_json())
     else:

@@ -104,10 +104,10 @@ def _job_and_overrides(
 def _print_spec(
     job: Path | None, overrides: list[str], resume: str | None, command: list[str] | None
 ) -> None:
-    from hpcrun.launch.prepare import prepare
     from hpcrun.masking import Masker
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
+    from hpcrun.submission.prepare import prepare
 
     earlier = find_run(resume, use="plan") if resume is not None else None
     prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
@@ -140,10 +140,10 @@ def _supervise(
     # Opened before the rest is loaded: from here on a signal is a message.
     with signals.Inbox() as inbox:
         from hpcrun.cli.display import make_display
-        from hpcrun.launch.prepare import prepare
         from hpcrun.launch.site import find_site
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
+        from hpcrun.submission.prepare import prepare
 
         earlier = find_run(resume, use="act") if resume is not None else None
         if earlier is not None:

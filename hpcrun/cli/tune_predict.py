@@ -203,7 +203,7 @@ class _Asked:
                 raise UsageError(f"--nodes {nodes}: the topology has {len(network.fabric.nodes)}")
             ranks = in_blocks(network.fabric.nodes, nodes * per_node, per_node).ranks
         else:
-            from hpcrun.launch.submit.forecast import forecast
+            from hpcrun.submission.placement_preview import forecast
 
             ranks = forecast(resolved.spec, resolved.plan, network).placed.placement.ranks
         return Ground(network.fabric, ranks, inside, reduce_s)

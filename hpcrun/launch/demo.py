@@ -10,11 +10,11 @@ from typing import Any
 
 from hpcrun.launch.course import Observer, Outcome
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import last_of_each_step, read_lines
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped
+from hpcrun.submission.prepare import Prepared, prepare
 
 LEARNED_BELOW = 3.1
 """Held-out loss, in nats a byte, that shows that the model learnt more than how often each byte occurs."""

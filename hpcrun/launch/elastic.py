@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.launch.prepare import Prepared
 from hpcrun.runs.snapshot import replicas_of
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.reduced_plan import least_ranks, shrink
 from hpcrun.specs.rundir import Attempt
+from hpcrun.submission.prepare import Prepared
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import Any
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.elastic import Fit, fit_on, least_nodes
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.site import Site
 from hpcrun.specs.rundir import Attempt
+from hpcrun.submission.prepare import Prepared
 
 
 class Roster:

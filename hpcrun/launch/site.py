@@ -18,7 +18,6 @@ from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
 from hpcrun.launch.agents.succession import Succession, left_out
 from hpcrun.launch.command import STEP_VARIABLE, template_words
-from hpcrun.launch.launchable import launcher_name, why_no_step_options
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun
 from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
@@ -31,6 +30,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, explained, in_blocks
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.launch_checks import launcher_name, why_no_step_options
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,8 @@ from hpcrun.launch.drains import Drains
 from hpcrun.launch.fault_nodes import blamed
 from hpcrun.launch.inbox import Inbox, StopAsked
 from hpcrun.launch.launchers import Launch, Launcher
-from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
-from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.launch.telemetry_session import told_of
 from hpcrun.launch.vault.keeper import Keeper
@@ -36,9 +34,11 @@ from hpcrun.runs.lease import FencedError, LeaderWriter
 from hpcrun.runs.run_lock import succeed, sweep_leftovers
 from hpcrun.specs.io_retry import patiently
 from hpcrun.specs.load import render_job
+from hpcrun.specs.origin import record_origin
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, new_run
+from hpcrun.submission.prepare import Prepared
 
 _NAP_S = 0.2
 _SECOND_START = 0.2

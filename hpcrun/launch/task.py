@@ -25,9 +25,7 @@ from hpcrun.launch.closing import record_exit
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.guard import Fall
 from hpcrun.launch.inbox import Inbox, hold_back
-from hpcrun.launch.launchable import missing_modules
 from hpcrun.launch.predecessors import hold_for_others
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.run_lock import TakenError, hold
@@ -37,6 +35,8 @@ from hpcrun.specs.io_retry import say
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep
+from hpcrun.submission.launch_checks import missing_modules
+from hpcrun.submission.prepare import prepare
 
 ELEMENT_VARIABLE = "HPCRUN_ELEMENT"
 """Set by the array template: which element of the sweep this job is."""

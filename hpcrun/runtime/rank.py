@@ -22,7 +22,6 @@ from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import shim
 from hpcrun.launch.course import Observer
-from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
@@ -36,6 +35,7 @@ from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.reduced_plan import read_plan
 from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
+from hpcrun.submission.prepare import Prepared, prepare
 
 
 def main(run_dir: str, number: int, requests: shim.Requests) -> int:

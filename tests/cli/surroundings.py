@@ -19,8 +19,8 @@ from hpcrun.cli.main import VERBS, main
 
 ALSO = (
     "hpcrun.launch.rehearsal.chaos",
-    "hpcrun.launch.submit.submission",
-    "hpcrun.launch.submit.saveplan",
+    "hpcrun.submission.submit",
+    "hpcrun.submission.checkpoint_plan",
     "hpcrun.launch.supervisor",
     "hpcrun.runs.postmortem",
     "hpcrun.runs.follow",

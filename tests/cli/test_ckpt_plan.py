@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hpcrun.checkpoint.policy.size import stage_parameters
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.formulas import parameters
-from hpcrun.launch.submit.savesize import stage_parameters
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import create_run
 from hpcrun.specs.shipped import shipped

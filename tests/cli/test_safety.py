@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
-from hpcrun.launch.submit.request import Request
-from hpcrun.launch.submit.submission import dry_run
 from hpcrun.specs.job import JobSpec
+from hpcrun.submission.request import Request
+from hpcrun.submission.submit import dry_run
 from tests.slurm.test_template_scripts import BROKEN, HOSTILE, Bench, sbatch_words
 
 VALUES = (

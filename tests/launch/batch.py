@@ -17,10 +17,10 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpcrun import process
 from hpcrun.launch import task
-from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
+from hpcrun.specs.origin import record_origin
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir, create_run
 

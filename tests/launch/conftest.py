@@ -13,10 +13,10 @@ import pytest
 from hpcrun import process
 from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.shm_segments import mpi_segments, unmapped
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.prepare import prepare
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 LIMITS = Limits(start_s=30, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=5)

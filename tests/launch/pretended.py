@@ -19,7 +19,6 @@ from hpcrun.launch.course import Limits, Outcome
 from hpcrun.launch.happenings import Happening, NodeLost
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.slurm.allocation import Allocation
@@ -27,6 +26,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, in_blocks
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.submission.prepare import Prepared
 
 LIMITS = Limits(start_s=120, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=20)
 

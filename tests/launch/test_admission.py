@@ -24,7 +24,6 @@ from hpcrun.launch.fault_nodes import blamed
 from hpcrun.launch.happenings import NodeLost
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.recover import cause_of
 from hpcrun.launch.requeue_exclusion import exclusion, keep_away
 from hpcrun.launch.supervisor import Supervisor
@@ -37,6 +36,7 @@ from hpcrun.specs.load import load_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 
 FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}

@@ -8,11 +8,11 @@ import pytest
 
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.elastic import fit_on, least_nodes
-from hpcrun.launch.prepare import Prepared, prepare
 from hpcrun.runs import run_state
 from hpcrun.runs.describe import describe
 from hpcrun.runs.event_text import story
 from hpcrun.specs.records import read_json, read_lines
+from hpcrun.submission.prepare import Prepared, prepare
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
 

@@ -16,13 +16,13 @@ from hpcrun.launch.agents import crew as crews
 from hpcrun.launch.agents.crew import Crew
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.lease import Leadership
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import LIMITS, Recorder, Site
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.launch.submit.forecast import look
 from hpcrun.slurm.cluster_state import read_cluster
+from hpcrun.submission.placement_preview import look
 
 NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
 

@@ -17,13 +17,13 @@ from submitit.helpers import DelayedSubmission
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, UsageError
-from hpcrun.launch.submit.functions import FunctionJob
-from hpcrun.launch.submit.request import Request
-from hpcrun.launch.submit.submission import submit
 from hpcrun.runs.control import save
 from hpcrun.runs.run_state import look_at
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import all_runs
+from hpcrun.submission.functions import FunctionJob
+from hpcrun.submission.request import Request
+from hpcrun.submission.submit import submit
 from tests.slurm.fakes import Fake, calls, stand_ins
 
 LOCAL = {"cluster": "local"}
@@ -125,7 +125,7 @@ def test_a_function_s_traceback_reaches_the_caller() -> None:
     job = hpcrun.submit(_deep, spec=LOCAL)
     with pytest.raises(FunctionError, match=r"in _deep\n.*\nValueError: no such luck") as raised:
         job.result()
-    assert "launch/call.py" not in str(raised.value), "our own lines are of no interest"
+    assert "submission/function_call.py" not in str(raised.value), "our own lines are of no interest"
     state = look_at(job.run)
     assert (state.state, state.exit_code) == ("failed", 5)
     assert "rank 0 on node" in state.message
@@ -386,7 +386,7 @@ def test_a_call_that_cannot_be_recorded_is_cancelled(
     put("sbatch", "12;blue")
     cancelled = put("scancel", "")
     # Not of the snapshot, which writes the origin before.
-    monkeypatch.setattr("hpcrun.launch.submit.submission.write_provenance", full)
+    monkeypatch.setattr("hpcrun.submission.submit.write_provenance", full)
     with pytest.raises((SiteError, KeyboardInterrupt)):
         hpcrun.submit_array(divmod, [7, 8], [2, 3])
     assert calls(cancelled) == ["-M blue 12"]

@@ -14,13 +14,13 @@ import hpcrun
 from hpcrun import process
 from hpcrun.errors import HpcrunError
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
-from hpcrun.launch.submit.request import Request
-from hpcrun.launch.submit.submission import submit
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog
 from hpcrun.runs.follow import wait
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.prepare import prepare
+from hpcrun.submission.request import Request
+from hpcrun.submission.submit import submit
 
 MOST = 40
 

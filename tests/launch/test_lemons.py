@@ -26,9 +26,9 @@ from hpcrun.health.lemon_nodes import (
     score,
     sightings_file,
 )
-from hpcrun.launch.submit.forecast import look
 from hpcrun.specs.badnodes import BadNodes
 from hpcrun.specs.cluster import parse_cluster
+from hpcrun.submission.placement_preview import look
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC).timestamp()
 DAY = 86400.0

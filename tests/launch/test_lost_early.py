@@ -9,9 +9,9 @@ import pytest
 
 from hpcrun.launch.agents.nodes import ThisNode
 from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.specs.records import read_lines
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
 

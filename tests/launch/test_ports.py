@@ -15,8 +15,8 @@ from hpcrun.launch import ports
 from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.meeting import MeetingRequest, NodeRendezvous, parse_meeting
 from hpcrun.launch.ports import choose_port, ephemeral_ports, holder_of
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import LIMITS, Recorder
 from tests.security.users import ATTACKER, as_user, in_namespace, needs_root
 

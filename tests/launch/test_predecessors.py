@@ -14,11 +14,11 @@ from hpcrun.errors import UsageError
 from hpcrun.launch import predecessors, task
 from hpcrun.launch.inbox import let_through
 from hpcrun.launch.predecessors import hold_for_others
-from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.runs.run_state import look_at
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
+from hpcrun.specs.origin import record_origin
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import Submission, attempts_of, read_provenance, write_provenance
 from hpcrun.specs.records import write_json

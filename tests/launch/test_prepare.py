@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.lustre import storage
+from hpcrun.checkpoint.policy.capacity import look_at_place
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.launch.prepare import prepare
-from hpcrun.launch.submit.saveplace import look_at_place
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.submission.prepare import prepare
 from tests.checkpoint.lustre_stand_in import Emulated, ost
 from tests.launch.conftest import Site
 

@@ -8,12 +8,12 @@ from typing import cast
 
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.prepare import Prepared
 from hpcrun.launch.roster import Roster
 from hpcrun.launch.site import Site
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.rundir import create_run
+from hpcrun.submission.prepare import Prepared
 
 NAMES = ("a", "b", "c", "d")
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 
 from hpcrun.launch.happenings import Happening, Progress
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.rehearsal.chaos import Aim, Strike
 from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_lines
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 

@@ -21,11 +21,7 @@ from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.nodes import ThisNode
 from hpcrun.launch.command import STEP_VARIABLE
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
-from hpcrun.launch.submit import request as requests
-from hpcrun.launch.submit.request import Request
-from hpcrun.launch.submit.submission import Submitted, dry_run, submit
 from hpcrun.launch.surroundings import environment_of_ranks
 from hpcrun.process import ProcessId
 from hpcrun.runs.run_state import look_at_elements
@@ -38,6 +34,10 @@ from hpcrun.specs.provenance import read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import read_sweep
+from hpcrun.submission import request as requests
+from hpcrun.submission.prepare import prepare
+from hpcrun.submission.request import Request
+from hpcrun.submission.submit import Submitted, dry_run, submit
 from tests.slurm.fakes import Fake, calls, environment, stand_ins
 
 JOB = "name: small\nmodel: tiny\ndata: {text: python-stdlib}\nresources: {time: 10m}\n"
@@ -191,16 +191,16 @@ def test_an_option_that_sbatch_does_not_know_is_told_by_its_key(put: Fake) -> No
 def test_a_job_that_cannot_be_recorded_is_cancelled(
     what: str, fault: BaseException, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hpcrun.launch.submit import submission
+    from hpcrun.submission import submit
 
-    writes, answered = getattr(submission, what), slurm("sbatch", "101;far")
+    writes, answered = getattr(submit, what), slurm("sbatch", "101;far")
 
     def full(*given: Any) -> None:
         if calls(answered):
             raise fault
         writes(*given)
 
-    monkeypatch.setattr(submission, what, full)
+    monkeypatch.setattr(submit, what, full)
     cancelled = slurm("scancel", "")
     with pytest.raises((SiteError, KeyboardInterrupt)):
         handed_over(ask())
@@ -216,7 +216,7 @@ def test_a_local_run_that_cannot_be_recorded_is_ended(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpcrun.launch.submit.submission.write_provenance", full)
+    monkeypatch.setattr("hpcrun.submission.submit.write_provenance", full)
     with pytest.raises(SiteError, match="No space left on device"):
         handed_over(ask(None, command=("sleep", "600")))
     assert executor._controllers[-1].wait(timeout=60) == -signal.SIGINT
@@ -231,7 +231,7 @@ def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pyte
     run.attempt(1).create()
     end(run, "saved")
     before = sorted(run.path.rglob("*"))
-    monkeypatch.setattr("hpcrun.launch.submit.submission.write_whole", full)
+    monkeypatch.setattr("hpcrun.submission.submit.write_whole", full)
     with pytest.raises(
         SiteError, match=r"spec\.yaml: cannot be written: No space left on device; nothing was"
     ):

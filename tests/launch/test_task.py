@@ -11,10 +11,10 @@ import pytest
 
 from hpcrun.launch import task
 from hpcrun.launch.inbox import let_through
-from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.runs.run_lock import hold
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
+from hpcrun.specs.origin import record_origin
 from hpcrun.specs.provenance import write_provenance
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep

@@ -14,7 +14,6 @@ import pytest
 
 from hpcrun.launch.happenings import Progress, decode, encode
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.progress import Reporter
@@ -26,6 +25,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.watch import WatchSpec
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 

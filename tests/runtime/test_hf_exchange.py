@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.launch.prepare import check_inputs
 from hpcrun.runs.save_text import describe_weights
 from hpcrun.runtime.control import connect
 from hpcrun.runtime.first_weights import begin_with_weights
@@ -28,6 +27,7 @@ from hpcrun.specs.load import load_job
 from hpcrun.specs.model import ModelSpec, hf_config
 from hpcrun.specs.rundir import create_run, find_run
 from hpcrun.specs.saves import saved_steps
+from hpcrun.submission.prepare import check_inputs
 from tests.runtime.test_exchange import job, read_all, refused, told
 
 __all__ = ["job"]

@@ -15,7 +15,6 @@ import torch
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.mesh import Degrees
 from hpcrun.runtime import device as devices
@@ -25,6 +24,7 @@ from hpcrun.runtime.place import check_places
 from hpcrun.specs.placement import Binding, BoundBy, Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import Recorder
 
 HERE = os.uname().nodename

@@ -16,10 +16,10 @@ from hpcrun.checkpoint.compare import differences
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.read import Generation
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.saves import saved_steps
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import Recorder, send
 
 JOB = """\

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.prepare import prepare
 from hpcrun.runtime.data import MASKED, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.optim import rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines
 from hpcrun.specs.reduced_plan import with_replicas
+from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
 from tests.runtime.test_data import S, counting_source, ids

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SpecError
-from hpcrun.launch.prepare import check_inputs
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.load import load_job
 from hpcrun.specs.model import ModelSpec, hf_config, model_fields_from_hf
+from hpcrun.submission.prepare import check_inputs
 
 SPEC = ModelSpec(vocab=256, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8)
 

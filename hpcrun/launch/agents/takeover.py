@@ -14,7 +14,6 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.agents.succession import Succession
 from hpcrun.launch.course import Outcome
 from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.prepare import prepare
 from hpcrun.launch.site import Site
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.task import BatchLog, outermost, record_end
@@ -25,6 +24,7 @@ from hpcrun.slurm.client import run_client
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.prepare import prepare
 from hpcrun.units import parse_time
 
 _LOOK_S = 300.0

@@ -18,7 +18,6 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.hostlist import fold
 from hpcrun.launch.rehearsal.faults import Fault
-from hpcrun.launch.submit.script import python_of
 from hpcrun.launcher_world import without_world
 from hpcrun.local_identity import owner_name, user_name
 from hpcrun.process import with_our_package
@@ -31,6 +30,7 @@ from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import LineWriter, read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.batch_script import python_of
 
 _ANSWER_S = 60.0
 _LEAVE_S = 10.0

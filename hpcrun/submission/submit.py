@@ -17,8 +17,6 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import Problem, SiteError, SpecError, UsageError
 from hpcrun.files import read_regular
-from hpcrun.launch.submit.request import Job, Note, Request
-from hpcrun.launch.submit.snapshot import record_origin
 from hpcrun.runs import run_lock
 from hpcrun.slurm.arrays import Chunk
 from hpcrun.slurm.contract import ArrayContext
@@ -26,6 +24,7 @@ from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, ask_jobs
 from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
 from hpcrun.specs.cluster import render_cluster
+from hpcrun.specs.origin import record_origin
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import (
     Provenance,
@@ -37,6 +36,7 @@ from hpcrun.specs.provenance import (
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
+from hpcrun.submission.request import Job, Note, Request
 from hpcrun.tuning.job import foresee
 from hpcrun.units import parse_time
 

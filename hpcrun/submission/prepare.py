@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from hpcrun.checkpoint.policy.capacity import look_at_place, why_no_save
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
-from hpcrun.launch.launchable import check_root
-from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
 from hpcrun.specs.hf_directory import read_layout, why_inexact
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
@@ -22,6 +21,7 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
+from hpcrun.submission.launch_checks import check_root
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpcrun import local_identity
 from hpcrun.errors import FunctionError, Problem, SpecError, UsageError
-from hpcrun.launch.call import Call, paths_of_modules, result_of
 from hpcrun.specs.rundir import RunDir
+from hpcrun.submission.function_call import Call, paths_of_modules, result_of
 
 if TYPE_CHECKING:
-    from hpcrun.launch.submit.request import Request
     from hpcrun.runs.run_state import RunState
+    from hpcrun.submission.request import Request
 
 R = TypeVar("R")
 
@@ -160,7 +160,7 @@ def _check_calls(fn: Callable[..., Any], calls: _Arguments) -> None:
 def _submitted(
     fn: Callable[..., R], calls: _Arguments, spec: Spec, *, is_array: bool
 ) -> list[FunctionJob[R]]:
-    from hpcrun.launch.submit.submission import submit as hand_over
+    from hpcrun.submission.submit import submit as hand_over
 
     local_identity.fill_descriptors()
     _check_calls(fn, calls)
@@ -182,11 +182,11 @@ def _submitted(
 
 def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bool) -> Request:
     """The function as a job whose command makes the call; SpecError lists every mistake."""
-    from hpcrun.launch.submit.request import Request, profile_of
-    from hpcrun.launch.submit.script import python_of
     from hpcrun.specs.load import resolve_job
     from hpcrun.specs.validation import nearest
     from hpcrun.specs.yaml import Document, load_document
+    from hpcrun.submission.batch_script import python_of
+    from hpcrun.submission.request import Request, profile_of
 
     if isinstance(spec, str | Path):
         document, base = load_document(Path(spec)), local_identity.absolute(spec).parent
@@ -230,7 +230,7 @@ def _grace_s(resources: object) -> int:
 
 
 def _as_command(given: Mapping[str, Any], can_save: bool, elements: int) -> dict[str, Any]:
-    from hpcrun.launch.submit.script import CALL
+    from hpcrun.submission.batch_script import CALL
 
     values = {key: value for key, value in given.items() if key in KEYS and value is not None}
     values.setdefault("name", "function")

@@ -9,21 +9,21 @@ from typing import Any
 
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.policy.capacity import kept, place_of_saves
 from hpcrun.checkpoint.policy.interval import BOUND, Advice, Tier, recommend, waste
 from hpcrun.checkpoint.policy.rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.policy.simulate import Checked, check
+from hpcrun.checkpoint.policy.size import Figure, Room, Sizes, room_of, sizes_of
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.launch.submit.forecast import Network, forecast
-from hpcrun.launch.submit.savecosts import Costs, Known, given_rates, tiers_of
-from hpcrun.launch.submit.saveplace import kept, place_of_saves
-from hpcrun.launch.submit.savesize import Figure, Room, Sizes, room_of, sizes_of
 from hpcrun.runs.history import Measured, alike, measured, seen
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
+from hpcrun.submission.checkpoint_cost import Costs, Known, given_rates, tiers_of
+from hpcrun.submission.placement_preview import Network, forecast
 from hpcrun.units import parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)

@@ -12,13 +12,9 @@ from functools import cached_property
 from pathlib import Path
 
 from hpcrun import process
+from hpcrun.checkpoint.policy.capacity import look_at_place, why_no_save
 from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.launch import prepare
-from hpcrun.launch.launchable import check_root, problems, why_not_started_here
-from hpcrun.launch.submit.forecast import Network, forecast, look
-from hpcrun.launch.submit.saveplace import look_at_place, why_no_save
-from hpcrun.launch.submit.script import python_of, root_of, runtime_of, script_context, template_name
 from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.cluster_state import LiveCluster, ask_cluster
@@ -45,6 +41,10 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.specs.sweep import read_sweep
+from hpcrun.submission import prepare
+from hpcrun.submission.batch_script import python_of, root_of, runtime_of, script_context, template_name
+from hpcrun.submission.launch_checks import check_root, problems, why_not_started_here
+from hpcrun.submission.placement_preview import Network, forecast, look
 
 Note = Callable[[str], None]
 """Takes one line for the person."""

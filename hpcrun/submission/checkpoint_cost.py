@@ -9,8 +9,8 @@ from typing import get_args
 from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.checkpoint.policy.interval import Cost, Tier
 from hpcrun.checkpoint.policy.rates import KINDS, Kind
+from hpcrun.checkpoint.policy.size import Figure, Sizes
 from hpcrun.errors import UsageError
-from hpcrun.launch.submit.savesize import Figure, Sizes
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.history import Measured, Timing
 from hpcrun.specs.checkpoint import CheckpointSpec

@@ -8,8 +8,8 @@ from pathlib import Path
 from hpcrun.checkpoint.lustre.lfs import Lfs
 from hpcrun.checkpoint.lustre.storage import Finding, StoragePlan, storage_plan
 from hpcrun.checkpoint.policy.retention import Rule, kept_count
+from hpcrun.checkpoint.policy.size import Sizes, sizes_of
 from hpcrun.errors import SiteError
-from hpcrun.launch.submit.savesize import Sizes, sizes_of
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 
