@@ -16,7 +16,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, Problem, UsageError
 from hpcrun.specs.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from hpcrun.launch.rehearsal.chaos import Aim
+    from hpcrun.chaos.inject import Aim
 
 SCHEMA_VERSION = 1
 
@@ -186,8 +186,8 @@ def play(
 
     It is checked as a whole before the first. The exit code is 1 where one of them could not be done.
     """
-    from hpcrun.launch.rehearsal.chaos import require_running
-    from hpcrun.launch.rehearsal.scenario import Play, check_victims, load_scenario
+    from hpcrun.chaos.inject import require_running
+    from hpcrun.chaos.scenario import Play, check_victims, load_scenario
 
     scenes = load_scenario(scenario)
     run = find_run(name, use="plan" if dry_run else "act")
@@ -219,22 +219,22 @@ def play(
 
 
 def _do(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool, as_json: bool) -> None:
-    from hpcrun.launch.rehearsal import chaos
-    from hpcrun.launch.rehearsal.faults import read_fault
+    from hpcrun.chaos import inject
+    from hpcrun.chaos.faults import read_fault
 
     fault, problems = read_fault({"do": do, **values})
     if fault is None:
         raise UsageError("\n".join(_on_the_command_line(one) for one in problems))
     run = find_run(name, use="plan" if dry_run else "act")
-    chaos.require_running(run)
-    aimed = chaos.aim(run, fault)
+    inject.require_running(run)
+    aimed = inject.aim(run, fault)
     if dry_run:
         _say_only(aimed, as_json)
         return
     if fault.is_random:
         _note(f"at random: {aimed} (seed {aimed.fault.seed})")
     _confirm(run, [str(aimed)], yes)
-    records = chaos.inflict(aimed, lambda record: None if as_json else _print(record))
+    records = inject.inflict(aimed, lambda record: None if as_json else _print(record))
     if as_json:
         _dump(run=run.id, records=records)
 

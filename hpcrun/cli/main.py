@@ -251,7 +251,7 @@ def _strike(run_dir: str, order: str) -> int:
     import json
     from pathlib import Path
 
-    from hpcrun.launch.rehearsal.strike import strike
+    from hpcrun.chaos.injector import strike
     from hpcrun.specs.rundir import RunDir
 
     return strike(RunDir(Path(run_dir)), json.loads(order))

@@ -18,7 +18,7 @@ from typing import Any
 from hpcrun.cli.main import VERBS, main
 
 ALSO = (
-    "hpcrun.launch.rehearsal.chaos",
+    "hpcrun.chaos.inject",
     "hpcrun.submission.submit",
     "hpcrun.submission.checkpoint_plan",
     "hpcrun.launch.supervisor",

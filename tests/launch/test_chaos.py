@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from hpcrun import process
+from hpcrun.chaos.disk_filler import Filler
+from hpcrun.chaos.faults import Fault
+from hpcrun.chaos.inject import NotYetError, Strike, aim, inflict, require_running
+from hpcrun.chaos.scenario import Play, check_victims, load_scenario
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.launch.rehearsal.chaos import NotYetError, Strike, aim, inflict, require_running
-from hpcrun.launch.rehearsal.faults import Fault
-from hpcrun.launch.rehearsal.filler import Filler
-from hpcrun.launch.rehearsal.scenario import Play, check_victims, load_scenario
 from hpcrun.mesh import Degrees
 from hpcrun.runs.event_text import story
 from hpcrun.specs.placement import Placement, write_placement

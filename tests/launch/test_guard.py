@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.rehearsal.chaos import aim, inflict
-from hpcrun.launch.rehearsal.faults import Fault
+from hpcrun.chaos.faults import Fault
+from hpcrun.chaos.inject import aim, inflict
 from hpcrun.runs.event_text import story
 from hpcrun.runs.lease import read_leader
 from hpcrun.runs.run_lock import supervisor_of

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpcrun.chaos.faults import Fault
+from hpcrun.chaos.inject import Aim, Strike
 from hpcrun.launch.happenings import Happening, Progress
-from hpcrun.launch.rehearsal.chaos import Aim, Strike
-from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_lines

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrun import process
+from hpcrun.chaos.faults import Fault
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.hostlist import fold
-from hpcrun.launch.rehearsal.faults import Fault
 from hpcrun.launcher_world import without_world
 from hpcrun.local_identity import owner_name, user_name
 from hpcrun.process import with_our_package

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpcrun.chaos.faults import Fault, read_fault, read_seconds
+from hpcrun.chaos.inject import Aim, NotYetError, Strike, aim
 from hpcrun.errors import HpcrunError, Problem, SpecError, UsageError
-from hpcrun.launch.rehearsal.chaos import Aim, NotYetError, Strike, aim
-from hpcrun.launch.rehearsal.faults import Fault, read_fault, read_seconds
 from hpcrun.runs.follow import Watch
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
+from hpcrun.chaos.disk_filler import Filler
 from hpcrun.errors import HpcrunError, UsageError
-from hpcrun.launch.rehearsal.filler import Filler
 from hpcrun.process import Handle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE

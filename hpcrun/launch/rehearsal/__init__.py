@@ -1,1 +1,0 @@
-"""Faults on purpose, on a running run of one's own."""
