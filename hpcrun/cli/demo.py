@@ -9,7 +9,7 @@ import typer
 
 from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.local_identity import from_here
 
 if TYPE_CHECKING:

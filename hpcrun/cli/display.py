@@ -17,7 +17,7 @@ from hpcrun.runs.save_text import describe_save, describe_weights
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from hpcrun.launch.course import Outcome
+    from hpcrun.launch.attempt_monitor import Outcome
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.1

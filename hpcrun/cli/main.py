@@ -22,7 +22,7 @@ from hpcrun.errors import (
 )
 
 if TYPE_CHECKING:
-    from hpcrun.launch.guard import Fall
+    from hpcrun.launch.supervisor_restart import Fall
 
 
 class Verb(NamedTuple):
@@ -138,7 +138,7 @@ def _run(arguments: list[str]) -> int:
 
 def _call(verb: str, rest: list[str]) -> int:
     if VERBS[verb].holds_signals:
-        from hpcrun.launch.inbox import hold_back
+        from hpcrun.launch.signal_queue import hold_back
 
         hold_back()
     # Typer would drop the `--`, and with it the difference between our options and another program's.
@@ -181,17 +181,17 @@ def _be_rank(run_dir: str, number: str) -> int:
     """The internal verb `_rank RUN ATTEMPT`: the shim first, so that whatever comes after is logged."""
     from pathlib import Path
 
-    from hpcrun.launch import shim
+    from hpcrun.launch import rank_shim
     from hpcrun.launcher_world import World, detect_world
     from hpcrun.specs import rank_error
     from hpcrun.specs.rundir import RunDir
 
     attempt = RunDir(Path(run_dir)).attempt(int(number))
     world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
-    requests = shim.enter(attempt, world)
+    requests = rank_shim.enter(attempt, world)
     try:
         code = int(importlib.import_module("hpcrun.runtime.entry").main(run_dir, int(number), requests))
-        shim.leave()
+        rank_shim.leave()
         return code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
         rank_error.report_error(attempt, world.rank, error)
@@ -215,16 +215,16 @@ def _be_agent(run_dir: str, called: str = "") -> int:
 
 def _be_successor(run_dir: str, epoch: str) -> int:
     """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
-    from hpcrun.launch.inbox import hold_back
+    from hpcrun.launch.signal_queue import hold_back
 
     hold_back()
-    return int(importlib.import_module("hpcrun.launch.agents.takeover").run_taken_over(run_dir, epoch))
+    return int(importlib.import_module("hpcrun.launch.failover.takeover").run_taken_over(run_dir, epoch))
 
 
 def _be_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
-    from hpcrun.launch.guard import keep
-    from hpcrun.launch.inbox import hold_back
+    from hpcrun.launch.signal_queue import hold_back
+    from hpcrun.launch.supervisor_restart import keep
 
     hold_back()
     return keep(lambda fall: _supervise(folder, fall))
@@ -233,7 +233,7 @@ def _be_task(folder: str) -> int:
 def _supervise(folder: str, fall: Fall | None) -> int:
     """What that job does, in a child of the process that the batch script waits for; see its module."""
     try:
-        task = importlib.import_module("hpcrun.launch.task")
+        task = importlib.import_module("hpcrun.launch.batch_task")
         importlib.import_module("submitit")
     except ImportError as error:
         words = "the job's python, or python.path in the profile, must be one that has hpcrun installed"

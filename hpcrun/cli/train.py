@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import UsageError
-from hpcrun.launch import inbox as signals
+from hpcrun.launch import signal_queue as signals
 from hpcrun.launcher_world import World, detect_world
 
 if TYPE_CHECKING:
-    from hpcrun.launch.course import Observer, Outcome
+    from hpcrun.launch.attempt_monitor import Observer, Outcome
     from hpcrun.specs.rundir import RunDir
 
 SCHEMA_VERSION = 1
@@ -140,7 +140,7 @@ def _supervise(
     # Opened before the rest is loaded: from here on a signal is a message.
     with signals.Inbox() as inbox:
         from hpcrun.cli.display import make_display
-        from hpcrun.launch.site import find_site
+        from hpcrun.launch.run_context import find_site
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
         from hpcrun.submission.prepare import prepare

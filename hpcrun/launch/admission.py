@@ -14,10 +14,10 @@ from hpcrun.health.check_result import Checked, judge_clock, parse_checked
 from hpcrun.health.lemon_nodes import Sighting
 from hpcrun.health.preflight import Ask
 from hpcrun.hostlist import fold
-from hpcrun.launch import recover
+from hpcrun.launch import recovery
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.attempt_monitor import Outcome
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of
@@ -190,5 +190,5 @@ def stopped(
 
 def _came_to_nothing(run: RunDir) -> int:
     """How many attempts before this one have ended with their preflight."""
-    before = reversed(recover.outcomes(run))
+    before = reversed(recovery.outcomes(run))
     return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_BEGIN), before)])

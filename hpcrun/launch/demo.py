@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.launch.course import Observer, Outcome
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.attempt_monitor import Observer, Outcome
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import last_of_each_step, read_lines
 from hpcrun.specs.rundir import RunDir

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from hpcrun.health.lemon_nodes import Sighting
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.recover import Cause, signature
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.recovery import Cause, signature
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json
 

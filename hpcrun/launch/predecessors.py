@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, SiteError
-from hpcrun.launch.closing import record_exit
-from hpcrun.launch.course import Outcome
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.outcome import record_exit
 from hpcrun.runs.run_state import RunState, look_at_all
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.predecessors import read_predecessors

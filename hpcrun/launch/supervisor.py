@@ -12,23 +12,23 @@ from typing import Any, Literal
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, SiteError
 from hpcrun.health.lemon_nodes import Sighting, note_sightings
-from hpcrun.launch import admission, recover
+from hpcrun.launch import admission, recovery
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.agents.succession import Succession, left_out, own, stand_back
-from hpcrun.launch.assign import circumstances, decide
-from hpcrun.launch.closing import Register, record_exit
-from hpcrun.launch.command import rank_command
-from hpcrun.launch.course import Course, Limits, Observer, Outcome, Status
-from hpcrun.launch.deadline import watched
-from hpcrun.launch.drains import Drains
+from hpcrun.launch.attempt_monitor import Course, Limits, Observer, Outcome, Status
+from hpcrun.launch.checkpointing.coordinator import Keeper
+from hpcrun.launch.device_assignment import circumstances, decide
+from hpcrun.launch.draining_nodes import Drains
+from hpcrun.launch.failover.state import Succession, left_out, own, stand_back
 from hpcrun.launch.fault_nodes import blamed
-from hpcrun.launch.inbox import Inbox, StopAsked
+from hpcrun.launch.final_save import watched
 from hpcrun.launch.launchers import Launch, Launcher
-from hpcrun.launch.roster import Roster
-from hpcrun.launch.site import Site
-from hpcrun.launch.surroundings import environment_of_ranks
+from hpcrun.launch.node_pool import Roster
+from hpcrun.launch.outcome import Register, record_exit
+from hpcrun.launch.rank_command import rank_command
+from hpcrun.launch.rank_environment import environment_of_ranks
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox, StopAsked
 from hpcrun.launch.telemetry_session import told_of
-from hpcrun.launch.vault.keeper import Keeper
 from hpcrun.launch.watch.watchdog import Watchdog
 from hpcrun.runs.lease import FencedError, LeaderWriter
 from hpcrun.runs.run_lock import succeed, sweep_leftovers
@@ -160,8 +160,8 @@ class Supervisor:
                     return self._close(outcome)
                 outcome = self._run_attempt(attempt, launcher, nodes)
             self._verify()
-            cause = recover.cause_of(outcome)
-            if cause not in recover.FAULTS:
+            cause = recovery.cause_of(outcome)
+            if cause not in recovery.FAULTS:
                 return self._close(outcome)
             self._take_stock(outcome, cause, nodes)
             refused = self._why_not_here(outcome, cause, nodes)
@@ -175,18 +175,18 @@ class Supervisor:
             newest = f"step {step}" if knows else "the newest save that is whole"
             self._observer.note(f"{outcome.message}; going on{fit} from {newest}")
             nodes.call_back()
-            asked = self._rest(recover.back_off_s(self._fruitless), nodes)
+            asked = self._rest(recovery.back_off_s(self._fruitless), nodes)
             if asked is not None:
                 # Near the time limit the job is to be queued again; whoever sends another one means its end.
                 stop = None if asked == signal.SIGUSR2 else asked
                 return self._close(replace(outcome, stop=stop), "it was asked to stop")
             outcome = None
 
-    def _take_stock(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> None:
+    def _take_stock(self, outcome: Outcome, cause: recovery.Cause, nodes: Nodes) -> None:
         """After a fault: tell it, and settle which nodes may go on; those that are blamed are remembered."""
         progress, run, allocation = self._progress(outcome), outcome.run, self._site.allocation
         self._fruitless = 0 if progress else self._fruitless + 1
-        is_same = not progress and cause in ("crash", "hang") and recover.is_repeated(run, outcome)
+        is_same = not progress and cause in ("crash", "hang") and recovery.is_repeated(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
         more: dict[str, Any] = {"nodes": list(outcome.suspects or outcome.lost), "rank": outcome.rank}
         more |= {"cause": cause, "kind": kind, "message": outcome.message}
@@ -245,7 +245,7 @@ class Supervisor:
             for number in self._inbox.peek()
             if number != signal.SIGUSR1 and (can_save or number != signal.SIGUSR2)
         ]
-        in_memory = self._keeper is not None and self._keeper.step() > recover.saved_step(attempt.run)
+        in_memory = self._keeper is not None and self._keeper.step() > recovery.saved_step(attempt.run)
         if not asked or in_memory:
             return None
         number = signal.SIGINT if signal.SIGINT in asked else asked[0]
@@ -253,7 +253,7 @@ class Supervisor:
 
     def _ended_early(self, run: RunDir, attempts: Sequence[Attempt], number: signal.Signals) -> Outcome:
         """How a run ends that was stopped before there were ranks; in its last attempt, if it came to one."""
-        step, is_interrupt = recover.saved_step(run), number == signal.SIGINT
+        step, is_interrupt = recovery.saved_step(run), number == signal.SIGINT
         status: Status = "interrupted" if is_interrupt else "saved"
         code = EXIT_INTERRUPTED if is_interrupt else EXIT_SAVED
         at = f" (the newest save is of step {step})" if step else ""
@@ -271,10 +271,10 @@ class Supervisor:
         if told:
             self._observer.note(told)
 
-    def _why_not_here(self, outcome: Outcome, cause: recover.Cause, nodes: Nodes) -> str | None:
+    def _why_not_here(self, outcome: Outcome, cause: recovery.Cause, nodes: Nodes) -> str | None:
         """Why the run cannot go on in this allocation, or None when it can."""
         progress, spec = self._progress(outcome), self._prepared.spec
-        return self._roster.shortage(nodes) or recover.refusal(
+        return self._roster.shortage(nodes) or recovery.refusal(
             outcome.run, spec, cause, outcome, progress, in_place=True
         )
 
@@ -285,7 +285,7 @@ class Supervisor:
     def _newest_step(self, outcome: Outcome) -> int:
         """The newest step that was saved, in the run directory or, as far as is known, in memory."""
         if self._keeper is None:
-            return recover.saved_step(outcome.run)
+            return recovery.saved_step(outcome.run)
         return self._keeper.step(is_node_lost=bool(outcome.lost))
 
     def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
@@ -298,7 +298,7 @@ class Supervisor:
         for note in sweep_leftovers(run):
             self._observer.note(note)
         attempt = run.coming_attempt()
-        self._began_at = recover.saved_step(run)
+        self._began_at = recovery.saved_step(run)
 
         def furnish() -> None:
             run.exit.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
-from hpcrun.launch.site import Site
+from hpcrun.launch.run_context import Site
 from hpcrun.launcher_world import without_world
 from hpcrun.local_identity import expand_path, working_directory
 from hpcrun.masking import Masker

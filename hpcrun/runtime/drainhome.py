@@ -20,7 +20,7 @@ from hpcrun.checkpoint.drain.arena import SHM, SOCKET, find_folder, remove_folde
 from hpcrun.checkpoint.drain.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
-from hpcrun.launch.vault.sweep import sweep_arenas
+from hpcrun.launch.agents.memory_cleanup import sweep_arenas
 from hpcrun.launcher_world import without_world
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.drainlink import DrainGoneError, DrainLink

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from pathlib import Path
 
-from hpcrun.launch.shim import Requests, leave_at_a_stop
+from hpcrun.launch.rank_shim import Requests, leave_at_a_stop
 from hpcrun.specs.rundir import RunDir
 
 

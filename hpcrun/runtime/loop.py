@@ -34,8 +34,8 @@ from hpcrun.specs.records import LineWriter
 from hpcrun.specs.rundir import Attempt
 
 if TYPE_CHECKING:
-    from hpcrun.launch.course import Observer
-    from hpcrun.launch.shim import Requests
+    from hpcrun.launch.attempt_monitor import Observer
+    from hpcrun.launch.rank_shim import Requests
 
 _SAVE, _STOP = 1, 2
 

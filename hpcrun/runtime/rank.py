@@ -20,8 +20,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from hpcrun import __version__
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
-from hpcrun.launch import shim
-from hpcrun.launch.course import Observer
+from hpcrun.launch import rank_shim
+from hpcrun.launch.attempt_monitor import Observer
 from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data import TokenSource
@@ -38,7 +38,7 @@ from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
 from hpcrun.submission.prepare import Prepared, prepare
 
 
-def main(run_dir: str, number: int, requests: shim.Requests) -> int:
+def main(run_dir: str, number: int, requests: rank_shim.Requests) -> int:
     """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
     attempt = RunDir(Path(run_dir)).attempt(number)
     control = connect(detect_world(os.environ))
@@ -80,8 +80,8 @@ def join(
         return _refuse(control, *problems[0])
     run_path, number = control.everywhere(lambda: _open_run(prepared))
     attempt = RunDir(Path(run_path)).attempt(number)
-    requests = shim.enter(attempt, world)
-    shim.leave_at_a_stop(attempt, requests)
+    requests = rank_shim.enter(attempt, world)
+    rank_shim.leave_at_a_stop(attempt, requests)
     resolved = ResolvedJob(prepared.spec, prepared.plan)
     observer = display(prepared.spec.train.steps) if control.rank == 0 else None
     if observer is not None:
@@ -129,7 +129,7 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
 def _train(
     control: Control,
     attempt: Attempt,
-    requests: shim.Requests,
+    requests: rank_shim.Requests,
     resolved: ResolvedJob,
     observer: Observer | None = None,
 ) -> int:
@@ -145,7 +145,7 @@ def _train(
     device = choose_device(job.device, control, placed_gpu(attempt, control.rank))
     prepare_torch(job.train.seed, control)
     open_groups(control, device)
-    shim.note_shared_memory(attempt, control.rank)
+    rank_shim.note_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
     trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
     check_places(control, attempt, trainer.coordinate, device)

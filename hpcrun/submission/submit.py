@@ -233,7 +233,7 @@ def _attempts_before(job: Job, run: RunDir) -> dict[str, int]:
 
 def _task() -> Callable[[str], int]:
     """What the batch job runs; pickled by its name, so that it is loaded there and not here."""
-    found: Callable[[str], int] = importlib.import_module("hpcrun.launch.task").run_task
+    found: Callable[[str], int] = importlib.import_module("hpcrun.launch.batch_task").run_task
     return found
 
 

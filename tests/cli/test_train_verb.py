@@ -16,7 +16,7 @@ import pytest
 from hpcrun import __version__
 from hpcrun.cli.display import describe_step, duration, make_display, short
 from hpcrun.cli.main import main
-from hpcrun.launch.inbox import let_through
+from hpcrun.launch.signal_queue import let_through
 
 ROOT = Path(__file__).parents[2]
 
@@ -268,7 +268,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 
 def test_the_shim_of_a_rank_loads_nothing_heavy() -> None:
-    code = "import sys, hpcrun.launch.shim; print(*sys.modules, sep='\\n')"
+    code = "import sys, hpcrun.launch.rank_shim; print(*sys.modules, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

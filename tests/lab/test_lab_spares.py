@@ -166,7 +166,7 @@ import os, sys
 from pathlib import Path
 from hpcrun.address import reachable_address
 from hpcrun.slurm.allocation import find_allocation
-from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.agent_pool import Crew
 from hpcrun.launch.launchers import step_environment
 from hpcrun.runs.lease import Leadership
 from hpcrun.specs.rundir import RunDir

@@ -16,7 +16,7 @@ import pytest
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpcrun import process
-from hpcrun.launch import task
+from hpcrun.launch import batch_task
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
@@ -80,7 +80,7 @@ def submitted(place: Path, spec: JobSpec, env: dict[str, str] | None = None) -> 
     run.submitit.mkdir(mode=0o700, exist_ok=True)
     pickle = JobPaths(run.submitit, "7", 0).submitted_pickle
     pickle.touch(mode=0o600)
-    DelayedSubmission(task.run_task, str(run.path)).dump(pickle)
+    DelayedSubmission(batch_task.run_task, str(run.path)).dump(pickle)
     slurm = {
         "SUBMITIT_EXECUTOR": "slurm",
         "SLURM_JOB_ID": "7",

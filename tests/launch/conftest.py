@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.course import Limits, Outcome
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.attempt_monitor import Limits, Outcome
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.shm_segments import mpi_segments, unmapped
 from hpcrun.specs.rundir import RunDir

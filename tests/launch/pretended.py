@@ -14,12 +14,12 @@ from typing import Any
 
 from hpcrun.health.preflight import Ask
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
-from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.course import Limits, Outcome
-from hpcrun.launch.happenings import Happening, NodeLost
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.attempt_events import Happening, NodeLost
+from hpcrun.launch.attempt_monitor import Limits, Outcome
+from hpcrun.launch.failover.state import Succession
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.site import Site
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec

@@ -15,17 +15,17 @@ import pytest
 from hpcrun.health.check_result import Checked
 from hpcrun.health.lemon_nodes import Sighting, load_sightings, sightings_file
 from hpcrun.health.preflight import Ask
-from hpcrun.launch import site as places
+from hpcrun.launch import run_context as places
 from hpcrun.launch.admission import Admission, ask_for, judge
 from hpcrun.launch.agents.nodes import Nodes, ThisNode
-from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.course import Outcome
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.failover.state import Succession
 from hpcrun.launch.fault_nodes import blamed
-from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.recover import cause_of
+from hpcrun.launch.recovery import cause_of
 from hpcrun.launch.requeue_exclusion import exclusion, keep_away
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.event_text import story
 from hpcrun.runs.ledger import read_ledger

@@ -17,9 +17,9 @@ import pytest
 from hpcrun.fabric import inventory
 from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory, try_inventory
 from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
-from hpcrun.launch.assign import Circumstances, circumstances, decide
-from hpcrun.launch.command import rank_command
-from hpcrun.launch.nodevalues import render_table, table_of
+from hpcrun.launch.device_assignment import Circumstances, circumstances, decide
+from hpcrun.launch.node_environment import render_table, table_of
+from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement, read_placement, write_placement
@@ -223,7 +223,7 @@ def in_a_child(binding: Binding | None, *before: str) -> dict[str, str]:
     """What a process that binds itself writes into its record."""
     said = "None" if binding is None else f"Binding(**{asdict(binding)!r})"
     program = (
-        "import json; from hpcrun.launch.binding import bind; from hpcrun.specs.placement import Binding;"
+        "import json; from hpcrun.launch.cpu_binding import bind; from hpcrun.specs.placement import Binding;"
         f"print(json.dumps(bind({said})))"
     )
     run = subprocess.run(

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from hpcrun.launch.classify import kind_of_crash, kind_of_hang
-from hpcrun.launch.recover import back_off_s
+from hpcrun.launch.fault_class import kind_of_crash, kind_of_hang
+from hpcrun.launch.recovery import back_off_s
 from hpcrun.launch.watch.stacks import RankStack, group, odd_ones
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.command import rank_command
+from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir

@@ -19,13 +19,13 @@ import pytest
 
 from hpcrun import process
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder
-from hpcrun.launch.agents import crew as crews
-from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents import agent_pool as crews
+from hpcrun.launch.agents.agent_pool import Crew
+from hpcrun.launch.agents.connection import Badge, WireError, join
 from hpcrun.launch.agents.nodes import AgentNodes
-from hpcrun.launch.agents.wire import Badge, WireError, join
-from hpcrun.launch.happenings import NodeLost, RankEnded
-from hpcrun.launch.meeting import MeetingRequest
+from hpcrun.launch.attempt_events import NodeLost, RankEnded
 from hpcrun.launch.ports import choose_port
+from hpcrun.launch.rendezvous import MeetingRequest
 from hpcrun.process import with_our_package
 from hpcrun.runs.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
 from hpcrun.specs.placement import Placement

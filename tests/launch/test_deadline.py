@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.levels import Level
-from hpcrun.launch import deadline as last
-from hpcrun.launch.closing import Register
-from hpcrun.launch.course import Limits, Outcome
-from hpcrun.launch.deadline import LastCall, Pace, deadline, deepest, grace_s, watched
-from hpcrun.launch.recover import cause_of
-from hpcrun.launch.site import Site
+from hpcrun.launch import final_save as last
+from hpcrun.launch.attempt_monitor import Limits, Outcome
+from hpcrun.launch.final_save import LastCall, Pace, deadline, deepest, grace_s, watched
+from hpcrun.launch.outcome import Register
+from hpcrun.launch.recovery import cause_of
+from hpcrun.launch.run_context import Site
 from hpcrun.slurm.allocation import Allocation, Fate
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.elastic import fit_on, least_nodes
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.elastic_plan import fit_on, least_nodes
 from hpcrun.runs import run_state
 from hpcrun.runs.describe import describe
 from hpcrun.runs.event_text import story

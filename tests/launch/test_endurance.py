@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch import closing, task
+from hpcrun.launch import batch_task, outcome
 from hpcrun.launch import supervisor as supervisors
 from hpcrun.runs import lease
 from hpcrun.specs import io_retry
@@ -66,12 +66,12 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
 
     whole = LineWriter.write
     monkeypatch.setattr(supervisors, "write_json", write)
-    monkeypatch.setattr(closing, "write_json", write)
+    monkeypatch.setattr(outcome, "write_json", write)
     monkeypatch.setattr(LineWriter, "write", append)
-    outcome = site.run("done", "preflight=false")
-    assert outcome.status == "done"
-    run = outcome.run
-    assert {"supervisor.json", "outcome.json", "exit.json", "launch", "exit"} <= full.keys()
+    result = site.run("done", "preflight=false")
+    assert result.status == "done"
+    run = result.run
+    assert {"supervisor.json", "result.json", "exit.json", "launch", "exit"} <= full.keys()
     assert [one.number for one in run.attempts()] == [1]
     assert read_json(run.exit)["status"] == "done"
     told = [one["event"] for one in read_lines(run.events)]
@@ -81,19 +81,19 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
 def test_a_job_whose_result_submitit_cannot_write_ends_as_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
     def process_job(folder: str) -> None:
         if folder == "ran":
-            task._codes.append(75)
+            batch_task._codes.append(75)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(sys.modules, "submitit.core.submission", SimpleNamespace(process_job=process_job))
     for check in ("why_stray", "_prove_pickle"):  # as in a job that hpcrun has submitted
-        monkeypatch.setattr(task, check, lambda _: None)
-    assert task.run_submitted("ran") == 75
+        monkeypatch.setattr(batch_task, check, lambda _: None)
+    assert batch_task.run_submitted("ran") == 75
     with pytest.raises(OSError, match="No space"):
-        task.run_submitted("did not run")
+        batch_task.run_submitted("did not run")
 
 
 def test_a_log_that_is_full_does_not_change_the_exit_code() -> None:
-    words = [sys.executable, "-c", "from hpcrun.launch.task import BatchLog; BatchLog().note('x')"]
+    words = [sys.executable, "-c", "from hpcrun.launch.batch_task import BatchLog; BatchLog().note('x')"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with Path("/dev/full").open("w") as full:
         assert subprocess.run(words, stderr=full, env=environ, check=False).returncode == 0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcrun.health.connection_test import in_words, why_not
-from hpcrun.launch.failure import explain
-from hpcrun.launch.happenings import LauncherEnded, RankEnded
+from hpcrun.launch.attempt_events import LauncherEnded, RankEnded
+from hpcrun.launch.failure_cause import explain
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 

@@ -16,7 +16,7 @@ from hpcrun.checkpoint.objects.store import open_store
 from hpcrun.checkpoint.objects.upload import upload
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.vault.keeper import Keeper
+from hpcrun.launch.checkpointing.coordinator import Keeper
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

@@ -11,11 +11,11 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.launch import recover
-from hpcrun.launch.agents import crew as crews
-from hpcrun.launch.agents.crew import Crew
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch import recovery
+from hpcrun.launch.agents import agent_pool as crews
+from hpcrun.launch.agents.agent_pool import Crew
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.lease import Leadership
 from hpcrun.specs.job import JobSpec
@@ -46,27 +46,27 @@ def test_a_budget_is_the_run_s_and_no_new_supervisor_begins_it_anew() -> None:
     run, spec = create_run("r"), retrying(crash=3, node=1)
     ended(run, 1, "rank 0 on node n1 was killed", relaunched="crash")
     ended(run, 2, "rank 1 on node n1 ended with exit code 1", requeued="crash")
-    assert recover.refusal(run, spec, "crash", failed(run, 3, "x"), None, in_place=True) is None
+    assert recovery.refusal(run, spec, "crash", failed(run, 3, "x"), None, in_place=True) is None
     ended(run, 3, "node n2: its agent ended", relaunched="node")
     ended(run, 4, "rank 1 on node n3 ended with exit code 2", relaunched="crash")
     fifth = failed(run, 5, "y")
-    refused = recover.refusal(run, spec, "crash", fifth, None, in_place=True)
+    refused = recovery.refusal(run, spec, "crash", fifth, None, in_place=True)
     assert refused == "retry.crash allows 3, and 3 have been used"
     # What was used for one cause is not used for another.
-    assert recover.refusal(run, retrying(node=2), "node", fifth, None, in_place=True) is None
-    assert recover.refusal(run, spec, "node", fifth, None, in_place=True) is not None
+    assert recovery.refusal(run, retrying(node=2), "node", fifth, None, in_place=True) is None
+    assert recovery.refusal(run, spec, "node", fifth, None, in_place=True) is not None
 
 
 def test_the_same_failure_on_another_node_and_pid_is_the_same() -> None:
     run, spec = create_run("r"), retrying(crash=9)
     ended(run, 1, "rank 3 on node n7 (pid 81): ValueError: no such layer; log: /a/attempts/1/logs/rank-3.log")
     words = "rank 0 on node n2 (pid 9): ValueError: no such layer; log: /a/attempts/2/logs/rank-0.log"
-    refused = recover.refusal(run, spec, "crash", failed(run, 2, words), None, in_place=True)
-    assert refused == recover.REPEATED
+    refused = recovery.refusal(run, spec, "crash", failed(run, 2, words), None, in_place=True)
+    assert refused == recovery.REPEATED
     other = failed(run, 2, words.replace("no such layer", "no such file"))
-    assert recover.refusal(run, spec, "crash", other, None, in_place=True) is None
+    assert recovery.refusal(run, spec, "crash", other, None, in_place=True) is None
     # With progress in between it may be a new cause.
-    assert recover.refusal(run, spec, "crash", failed(run, 2, words), 5, in_place=True) is None
+    assert recovery.refusal(run, spec, "crash", failed(run, 2, words), 5, in_place=True) is None
 
 
 # Workers in sessions of their own, deaf to TERM or without our environment, which outlive their parent.

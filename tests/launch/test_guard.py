@@ -120,7 +120,7 @@ EARLY = """\
 import os, signal, sys
 class Killer:
     def find_spec(self, name, path=None, target=None):
-        if name == "hpcrun.launch.task" and not os.path.exists(os.environ["KILL_ONCE"]):
+        if name == "hpcrun.launch.batch_task" and not os.path.exists(os.environ["KILL_ONCE"]):
             open(os.environ["KILL_ONCE"], "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
 if "_task" in sys.orig_argv:

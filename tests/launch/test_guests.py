@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.levels import HeldPart, Holding
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.vault import host as hosts
-from hpcrun.launch.vault.guests import divide
+from hpcrun.launch.agents import worker_process as hosts
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.checkpointing.spare_replicas import divide
 from hpcrun.runs.level_text import in_words, spares_in_words
 from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
@@ -163,7 +163,7 @@ def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
 
 
 def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrun.launch.vault.guests._LONG_MIN", -1.0)
+    monkeypatch.setattr("hpcrun.launch.checkpointing.spare_replicas._LONG_MIN", -1.0)
     site.prepare()
     for step in (5, 10, 15):
         seal(site, step)

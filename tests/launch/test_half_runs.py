@@ -13,9 +13,9 @@ import pytest
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.batch_task import BatchLog
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.task import BatchLog
 from hpcrun.runs.follow import wait
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare

@@ -18,14 +18,14 @@ from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stam
 from hpcrun.checkpoint.plan import RestorePlan, parse_plan
 from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.vault import host as hosts
-from hpcrun.launch.vault import workers
-from hpcrun.launch.vault.hosts import Hosts
-from hpcrun.launch.vault.keeper import Keeper
-from hpcrun.launch.vault.poison import note_doubt, read_poison, tells_against
-from hpcrun.launch.vault.story import Story
-from hpcrun.launch.vault.undurable import Undurable
+from hpcrun.launch.agents import worker_process as hosts
+from hpcrun.launch.agents.local_workers import Hosts
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.checkpointing import worker_client
+from hpcrun.launch.checkpointing.coordinator import Keeper
+from hpcrun.launch.checkpointing.durability_watchdog import Undurable
+from hpcrun.launch.checkpointing.level_tracker import Story
+from hpcrun.launch.checkpointing.suspect_saves import note_doubt, read_poison, tells_against
 from hpcrun.runs.level_text import in_words
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
@@ -162,8 +162,8 @@ def test_what_cannot_be_rebuilt_is_done_without(site: Site) -> None:
 
 
 def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers.Workers.inventory, "__defaults__", (0.5,))
-    monkeypatch.setattr(workers.Workers.open, "__defaults__", (1.5,))
+    monkeypatch.setattr(worker_client.Workers.inventory, "__defaults__", (0.5,))
+    monkeypatch.setattr(worker_client.Workers.open, "__defaults__", (1.5,))
     site.holds(*(held(20, n) for n in range(3)))
     (site.path / "b.silent").touch()
     (site.path / "c.late").touch()
@@ -176,7 +176,7 @@ def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.Monke
 def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers.Workers.open, "__defaults__", (600.0,))
+    monkeypatch.setattr(worker_client.Workers.open, "__defaults__", (600.0,))
     (site.path / "c.refuses").touch()
     site.prepare()
     site.keeper.look()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.agents import uplink
-from hpcrun.launch.agents.pulse import TICK_S, AwakeClock
-from hpcrun.launch.agents.wire import host_answers
+from hpcrun.launch.agents import supervisor_client
+from hpcrun.launch.agents.connection import host_answers
+from hpcrun.launch.heartbeat import TICK_S, AwakeClock
 from hpcrun.runs import lease
 from hpcrun.runs.lease import (
     CONFIRM_S,
@@ -248,7 +248,7 @@ def test_whoever_asks_slurm_for_long_claims_nothing_that_is_another_s_by_then(
 ) -> None:
     for name, seconds in (("QUIET_S", 0.05), ("LEADERLESS_S", 0.2), ("HOSTLESS_S", 0.2), ("CONFIRM_S", 0.1)):
         monkeypatch.setattr(lease, name, seconds)
-    monkeypatch.setattr(uplink, "_SEEK_S", 0.02)
+    monkeypatch.setattr(supervisor_client, "_SEEK_S", 0.02)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()
     assert claim(run, 1)
@@ -259,7 +259,7 @@ def test_whoever_asks_slurm_for_long_claims_nothing_that_is_another_s_by_then(
         asked.append(newest_epoch(run))
         return len(asked) == 1 and claim(run, 2)
 
-    link = uplink.Uplink(run, "a", 0, slowly)
+    link = supervisor_client.Uplink(run, "a", 0, slowly)
     try:
         end = time.monotonic() + 20
         while len(asked) < 2 and time.monotonic() < end:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
-from hpcrun.launch.vault.keeper import Keeper
+from hpcrun.launch.checkpointing.coordinator import Keeper
+from hpcrun.launch.rendezvous import MeetingPoint, MeetingRequest
 from hpcrun.specs.records import read_lines
 from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import PROGRAM, Recorder, Site

@@ -12,9 +12,9 @@ import pytest
 
 from hpcrun.errors import SiteError
 from hpcrun.launch import ports
-from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.meeting import MeetingRequest, NodeRendezvous, parse_meeting
 from hpcrun.launch.ports import choose_port, ephemeral_ports, holder_of
+from hpcrun.launch.rendezvous import MeetingRequest, NodeRendezvous, parse_meeting
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.submission.prepare import prepare
 from tests.launch.conftest import LIMITS, Recorder
@@ -167,6 +167,6 @@ def test_a_program_on_one_node_is_told_of_loopback_and_of_a_port_that_is_free(
 
 def _first_of_run(monkeypatch: pytest.MonkeyPatch) -> int:
     """The port that the next run tries first."""
-    monkeypatch.setattr("hpcrun.launch.surroundings.crc32", lambda _: SEED)
+    monkeypatch.setattr("hpcrun.launch.rank_environment.crc32", lambda _: SEED)
     with closing(choose_port(SEED)) as lease:
         return lease.number

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.launch import predecessors, task
-from hpcrun.launch.inbox import let_through
+from hpcrun.launch import batch_task, predecessors
 from hpcrun.launch.predecessors import hold_for_others
+from hpcrun.launch.signal_queue import let_through
 from hpcrun.runs.run_state import look_at
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
@@ -216,7 +216,7 @@ def test_a_damaged_record_of_what_comes_before_is_told(text: str) -> None:
 def test_the_batch_job_runs_nothing_when_it_may_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     run = behind(ended(made("first", 10), "failed"))
-    assert task.run_task(str(run.path)) == 130
+    assert batch_task.run_task(str(run.path)) == 130
     let_through()
     assert run.attempts() == []
     assert json.loads(run.exit.read_text())["status"] == "cancelled"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.roster import Roster
-from hpcrun.launch.site import Site
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.node_pool import Roster
+from hpcrun.launch.run_context import Site
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.rundir import create_run

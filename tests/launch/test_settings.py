@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.command import rank_command
-from hpcrun.launch.nodevalues import apply_here, render_table, table_of
-from hpcrun.launch.settings import settle
+from hpcrun.launch.comm_settings import settle
+from hpcrun.launch.node_environment import apply_here, render_table, table_of
+from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

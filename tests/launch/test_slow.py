@@ -13,7 +13,7 @@ import pytest
 
 from hpcrun.chaos.faults import Fault
 from hpcrun.chaos.inject import Aim, Strike
-from hpcrun.launch.happenings import Happening, Progress
+from hpcrun.launch.attempt_events import Happening, Progress
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_lines

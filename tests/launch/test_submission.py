@@ -20,9 +20,9 @@ from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.command import STEP_VARIABLE
-from hpcrun.launch.site import Site
-from hpcrun.launch.surroundings import environment_of_ranks
+from hpcrun.launch.rank_command import STEP_VARIABLE
+from hpcrun.launch.rank_environment import environment_of_ranks
+from hpcrun.launch.run_context import Site
 from hpcrun.process import ProcessId
 from hpcrun.runs.run_state import look_at_elements
 from hpcrun.slurm.allocation import Allocation

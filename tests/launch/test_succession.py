@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.agents import succession
-from hpcrun.launch.agents.comeback import ComeBack
-from hpcrun.launch.agents.pulse import Pulse
-from hpcrun.launch.agents.succession import Succession, left_out, own
-from hpcrun.launch.agents.takeover import run_taken_over
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.guard import Fall
-from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.recover import cause_of
-from hpcrun.launch.site import Site
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.failover import state
+from hpcrun.launch.failover.local_recovery import ComeBack
+from hpcrun.launch.failover.state import Succession, left_out, own
+from hpcrun.launch.failover.takeover import run_taken_over
+from hpcrun.launch.heartbeat import Pulse
+from hpcrun.launch.recovery import cause_of
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.supervisor_restart import Fall
 from hpcrun.runs import lease
 from hpcrun.runs.lease import FencedError, Leadership
 from hpcrun.runs.run_lock import TakenError, hold
@@ -62,7 +62,7 @@ def job(number: int, restarts: int) -> Allocation:
 def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(succession, "_ENDS_S", 0.1)
+    monkeypatch.setattr(state, "_ENDS_S", 0.1)
     said: list[str] = []
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
@@ -88,7 +88,7 @@ def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
 def test_a_lease_that_is_read_while_it_is_written_is_one_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(succession, "_ENDS_S", 0.1)
+    monkeypatch.setattr(state, "_ENDS_S", 0.1)
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
     found = chain([{}, {"count": 1}, {}, {"count": 2}], repeat({}))

@@ -15,7 +15,7 @@ import pytest
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch import admission, supervisor
-from hpcrun.launch.course import Limits
+from hpcrun.launch.attempt_monitor import Limits
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site, send

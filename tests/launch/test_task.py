@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch import task
-from hpcrun.launch.inbox import let_through
+from hpcrun.launch import batch_task
+from hpcrun.launch.signal_queue import let_through
 from hpcrun.runs.run_lock import hold
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
@@ -50,17 +50,17 @@ def no_slurm(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def test_another_python_than_the_one_that_submitted_is_told(capfd: Capture) -> None:
     run = made("true", python="3.1.4")
-    assert task.run_task(str(run.path)) == 0
+    assert batch_task.run_task(str(run.path)) == 0
     assert "the job was submitted with 3.1.4 on " in capfd.readouterr().err
     assert status(run) == "done"
-    assert task.run_task(str(made("true").path)) == 0
+    assert batch_task.run_task(str(made("true").path)) == 0
     assert "was submitted with" not in capfd.readouterr().err
 
 
 def test_a_python_that_lacks_what_the_profile_wants_is_refused() -> None:
     run = made("true")
     run.cluster.write_text("name: c\npython: {checks: [json, no_such_module]}\n")
-    assert task.run_task(str(run.path)) == 3
+    assert batch_task.run_task(str(run.path)) == 3
     ended = run.read_exit()
     assert ended is not None
     assert "lacks no_such_module; set python in the job or" in ended["message"]
@@ -69,7 +69,7 @@ def test_a_python_that_lacks_what_the_profile_wants_is_refused() -> None:
 def test_who_does_not_own_the_run_writes_no_end_of_it() -> None:
     run = made("true")
     with hold(run):
-        assert task.run_task(str(run.path)) == 2
+        assert batch_task.run_task(str(run.path)) == 2
         assert not run.exit.exists()
 
 
@@ -79,10 +79,10 @@ def test_without_slurm_the_elements_of_a_sweep_run_in_turn(monkeypatch: pytest.M
     for number, word in enumerate(("true", "false", "true")):
         run.element(number).path.mkdir(parents=True)
         run.element(number).spec.write_text(render_job(JobSpec(name="t", command=[word])))
-    assert task.run_task(str(run.path)) == 5
+    assert batch_task.run_task(str(run.path)) == 5
     assert [status(run.element(number)) for number in range(3)] == ["done", "failed", "done"]
     monkeypatch.setenv("HPCRUN_ELEMENT", "1")
-    assert task.run_task(str(run.path)) == 5
+    assert batch_task.run_task(str(run.path)) == 5
     assert len(run.element(1).attempts()) == 2
 
 
@@ -102,9 +102,9 @@ def test_a_script_that_was_submitted_by_hand_is_refused_in_one_line(
     run.submitit.mkdir()
     # As a submission leaves it: the name that Slurm was given goes on leading to the script.
     (run.submitit / ".submission_file_0a.sh").symlink_to("12_submission.sh")
-    assert task.run_submitted(str(run.submitit)) == 2, "without Slurm"
+    assert batch_task.run_submitted(str(run.submitit)) == 2, "without Slurm"
     by_hand(monkeypatch)
-    assert task.run_submitted(str(run.submitit)) == 2
+    assert batch_task.run_submitted(str(run.submitit)) == 2
     first, second = capfd.readouterr().err.splitlines()
     assert "this is no job; submit the run with `hpcrun submit --resume" in first
     assert "job 77 was not submitted by hpcrun" in second
@@ -119,8 +119,8 @@ def test_a_job_that_is_quicker_than_its_submission_waits(monkeypatch: pytest.Mon
     pickle = run.submitit / "77_submitted.pkl"
     late = threading.Timer(0.5, pickle.touch)
     late.start()
-    assert task.why_stray(run.submitit) is None
+    assert batch_task.why_stray(run.submitit) is None
     late.join()
     pickle.unlink()
-    monkeypatch.setattr(task, "_PICKLE_S", 0.3)
-    assert "job 77 was not submitted by hpcrun" in str(task.why_stray(run.submitit))
+    monkeypatch.setattr(batch_task, "_PICKLE_S", 0.3)
+    assert "job 77 was not submitted by hpcrun" in str(batch_task.why_stray(run.submitit))

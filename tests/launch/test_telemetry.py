@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.site import Site as Place
+from hpcrun.launch.run_context import Site as Place
 from hpcrun.launch.telemetry_session import _orders, told_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
@@ -186,7 +186,7 @@ def _word(pid: int, index: int) -> str:
 
 SUPERVISOR = """\
 import sys, pathlib
-from hpcrun.launch.site import Site
+from hpcrun.launch.run_context import Site
 from hpcrun.launch.telemetry_session import told_of
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir

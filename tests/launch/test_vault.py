@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.vault import host as hosts
-from hpcrun.launch.vault.host import DrainHost, split
-from hpcrun.launch.vault.sweep import leads
+from hpcrun.launch.agents import worker_process as hosts
+from hpcrun.launch.agents.memory_cleanup import leads
+from hpcrun.launch.agents.worker_process import DrainHost, split
 from hpcrun.specs.rundir import RunDir
 
 PROGRAM = Path(__file__).with_name("drain_program.py")

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.happenings import Progress, decode, encode
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.attempt_events import Progress, decode, encode
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.watch.listener import Listener
 from hpcrun.launch.watch.progress import Reporter
+from hpcrun.launch.watch.progress_listener import Listener
 from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_lines, parse_stacks
 from hpcrun.launch.watch.stragglers import Stragglers
 from hpcrun.launch.watch.watchdog import Watchdog

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents import wire
-from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, Session, WireError, join
+from hpcrun.launch.agents import connection
+from hpcrun.launch.agents.connection import Badge, Channel, Gate, Guest, Session, WireError, join
 
 SECRET = "a" * 64
 HERE = "127.0.0.1"
@@ -172,7 +172,7 @@ def test_nonsense_does_no_harm(gate: Gate, words: bytes) -> None:
 
 
 def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
     gate = Gate(HERE, SECRET, "run-1", 3, ["n01", "n02"])
     crowd = [socket.create_connection((gate.address, gate.port)) for _ in range(100)]
     assert wait(gate, 0.05) == []
@@ -189,7 +189,7 @@ def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_line_without_end_closes_the_connection(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MOST_BYTES", 1000)
+    monkeypatch.setattr(connection, "MOST_BYTES", 1000)
     ours, theirs = let_in(gate, badge())
     theirs.send({"kind": "x" * 2000})
     assert receive(ours.receive, 1) == []

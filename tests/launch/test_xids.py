@@ -10,7 +10,7 @@ import pytest
 from hpcrun.health.gpu_health import gpu_health
 from hpcrun.health.preflight import Ask
 from hpcrun.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
-from hpcrun.launch.classify import kind_of_crash
+from hpcrun.launch.fault_class import kind_of_crash
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.rundir import RunDir
 

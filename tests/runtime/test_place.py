@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.mesh import Degrees
 from hpcrun.runtime import device as devices

@@ -15,7 +15,7 @@ import pytest
 from hpcrun.checkpoint.compare import differences
 from hpcrun.checkpoint.partrecord import parse_checked, render_checked
 from hpcrun.checkpoint.read import Generation
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.saves import saved_steps

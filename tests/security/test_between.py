@@ -18,10 +18,10 @@ import pytest
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES
 from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply
 from hpcrun.health.preflight import Ask
-from hpcrun.launch.agents.wire import Badge, Channel, Gate, Session, join
-from hpcrun.launch.agents.words import ORDERS, SAID, problem_of_order, problem_of_said
-from hpcrun.launch.happenings import OnNode, Progress, RankEnded, RankMet, RankStopped, RankUp, encode
-from hpcrun.launch.meeting import MeetingRequest, NodeRendezvous
+from hpcrun.launch.agents.connection import Badge, Channel, Gate, Session, join
+from hpcrun.launch.agents.messages import ORDERS, SAID, problem_of_order, problem_of_said
+from hpcrun.launch.attempt_events import OnNode, Progress, RankEnded, RankMet, RankStopped, RankUp, encode
+from hpcrun.launch.rendezvous import MeetingRequest, NodeRendezvous
 
 HERE, SECRET, RUN = "127.0.0.1", "a" * 64, "run-1"
 Tamper = Callable[[list[bytes]], list[bytes]]

@@ -22,12 +22,12 @@ from hpcrun.authentication import fresh_nonce
 from hpcrun.checkpoint.drain.lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
 from hpcrun.health.connection_test import Trial
-from hpcrun.launch.agents import wire
-from hpcrun.launch.agents.wire import Badge, Channel, Gate, Guest, join
-from hpcrun.launch.watch import listener as listeners
+from hpcrun.launch.agents import connection
+from hpcrun.launch.agents.connection import Badge, Channel, Gate, Guest, join
 from hpcrun.launch.watch import progress
-from hpcrun.launch.watch.listener import Listener
+from hpcrun.launch.watch import progress_listener as listeners
 from hpcrun.launch.watch.progress import Reporter
+from hpcrun.launch.watch.progress_listener import Listener
 from hpcrun.listeners import Crowd, Door
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry import prometheus_exporter
@@ -41,7 +41,7 @@ MESSAGES = 10_000
 LISTENERS = {
     "door.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
     "checkpoint/drain/lines.py": "Unix socket in the arena, for the ranks of a node",
-    "launch/watch/listener.py": "abstract Unix socket, for the progress of a node's ranks",
+    "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",
     "runtime/meeting.py": "torch's TCPStore, for the ranks of an attempt without MPI",
 }
@@ -489,7 +489,7 @@ def few_descriptors(left: int) -> Iterator[None]:
 
 
 def test_where_descriptors_run_out_agents_still_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 1000.0)
+    monkeypatch.setattr(connection, "HANDSHAKE_S", 1000.0)
     gate = Gate(HERE, SECRET, RUN, 3, [f"n{number:02}" for number in range(60)])
     with strangers(gate.port, 60), socket.create_connection((HERE, gate.port)) as agent:
         with few_descriptors(6):

@@ -13,13 +13,13 @@ from hpcrun import process
 from hpcrun.fabric.inventory import Inventory, parse_inventory, try_inventory
 from hpcrun.health.connection_test import in_words, targets
 from hpcrun.health.preflight import LONGEST_S, Ask, answer
-from hpcrun.launch.agents.crew import Crew, Member
-from hpcrun.launch.agents.node import NodeRanks
-from hpcrun.launch.happenings import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
-from hpcrun.launch.meeting import KIND as MEETING
-from hpcrun.launch.meeting import TRIAL, MeetingPoint, MeetingRequest, NodeRendezvous, parse_meeting
-from hpcrun.launch.vault.host import KIND
-from hpcrun.launch.vault.hosts import Hosts
+from hpcrun.launch.agents.agent_pool import Crew, Member
+from hpcrun.launch.agents.local_ranks import NodeRanks
+from hpcrun.launch.agents.local_workers import Hosts
+from hpcrun.launch.agents.worker_process import KIND
+from hpcrun.launch.attempt_events import Happening, NodeLost, OnNode, RankEnded, RankMet, RankUp, decode
+from hpcrun.launch.rendezvous import KIND as MEETING
+from hpcrun.launch.rendezvous import TRIAL, MeetingPoint, MeetingRequest, NodeRendezvous, parse_meeting
 from hpcrun.process import ProcessId
 from hpcrun.runs.heartbeat_age import Heard
 from hpcrun.runs.lease import FencedError

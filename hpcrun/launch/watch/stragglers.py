@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from hpcrun.launch.happenings import Progress
+from hpcrun.launch.attempt_events import Progress
 
 _WINDOW = 15
 """So many of a rank's newest measurements are looked at."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrun.launch.happenings import Progress
+from hpcrun.launch.attempt_events import Progress
 from hpcrun.specs.job import JobSpec
 from hpcrun.units import parse_time
 

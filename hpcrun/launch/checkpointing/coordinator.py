@@ -22,14 +22,20 @@ from hpcrun.checkpoint.restore.decide import decide, levels_in_words, near_key
 from hpcrun.checkpoint.restore.scraps import find_scraps
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.vault.faraway import FarAway
-from hpcrun.launch.vault.guests import Guests, count_of_guests
-from hpcrun.launch.vault.meanwhile import meanwhile
-from hpcrun.launch.vault.poison import in_doubt, note_doubt, note_failure, read_poison, tells_against
-from hpcrun.launch.vault.story import Story
-from hpcrun.launch.vault.undurable import Undurable
-from hpcrun.launch.vault.workers import Workers
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.checkpointing.durability_watchdog import Undurable
+from hpcrun.launch.checkpointing.level_tracker import Story
+from hpcrun.launch.checkpointing.object_restore import FarAway
+from hpcrun.launch.checkpointing.pumping import meanwhile
+from hpcrun.launch.checkpointing.spare_replicas import Guests, count_of_guests
+from hpcrun.launch.checkpointing.suspect_saves import (
+    in_doubt,
+    note_doubt,
+    note_failure,
+    read_poison,
+    tells_against,
+)
+from hpcrun.launch.checkpointing.worker_client import Workers
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

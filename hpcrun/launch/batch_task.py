@@ -20,14 +20,14 @@ from hpcrun.errors import (
     HpcrunError,
     SiteError,
 )
-from hpcrun.launch.agents.comeback import ComeBack
-from hpcrun.launch.closing import record_exit
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.guard import Fall
-from hpcrun.launch.inbox import Inbox, hold_back
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.failover.local_recovery import ComeBack
+from hpcrun.launch.outcome import record_exit
 from hpcrun.launch.predecessors import hold_for_others
-from hpcrun.launch.site import Site
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox, hold_back
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.launch.supervisor_restart import Fall
 from hpcrun.runs.run_lock import TakenError, hold
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster

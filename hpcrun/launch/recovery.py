@@ -7,7 +7,7 @@ import signal
 from typing import Any, Literal
 
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE
-from hpcrun.launch.course import Outcome
+from hpcrun.launch.attempt_monitor import Outcome
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED
-from hpcrun.launch.inbox import NUMBERS
+from hpcrun.launch.signal_queue import NUMBERS
 from hpcrun.specs.io_retry import say
 
 _MOST = 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrun.checkpoint.restore.decide import POISONED, near_key
-from hpcrun.launch.course import Outcome
+from hpcrun.launch.attempt_monitor import Outcome
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 

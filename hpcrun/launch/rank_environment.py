@@ -8,10 +8,10 @@ from zlib import crc32
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.meeting import MeetingPoint, MeetingRequest
-from hpcrun.launch.settings import settle
-from hpcrun.launch.site import Site
-from hpcrun.launch.watch.probe import NCCL_PIPE, NCCL_TRACE
+from hpcrun.launch.comm_settings import settle
+from hpcrun.launch.rendezvous import MeetingPoint, MeetingRequest
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.watch.hang_probe import NCCL_PIPE, NCCL_TRACE
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.fields import given, taken_away

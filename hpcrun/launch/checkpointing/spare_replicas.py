@@ -16,7 +16,7 @@ from hpcrun.checkpoint.parity.sets import Domains
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.vault.workers import Workers
+from hpcrun.launch.checkpointing.worker_client import Workers
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.placement import Placement
 

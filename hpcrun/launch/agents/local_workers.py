@@ -7,8 +7,8 @@ import select
 import time
 from typing import Any
 
-from hpcrun.launch.vault.host import DrainHost
-from hpcrun.launch.vault.sweep import sweep_arenas
+from hpcrun.launch.agents.memory_cleanup import sweep_arenas
+from hpcrun.launch.agents.worker_process import DrainHost
 from hpcrun.specs.rundir import RunDir
 
 

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents.succession import Succession
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.site import Site
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.batch_task import BatchLog, outermost, record_end
+from hpcrun.launch.failover.state import Succession
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.task import BatchLog, outermost, record_end
 from hpcrun.runs.lease import read_leader
 from hpcrun.runs.run_lock import supervisor_of
 from hpcrun.slurm.allocation import Allocation, batch_identity, find_allocation

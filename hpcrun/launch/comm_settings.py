@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.nodevalues import render_table, table_of
+from hpcrun.launch.node_environment import render_table, table_of
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement

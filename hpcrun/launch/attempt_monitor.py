@@ -10,11 +10,7 @@ from typing import Any, Literal, Protocol
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.attempt import RunningAttempt
-from hpcrun.launch.classify import Kind
-from hpcrun.launch.deadline import Pace
-from hpcrun.launch.failure import Failure, explain, explain_hang
-from hpcrun.launch.happenings import (
+from hpcrun.launch.attempt_events import (
     Asked,
     Finished,
     Happening,
@@ -27,8 +23,12 @@ from hpcrun.launch.happenings import (
     RankStopped,
     RankUp,
 )
-from hpcrun.launch.inbox import Inbox
+from hpcrun.launch.attempt_processes import RunningAttempt
+from hpcrun.launch.failure_cause import Failure, explain, explain_hang
+from hpcrun.launch.fault_class import Kind
+from hpcrun.launch.final_save import Pace
 from hpcrun.launch.launchers import Launch
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.watch.stacks import Group, as_json, group, odd_ones
 from hpcrun.launch.watch.stragglers import Stragglers
 from hpcrun.launch.watch.watchdog import Hang, Watchdog

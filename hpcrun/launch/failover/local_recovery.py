@@ -11,13 +11,13 @@ from typing import Any
 from hpcrun import process
 from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import EXIT_RANKS_DIED
-from hpcrun.launch import recover
-from hpcrun.launch.agents.succession import Succession, stand_back
-from hpcrun.launch.closing import Register
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.guard import Fall
-from hpcrun.launch.inbox import Inbox
-from hpcrun.launch.site import Site
+from hpcrun.launch import recovery
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.failover.state import Succession, stand_back
+from hpcrun.launch.outcome import Register
+from hpcrun.launch.run_context import Site
+from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.supervisor_restart import Fall
 from hpcrun.runs.lease import claim, claimed_by, newest_epoch
 from hpcrun.runs.run_lock import supervisor_of, sweep_leftovers
 from hpcrun.slurm.allocation import batch_identity
@@ -126,6 +126,6 @@ class ComeBack:
             outcome = replace(outcome, message=self._in_words())
         if self._is_told_to_end:
             outcome = replace(outcome, stop=signal.SIGTERM)
-        before = [one.get("step") or 0 for one in recover.outcomes(run) if one.get("requeued")]
-        progress = None if spec.command else recover.saved_step(run) - max(before, default=0)
+        before = [one.get("step") or 0 for one in recovery.outcomes(run) if one.get("requeued")]
+        progress = None if spec.command else recovery.saved_step(run) - max(before, default=0)
         return Register(spec, self._site, self._note, lambda: None).close(outcome, progress)

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
-from hpcrun.launch import recover
-from hpcrun.launch.course import Outcome
-from hpcrun.launch.deadline import grace_s
+from hpcrun.launch import recovery
+from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.final_save import grace_s
 from hpcrun.launch.requeue_exclusion import exclusion, keep_away
-from hpcrun.launch.site import Site
+from hpcrun.launch.run_context import Site
 from hpcrun.runs.lease import LeaderWriter
 from hpcrun.slurm.allocation import batch_identity
 from hpcrun.specs.io_retry import patiently
@@ -58,7 +58,7 @@ class Register:
             return outcome
         if fate == "time limit" and outcome.status != "saved":
             outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
-        if recover.REPEATED in refused:
+        if recovery.REPEATED in refused:
             outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
         cause, told = self._queue_again(outcome, progress)
         self.attempt(outcome, requeued=cause)
@@ -71,15 +71,15 @@ class Register:
         record_exit(outcome.run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
         return replace(outcome, message=message)
 
-    def _queue_again(self, outcome: Outcome, progress: int | None) -> tuple[recover.Cause | None, str]:
+    def _queue_again(self, outcome: Outcome, progress: int | None) -> tuple[recovery.Cause | None, str]:
         """The cause for which the job was queued again, or why it was not, where one might expect it."""
         allocation, spec = self._site.allocation, self._spec
         if allocation is None or not self._site.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
             return None, ""
-        cause = recover.cause_of(outcome, grace_s(outcome.run, spec), allocation.seconds_left())
-        if cause is None or (cause in recover.FAULTS and spec.retries is None):
+        cause = recovery.cause_of(outcome, grace_s(outcome.run, spec), allocation.seconds_left())
+        if cause is None or (cause in recovery.FAULTS and spec.retries is None):
             return None, ""
-        refused = recover.refusal(outcome.run, spec, cause, outcome, progress, in_place=False)
+        refused = recovery.refusal(outcome.run, spec, cause, outcome, progress, in_place=False)
         # Where the ranks have not even started, Slurm would give the same nodes again.
         ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
         self._verify()

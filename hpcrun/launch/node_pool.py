@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.elastic import Fit, fit_on, least_nodes
-from hpcrun.launch.happenings import NodeLost
-from hpcrun.launch.site import Site
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.elastic_plan import Fit, fit_on, least_nodes
+from hpcrun.launch.run_context import Site
 from hpcrun.specs.rundir import Attempt
 from hpcrun.submission.prepare import Prepared
 

@@ -10,7 +10,7 @@ import time
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.agents.pulse import Pulse
+from hpcrun.launch.heartbeat import Pulse
 from hpcrun.runs.lease import RENEW_S, Leadership
 from hpcrun.slurm.allocation import Allocation, batch_identity
 from hpcrun.slurm.client import run_client

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch.course import Outcome, Status
-from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.attempt_monitor import Outcome, Status
 from hpcrun.runs.lease import LEADERLESS_S, claim, claimed_at, is_led, newest_epoch, sign_of
 from hpcrun.runs.run_lock import hold, succeed, supervisor_of
 from hpcrun.slurm.allocation import Allocation

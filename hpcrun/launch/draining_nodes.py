@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpcrun.launch.agents.pulse import Pulse
+from hpcrun.launch.heartbeat import Pulse
 from hpcrun.slurm.allocation import Allocation
 
 _EVERY_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.happenings import (
+from hpcrun.launch.attempt_events import (
     Asked,
     Finished,
     Happening,
@@ -25,8 +25,8 @@ from hpcrun.launch.happenings import (
     RankUp,
     Tick,
 )
-from hpcrun.launch.inbox import Inbox
 from hpcrun.launch.launchers import Launch
+from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.watch.progress import SOCKET_VARIABLE
 from hpcrun.launch.watch.stacks import RankStack, parse_lines, parse_stacks
 from hpcrun.process import Handle

@@ -12,8 +12,8 @@ from hpcrun.checkpoint.objects.download import bring_home
 from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.restore.decide import Copy, decide
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.vault.meanwhile import meanwhile
-from hpcrun.launch.vault.poison import read_poison
+from hpcrun.launch.checkpointing.pumping import meanwhile
+from hpcrun.launch.checkpointing.suspect_saves import read_poison
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.descent import order
 from hpcrun.specs.records import read_lines

@@ -16,10 +16,10 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
-from hpcrun.launch.agents.wire import Gate, Guest, Session
-from hpcrun.launch.agents.words import problem_of_said
-from hpcrun.launch.happenings import NodeLost
+from hpcrun.launch.agents.connection import Gate, Guest, Session
+from hpcrun.launch.agents.messages import problem_of_said
+from hpcrun.launch.attempt_events import NodeLost
+from hpcrun.launch.heartbeat import TICK_S, AwakeClock, Pulse
 from hpcrun.runs.lease import LEADERLESS_S, RENEW_S, FencedError, Leader, Leadership
 from hpcrun.specs.io_retry import say
 from hpcrun.specs.rundir import RunDir

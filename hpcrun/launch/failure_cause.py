@@ -11,8 +11,8 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch.classify import Kind, kind_of_crash, kind_of_hang
-from hpcrun.launch.happenings import LauncherEnded, NodeLost, RankEnded
+from hpcrun.launch.attempt_events import LauncherEnded, NodeLost, RankEnded
+from hpcrun.launch.fault_class import Kind, kind_of_crash, kind_of_hang
 from hpcrun.launch.launchers import ended_as
 from hpcrun.launch.watch.stacks import Group
 from hpcrun.specs.records import read_json

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.agents.pulse import TICK_S, AwakeClock, Pulse
-from hpcrun.launch.agents.wire import Badge, Channel, Session, WireError, host_answers, join
-from hpcrun.launch.agents.words import problem_of_order
+from hpcrun.launch.agents.connection import Badge, Channel, Session, WireError, host_answers, join
+from hpcrun.launch.agents.messages import problem_of_order
+from hpcrun.launch.heartbeat import TICK_S, AwakeClock, Pulse
 from hpcrun.runs import lease
 from hpcrun.runs.lease import Leader, Vigil
 from hpcrun.specs.io_retry import say

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from hpcrun.authentication import is_count, parse_line
-from hpcrun.launch.happenings import Progress
+from hpcrun.launch.attempt_events import Progress
 from hpcrun.launch.watch.progress import MESSAGE_BYTES
 from hpcrun.listeners import take_in_ours
 from hpcrun.process import Handle, identify

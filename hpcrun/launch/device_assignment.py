@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hpcrun.fabric.inventory import Inventory, gpus_of_job
 from hpcrun.hostlist import fold
-from hpcrun.launch.command import PREFIX_VARIABLE, STEP_VARIABLE
+from hpcrun.launch.rank_command import PREFIX_VARIABLE, STEP_VARIABLE
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec

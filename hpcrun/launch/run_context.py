@@ -14,11 +14,11 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import order
 from hpcrun.fabric.topology_reader import find_fabric, from_addresses
 from hpcrun.fabric.traffic import traffic_of
-from hpcrun.launch.agents.crew import Crew
+from hpcrun.launch.agents.agent_pool import Crew
 from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
-from hpcrun.launch.agents.succession import Succession, left_out
-from hpcrun.launch.command import STEP_VARIABLE, template_words
+from hpcrun.launch.failover.state import Succession, left_out
 from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun
+from hpcrun.launch.rank_command import STEP_VARIABLE, template_words
 from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.runs.lease import Leadership

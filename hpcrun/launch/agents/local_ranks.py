@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hpcrun import process
-from hpcrun.launch.happenings import OnNode, RankEnded, RankMet, RankStopped, RankUp
-from hpcrun.launch.watch.listener import Listener
-from hpcrun.launch.watch.probe import look_into
+from hpcrun.launch.attempt_events import OnNode, RankEnded, RankMet, RankStopped, RankUp
+from hpcrun.launch.watch.hang_probe import look_into
+from hpcrun.launch.watch.progress_listener import Listener
 from hpcrun.launcher_world import rank_in
 from hpcrun.process import Handle, ProcessId
 from hpcrun.shm_segments import mpi_segments, remove_segments, segments_of, unmapped

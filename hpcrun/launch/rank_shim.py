@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch.binding import bind
-from hpcrun.launch.nodevalues import apply_here
+from hpcrun.launch.cpu_binding import bind
+from hpcrun.launch.node_environment import apply_here
 from hpcrun.launch.watch.progress import progress
 from hpcrun.launcher_world import World
 from hpcrun.shm_segments import segments_of

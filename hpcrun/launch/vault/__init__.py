@@ -1,1 +1,0 @@
-"""Saves in the memory of nodes: the drain worker on each, and what the supervisor makes of what they hold."""
