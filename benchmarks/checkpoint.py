@@ -330,8 +330,8 @@ def eight_files(checkpoints: Path) -> Any:
     """A generation of 4,096 small tensors, each in eight pieces of eight ranks on eight nodes."""
     from hpcrun.checkpoint.commit import begin, commit
     from hpcrun.checkpoint.format import Piece, collect, render_tensors, structure_digest
-    from hpcrun.checkpoint.read import read_tail
-    from hpcrun.checkpoint.write import write_part
+    from hpcrun.checkpoint.generation import read_tail
+    from hpcrun.checkpoint.part_writer import write_part
 
     draft, parts = begin(checkpoints, 0, 1), []
     for rank in range(8):

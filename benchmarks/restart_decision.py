@@ -25,12 +25,12 @@ from harness import Report, options, spread
 
 from hpcrun.checkpoint.commit import begin, commit
 from hpcrun.checkpoint.format import Part, Piece, collect, render_tensors, structure_digest
+from hpcrun.checkpoint.generation import Generation, read_tail
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
-from hpcrun.checkpoint.plan import RestorePlan
-from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore.holdings import HoldingReader, no_collection
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.restore.inventory import HoldingReader, no_collection
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 
 NODES, TENSORS, LIMIT_S = 8, 4096, 2.0

@@ -17,9 +17,9 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, Part, file_name, render_manifest
+from hpcrun.checkpoint.generation import check_sizes
+from hpcrun.checkpoint.part_writer import write_file
 from hpcrun.checkpoint.policy.retention import Rule, Verdict, pointed_at
-from hpcrun.checkpoint.read import check_sizes
-from hpcrun.checkpoint.write import write_file
 from hpcrun.errors import UsageError
 from hpcrun.specs.descent import is_on_line
 from hpcrun.specs.records import sync_directory

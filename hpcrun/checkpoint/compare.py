@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.checkpoint.format import Tensor
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 
 _NAMED = {"float8_e4m3fn", "float8_e5m2"}
 """Types that numpy does not know; their bytes can be told apart, but not subtracted."""

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from hpcrun.checkpoint.boxes import Box, uncovered
+from hpcrun.checkpoint.slices import Box, uncovered
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import FORMAT_VERSION
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from hpcrun.checkpoint.format import Piece, Place
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 
 _MOST_JOBS = 16
 """More readers than this do not make one file system quicker, and each holds a chunk in memory."""

@@ -20,7 +20,7 @@ from hpcrun.cli.ckpt_show import progress as _progress
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
-    from hpcrun.checkpoint.read import Generation
+    from hpcrun.checkpoint.generation import Generation
     from hpcrun.specs.saves import Saved
 
 app = typer.Typer(
@@ -92,7 +92,7 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
 def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
     """Show what a saved step holds: tensors with type, shape, size and files."""
     from hpcrun.checkpoint.format import file_name
-    from hpcrun.checkpoint.read import Generation
+    from hpcrun.checkpoint.generation import Generation
 
     saved = _of_format_2(_choose(run, step))
     with Generation(saved) as generation:
@@ -196,7 +196,7 @@ def diff(
     from dataclasses import asdict
 
     from hpcrun.checkpoint.compare import differences
-    from hpcrun.checkpoint.read import Generation
+    from hpcrun.checkpoint.generation import Generation
     from hpcrun.errors import EXIT_CHECK_FAILED
 
     pair = [_of_format_2(_choose(run, step)), _of_format_2(_choose(of or run, other))]
@@ -246,7 +246,7 @@ def gc(
     import contextlib
 
     from hpcrun.checkpoint.commit import find_garbage, remove
-    from hpcrun.checkpoint.writer import live_writer
+    from hpcrun.checkpoint.writer_lease import live_writer
     from hpcrun.runs.run_state import look_at_all
     from hpcrun.specs.checkpoint import CheckpointSpec
     from hpcrun.specs.load import load_job_of
@@ -314,7 +314,7 @@ def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
 def _verified(saved: Saved, jobs: int | None) -> dict[str, Any]:
     """One saved step, read from the first to the last byte."""
     from hpcrun.checkpoint.format import DamagedError
-    from hpcrun.checkpoint.read import Generation
+    from hpcrun.checkpoint.generation import Generation
     from hpcrun.checkpoint.verify import damages, usual_jobs
 
     result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "state": "unknown", "damages": []}

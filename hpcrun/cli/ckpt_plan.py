@@ -11,7 +11,7 @@ import typer
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
-    from hpcrun.checkpoint.policy.simulate import Checked
+    from hpcrun.checkpoint.policy.simulation import Checked
     from hpcrun.checkpoint.policy.size import Figure
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.submission.checkpoint_plan import SavePlan
@@ -118,7 +118,7 @@ def _holds(found: SavePlan) -> list[str]:
 
 
 def _takes(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.policy.auto import IN_WORDS
+    from hpcrun.checkpoint.policy.auto_interval import IN_WORDS
 
     otherwise = IN_WORDS if found.spec.checkpoint.every == "auto" else "at a signal and at the end"
     told = ["levels"]
@@ -130,7 +130,7 @@ def _takes(found: SavePlan) -> list[str]:
 
 
 def _survives(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.policy.rates import KINDS
+    from hpcrun.checkpoint.policy.failure_rates import KINDS
 
     losses = found.losses
     if losses is None:
@@ -150,7 +150,7 @@ def _survives(found: SavePlan) -> list[str]:
 
 
 def _advises(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.policy.rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import in_words
 
     advice = found.advice
     if advice is None:
@@ -174,7 +174,7 @@ def _advises(found: SavePlan) -> list[str]:
 
 
 def _checks(checked: Checked) -> list[str]:
-    from hpcrun.checkpoint.policy.rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import in_words
 
     told = [f"checked on a simulated run with {checked.failures} failures"]
     named = [(f"{factor:g} T", one) for factor, one in checked.at.items()] + [("best tried", checked.best)]
@@ -185,7 +185,7 @@ def _checks(checked: Checked) -> list[str]:
 
 
 def _keeps(found: SavePlan) -> list[str]:
-    from hpcrun.checkpoint.policy.rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import in_words
 
     checkpoint = found.spec.checkpoint
     milestones = f" and each multiple of {checkpoint.keep_every} steps" if checkpoint.keep_every else ""
@@ -219,7 +219,7 @@ def _bytes(name: str, figure: Figure) -> str:
 
 
 def _time(name: str, figure: Figure) -> str:
-    from hpcrun.checkpoint.policy.rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import in_words
 
     value = "unknown" if figure.value is None else in_words(figure.value)
     return f"    {name:14}  {value}  {figure.source}"

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from hpcrun.checkpoint.levels import Holding
-    from hpcrun.checkpoint.restore.copies import Copy
     from hpcrun.checkpoint.restore.repair import Repair
+    from hpcrun.checkpoint.restore.sources import Copy
     from hpcrun.specs.rundir import RunDir
 
 
@@ -45,8 +45,8 @@ def repair(
     """
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.restore.copies import DirectoryCopy, HeldCopy
     from hpcrun.checkpoint.restore.repair import damaged_generations
+    from hpcrun.checkpoint.restore.sources import DirectoryCopy, HeldCopy
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
     found = find_saves(run, use="plan" if dry_run else "act")
@@ -94,7 +94,7 @@ def _repair(
 
 def holdings_of(run: RunDir) -> list[Holding]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
-    from hpcrun.checkpoint.restore.nearby import holdings_here
+    from hpcrun.checkpoint.restore.outside_copies import holdings_here
     from hpcrun.specs.load import load_job_of
 
     local = load_job_of(run).spec.checkpoint.local if run.spec.exists() else None
@@ -105,8 +105,8 @@ def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Co
     """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
     import tempfile
 
-    from hpcrun.checkpoint.restore.copies import HeldCopy
-    from hpcrun.checkpoint.restore.nearby import rebuilt_here
+    from hpcrun.checkpoint.restore.outside_copies import rebuilt_here
+    from hpcrun.checkpoint.restore.sources import HeldCopy
 
     if wanted.generation is None or not any(one.parity for one in held):
         return []
@@ -116,7 +116,7 @@ def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Co
 
 def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
     """The copies in the object store that the job names, or `url`; open until the stack is."""
-    from hpcrun.checkpoint.restore.nearby import StoredCopy
+    from hpcrun.checkpoint.restore.outside_copies import StoredCopy
 
     found, unknown = copies_of(run, url, endpoint, stack)
     if unknown is not None:

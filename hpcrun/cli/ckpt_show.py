@@ -117,7 +117,7 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
 
     `believe` takes the person's word for it that an unknown run is over.
     """
-    from hpcrun.checkpoint.writer import live_writer
+    from hpcrun.checkpoint.writer_lease import live_writer
     from hpcrun.errors import UsageError
     from hpcrun.runs.run_state import look_at_all
     from hpcrun.specs.provenance import read_provenance

@@ -264,7 +264,7 @@ def _be_beside(run_dir: str, name: str = "") -> int:
 
 def _be_drain_worker(root: str = "") -> int:
     """The internal verb `_drain [ROOT]`: a node's drain worker, the child of its agent; see its module."""
-    importlib.import_module("hpcrun.checkpoint.drain.worker").main(root)
+    importlib.import_module("hpcrun.checkpoint.flush.worker").main(root)
     return EXIT_DONE
 
 

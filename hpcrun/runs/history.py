@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any, get_args
 
 from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.rates import Kind, Seen
+from hpcrun.checkpoint.policy.failure_rates import Kind, Seen
 from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs.ledger import read_ledger

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hpcrun.checkpoint.chunk_reader import ChunkSource
 from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
 from hpcrun.checkpoint.format import (
     DamagedError,
@@ -29,13 +30,12 @@ from hpcrun.checkpoint.format import (
     render_tensors,
     structure_digest,
 )
+from hpcrun.checkpoint.generation import Generation, read_tail
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.lustre.storage import mount_of
-from hpcrun.checkpoint.oserrors import explain
-from hpcrun.checkpoint.read import Generation, read_tail
-from hpcrun.checkpoint.reader import ChunkSource
+from hpcrun.checkpoint.os_errors import explain
 from hpcrun.checkpoint.restore.decide import key_of
-from hpcrun.checkpoint.restore.holdings import no_collection
+from hpcrun.checkpoint.restore.inventory import no_collection
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control

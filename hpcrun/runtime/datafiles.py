@@ -15,8 +15,8 @@ from typing import Any
 from hpcrun.checkpoint.commit import Draft
 from hpcrun.checkpoint.format import Part, file_name
 from hpcrun.checkpoint.lustre.storage import Storage
-from hpcrun.checkpoint.oserrors import explain
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.os_errors import explain
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.planning import WritePlan

@@ -16,8 +16,8 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, find_folder, remove_folder
-from hpcrun.checkpoint.drain.stale_memory import hold_run, is_held, is_served
+from hpcrun.checkpoint.flush.arena import SHM, SOCKET, find_folder, remove_folder
+from hpcrun.checkpoint.flush.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.launch.agents.memory_cleanup import sweep_arenas

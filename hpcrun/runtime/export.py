@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcrun.checkpoint.boxes import cut
 from hpcrun.checkpoint.commit import begin, commit, discard
 from hpcrun.checkpoint.format import (
     CHUNK_BYTES,
@@ -24,9 +23,10 @@ from hpcrun.checkpoint.format import (
     render_tensors,
     structure_digest,
 )
-from hpcrun.checkpoint.read import Generation, read_tail
+from hpcrun.checkpoint.generation import Generation, read_tail
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.exchange import Owner, check_newest, copy_in
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.slices import cut
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime.casts import Cast, Casts
 from hpcrun.runtime.export import DTYPES, NOTE

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from hpcrun.checkpoint.policy.auto import AutoInterval
+from hpcrun.checkpoint.policy.auto_interval import AutoInterval
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.reader import ChunkSource
+from hpcrun.checkpoint.chunk_reader import ChunkSource
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.errors import UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hpcrun.checkpoint.distributed_reader import Scattered
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.parity.peers import Credentials, Peers
-from hpcrun.checkpoint.plan import RestorePlan, parse_plan
-from hpcrun.checkpoint.scattered import Scattered
+from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.checkpoint import Checkpointer, Restored
 from hpcrun.runtime.control import Control

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.distributed.tensor import DTensor
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.checkpoint.boxes import cut
+from hpcrun.checkpoint.chunk_reader import ChunkReader, ChunkSource
 from hpcrun.checkpoint.format import (
     CHUNK_BYTES,
     ITEM_BYTES,
@@ -35,7 +35,7 @@ from hpcrun.checkpoint.format import (
     lay_out,
     padded,
 )
-from hpcrun.checkpoint.reader import ChunkReader, ChunkSource
+from hpcrun.checkpoint.slices import cut
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcrun.checkpoint.oserrors import explain
-from hpcrun.checkpoint.writer import Lease, life_of
+from hpcrun.checkpoint.os_errors import explain
+from hpcrun.checkpoint.writer_lease import Lease, life_of
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime.checkpoint import Checkpointer as DirectCheckpointer
 from hpcrun.runtime.control import Control

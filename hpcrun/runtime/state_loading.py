@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hpcrun.checkpoint.chunk_reader import ChunkSource
 from hpcrun.checkpoint.format import Tensor as StoredTensor
-from hpcrun.checkpoint.reader import ChunkSource
 from hpcrun.errors import UsageError
 from hpcrun.runtime import checkpoint, optimizer_state
 from hpcrun.runtime.control import Control

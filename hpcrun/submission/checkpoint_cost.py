@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from hpcrun.checkpoint.levels import LEVELS, Level
+from hpcrun.checkpoint.policy.failure_rates import KINDS, Kind
 from hpcrun.checkpoint.policy.interval import Cost, Tier
-from hpcrun.checkpoint.policy.rates import KINDS, Kind
 from hpcrun.checkpoint.policy.size import Figure, Sizes
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path

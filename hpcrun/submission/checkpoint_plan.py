@@ -10,9 +10,9 @@ from typing import Any
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
 from hpcrun.checkpoint.policy.capacity import kept, place_of_saves
+from hpcrun.checkpoint.policy.failure_rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.policy.interval import BOUND, Advice, Tier, recommend, waste
-from hpcrun.checkpoint.policy.rates import Rate, Seen, estimate, in_words
-from hpcrun.checkpoint.policy.simulate import Checked, check
+from hpcrun.checkpoint.policy.simulation import Checked, check
 from hpcrun.checkpoint.policy.size import Figure, Room, Sizes, room_of, sizes_of
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains

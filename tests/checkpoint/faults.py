@@ -17,10 +17,10 @@ from typing import Any
 
 from hpcrun.checkpoint.commit import begin, commit, discard, find_garbage, remove, retire, set_aside
 from hpcrun.checkpoint.format import MANIFEST, DamagedError
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.restore.copies import DirectoryCopy
+from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.repair import repair
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.restore.sources import DirectoryCopy
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.saves import RECORD, Saved, read_saves
 from tests.checkpoint import tracing

@@ -17,8 +17,8 @@ from hpcrun.checkpoint.format import (
     render_tensors,
     structure_digest,
 )
-from hpcrun.checkpoint.read import read_tail
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.generation import read_tail
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.saves import Saved, saved_steps
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpcrun.checkpoint.commit import find_garbage, remove, retire, set_aside
-from hpcrun.checkpoint.drain.durable import DurableStation
-from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.flush.durable_tier import DurableStation
+from hpcrun.checkpoint.flush.local_tier import LocalStation
 from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import HeldPart
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.restore.copies import DirectoryCopy
 from hpcrun.checkpoint.restore.exchange import copy_in
 from hpcrun.checkpoint.restore.repair import damaged_generations, repair
+from hpcrun.checkpoint.restore.sources import DirectoryCopy
 from hpcrun.specs.saves import Saved, read_save, read_saves
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 
 GIB = 1 << 30
 RAID0 = {"stripes": 1, "size": 4 << 20, "pattern": "raid0", "pool": "", "end": None}

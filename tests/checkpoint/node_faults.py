@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.drain.durable import DurableStation, Patience
+from hpcrun.checkpoint.distributed_reader import Scattered
+from hpcrun.checkpoint.flush.durable_tier import DurableStation, Patience
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Load, parse_holding
 from hpcrun.checkpoint.parity.peers import Peers
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.plan import RestorePlan
-from hpcrun.checkpoint.prove import damages_in
+from hpcrun.checkpoint.part_check import damages_in
 from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore.scraps import find_scraps
-from hpcrun.checkpoint.scattered import Scattered
+from hpcrun.checkpoint.restore.intact_parts import find_scraps
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved, saved_steps

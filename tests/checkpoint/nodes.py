@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.levels import HeldPart, Holding, Load
+from hpcrun.checkpoint.parity.parity_tier import ParityStation
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
-from hpcrun.checkpoint.parity.station import ParityStation
-from hpcrun.checkpoint.prove import Damage, without
+from hpcrun.checkpoint.part_check import Damage, without
 from tests.checkpoint.loads import load_of
 
 HERE = "127.0.0.1"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import (
+from hpcrun.checkpoint.flush.arena import (
     Arena,
     Slot,
     arena_folder,
@@ -19,12 +19,12 @@ from hpcrun.checkpoint.drain.arena import (
     map_slot,
     remove_folder,
 )
-from hpcrun.checkpoint.drain.room import Room
-from hpcrun.checkpoint.drain.stale_memory import clean_up
+from hpcrun.checkpoint.flush.shm_capacity import Room
+from hpcrun.checkpoint.flush.stale_memory import clean_up
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.parity.erasure import parity_room
-from hpcrun.checkpoint.partrecord import PartRecord
+from hpcrun.checkpoint.part_record import PartRecord
 from hpcrun.errors import SiteError
 
 PART = Part(0, 0, 4000, 3000, 500, "0" * 16)
@@ -369,7 +369,7 @@ def test_a_rank_s_view_has_its_pages_and_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
     """Also with kernels that do not know the call."""
-    monkeypatch.setattr("hpcrun.checkpoint.drain.arena._MADV_POPULATE_WRITE", advice)
+    monkeypatch.setattr("hpcrun.checkpoint.flush.arena._MADV_POPULATE_WRITE", advice)
     (slot,) = Arena(folder_in(tmp_path)).reserve({0: 8192}, 1, nowhere)[0]
     slot.memory[:] = bytes(range(256)) * 32
     view = map_slot(slot.path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.checkpoint.policy.auto import LEAST_S, MOST_S, AutoInterval, choose
+from hpcrun.checkpoint.policy.auto_interval import LEAST_S, MOST_S, AutoInterval, choose
 from hpcrun.checkpoint.policy.interval import BOUND
 
 

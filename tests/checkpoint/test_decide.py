@@ -14,9 +14,9 @@ import pytest
 
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Level, Member, Stamp, parse_holding
-from hpcrun.checkpoint.plan import SHARED, parse_plan, parse_rebuild
-from hpcrun.checkpoint.prove import without
+from hpcrun.checkpoint.part_check import without
 from hpcrun.checkpoint.restore.decide import Copy, decide, levels_in_words, stamp_of
+from hpcrun.checkpoint.restore_plan import SHARED, parse_plan, parse_rebuild
 from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import Saved, Unreadable
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import Arena, make_folder
-from hpcrun.checkpoint.drain.desk import Desk
-from hpcrun.checkpoint.drain.pacer import Pacer
-from hpcrun.checkpoint.drain.pipeline import Drain
-from hpcrun.checkpoint.drain.room import Room
+from hpcrun.checkpoint.flush.arena import Arena, make_folder
+from hpcrun.checkpoint.flush.pipeline import Drain
+from hpcrun.checkpoint.flush.rank_requests import Desk
+from hpcrun.checkpoint.flush.shm_capacity import Room
+from hpcrun.checkpoint.flush.throttle import Pacer
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
 from hpcrun.errors import SiteError
 from tests.checkpoint.generations import content_of

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.commit import find_garbage, remove
-from hpcrun.checkpoint.drain.durable import DurableStation, Patience, PrepareFile, no_preparation
+from hpcrun.checkpoint.flush.durable_tier import DurableStation, Patience, PrepareFile, no_preparation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import Load
-from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import RECORD, saved_steps
 from tests.checkpoint.generations import save

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.boxes import Box, cut, uncovered
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     MANIFEST,
@@ -19,8 +18,9 @@ from hpcrun.checkpoint.format import (
     Piece,
     lay_out,
 )
-from hpcrun.checkpoint.read import Generation, check_sizes
-from hpcrun.checkpoint.write import write_file
+from hpcrun.checkpoint.generation import Generation, check_sizes
+from hpcrun.checkpoint.part_writer import write_file
+from hpcrun.checkpoint.slices import Box, cut, uncovered
 from hpcrun.errors import UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save

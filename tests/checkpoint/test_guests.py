@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import Arena, make_folder
-from hpcrun.checkpoint.drain.guests import Guests, guest_holdings, is_guest
-from hpcrun.checkpoint.drain.room import Room
+from hpcrun.checkpoint.flush.arena import Arena, make_folder
+from hpcrun.checkpoint.flush.shm_capacity import Room
+from hpcrun.checkpoint.flush.spare_replicas import Guests, guest_holdings, is_guest
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import Holding, Load, Stamp
 from hpcrun.checkpoint.parity.peers import PeerError
-from hpcrun.checkpoint.prove import prove_part
-from hpcrun.checkpoint.restore.nearby import holdings_here
+from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.restore.outside_copies import holdings_here
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 from tests.checkpoint.nodes import flip
@@ -310,7 +310,7 @@ def test_slots_have_the_room_that_copies_had(spare: Spare) -> None:
 
 
 def test_a_node_that_is_lost_half_way_leaves_nothing_behind(spare: Spare, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hpcrun.checkpoint.drain.guests._PIECE_BYTES", 1024)
+    monkeypatch.setattr("hpcrun.checkpoint.flush.spare_replicas._PIECE_BYTES", 1024)
     stamp = spare.others.have(2, "ab")
 
     def fall(node: str, at: int) -> None:
@@ -388,7 +388,7 @@ def test_a_copying_that_nobody_needs_any_more_ends_at_once(spare: Spare, how: st
 
 
 def test_a_node_that_never_rests_is_not_waited_for_for_ever(spare: Spare, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hpcrun.checkpoint.drain.guests._PATIENCE_S", -1.0)
+    monkeypatch.setattr("hpcrun.checkpoint.flush.spare_replicas._PATIENCE_S", -1.0)
     stamp = spare.others.have(2, "ab")
     spare.others.calm = iter([False, True])
     told = spare.copy(stamp, "ab")

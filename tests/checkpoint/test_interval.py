@@ -8,9 +8,9 @@ import random
 import pytest
 
 from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.policy.failure_rates import KINDS, PRIORS, Kind, Seen, estimate
 from hpcrun.checkpoint.policy.interval import Cost, Tier, daly, recommend, young
-from hpcrun.checkpoint.policy.rates import KINDS, PRIORS, Kind, Seen, estimate
-from hpcrun.checkpoint.policy.simulate import check, draw_trace, simulate
+from hpcrun.checkpoint.policy.simulation import check, draw_trace, simulate
 
 DAY = 86400.0
 NEAR = Tier((Cost("memory", 0.8, 2.0, 60.0), Cost("parity", 0.1, 6.0, 90.0)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.lfs import (
     Lfs,
     LfsError,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.flush.local_tier import LocalStation
 from hpcrun.checkpoint.levels import Holding
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.layout import GIB, TIB, FileNeed, Striping, plan_layout, pool_of, usable
 from hpcrun.checkpoint.lustre.lfs import Component, Layout, Target
 from hpcrun.specs.checkpoint import DurableSpec

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.levels import Holding, parse_holding
-from hpcrun.checkpoint.plan import RestorePlan
-from hpcrun.checkpoint.prove import prove_part
+from hpcrun.checkpoint.part_check import prove_part
 from hpcrun.checkpoint.restore.decide import decide
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.nodes import flip
 from tests.checkpoint.workers import Host, Rank, ranks_of

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import Load, SealedPart, Stamp
 from hpcrun.checkpoint.objects.catalogue import list_copies
 from hpcrun.checkpoint.objects.download import damages
-from hpcrun.checkpoint.objects.station import ObjectStation
+from hpcrun.checkpoint.objects.object_tier import ObjectStation
 from hpcrun.checkpoint.objects.store import Patience, Store, open_store
-from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved

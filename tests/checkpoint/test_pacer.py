@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpcrun.checkpoint.drain.pacer import LEAST_SHARE, Pacer, share_for
+from hpcrun.checkpoint.flush.throttle import LEAST_SHARE, Pacer, share_for
 
 
 class Clock:

@@ -16,8 +16,8 @@ from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding, Load
 from hpcrun.checkpoint.parity.erasure import encode
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.plan import Rebuild
 from hpcrun.checkpoint.restore.decide import decide
+from hpcrun.checkpoint.restore_plan import Rebuild
 from hpcrun.errors import SiteError
 from tests.checkpoint.nodes import Node, Nodes, flip, with_stamp
 
@@ -166,7 +166,7 @@ def test_a_member_that_is_killed_while_others_encode_fails_them(
                 nodes.every[2].die()
         encode(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hpcrun.checkpoint.parity.station.encode", slow)
+    monkeypatch.setattr("hpcrun.checkpoint.parity.parity_tier.encode", slow)
     for told in nodes.store(nodes.loads(3, (1, 1, 1))):
         with pytest.raises(SiteError):
             told.result()

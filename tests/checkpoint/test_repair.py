@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.drain.arena import arena_folder
-from hpcrun.checkpoint.drain.durable import DurableStation
-from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.flush.arena import arena_folder
+from hpcrun.checkpoint.flush.durable_tier import DurableStation
+from hpcrun.checkpoint.flush.local_tier import LocalStation
 from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import HeldPart, Holding, Load, SealedPart, Stamp
-from hpcrun.checkpoint.partrecord import PartRecord, render_part_record
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.restore.copies import DirectoryCopy, HeldCopy
-from hpcrun.checkpoint.restore.nearby import holdings_here, rebuilt_here
+from hpcrun.checkpoint.part_record import PartRecord, render_part_record
+from hpcrun.checkpoint.restore.outside_copies import holdings_here, rebuilt_here
 from hpcrun.checkpoint.restore.repair import Repair, damaged_generations, repair
+from hpcrun.checkpoint.restore.sources import DirectoryCopy, HeldCopy
 from hpcrun.checkpoint.verify import damages
 from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
 from tests.checkpoint.generations import save

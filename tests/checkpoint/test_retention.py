@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.commit import begin, retire
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.write import write_part
+from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.specs.saves import RECORD, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save
 

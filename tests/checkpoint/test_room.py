@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.drain.room import find_room
+from hpcrun.checkpoint.flush.shm_capacity import find_room
 
 GIB = 1 << 30
 

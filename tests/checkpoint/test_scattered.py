@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from hpcrun.checkpoint.distributed_reader import Scattered
 from hpcrun.checkpoint.format import HEADER_BYTES, DamagedError, Manifest, Piece, parse_manifest
 from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.plan import RestorePlan, Source
-from hpcrun.checkpoint.scattered import Scattered
+from hpcrun.checkpoint.restore_plan import RestorePlan, Source
 from tests.checkpoint.generations import content_of, save
 
 RANKS = 3

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.drain.durable import DurableStation, Patience
+from hpcrun.checkpoint.distributed_reader import Scattered
+from hpcrun.checkpoint.flush.durable_tier import DurableStation, Patience
 from hpcrun.checkpoint.levels import Holding, Stamp
-from hpcrun.checkpoint.plan import SHARED
 from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore.scraps import find_scraps
-from hpcrun.checkpoint.scattered import Scattered
+from hpcrun.checkpoint.restore.intact_parts import find_scraps
+from hpcrun.checkpoint.restore_plan import SHARED
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved
 from tests.checkpoint.generations import content_of, save

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.format import CHUNK_BYTES, Piece
+from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.seal import plan_slot, seal
-from hpcrun.checkpoint.write import write_part
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill
 

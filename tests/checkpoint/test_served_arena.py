@@ -6,8 +6,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import make_folder
-from hpcrun.checkpoint.drain.stale_memory import clean_up, hold_run, is_held
+from hpcrun.checkpoint.flush.arena import make_folder
+from hpcrun.checkpoint.flush.stale_memory import clean_up, hold_run, is_held
 
 
 def test_an_arena_is_left_alone_for_as_long_as_a_worker_serves_it(tmp_path: Path) -> None:

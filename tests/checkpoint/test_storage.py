@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.drain.durable import DurableStation
-from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.flush.durable_tier import DurableStation
+from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.layout import GIB, TIB
 from hpcrun.checkpoint.lustre.lfs import Lfs, LfsError, Quota
 from hpcrun.checkpoint.lustre.storage import (
@@ -26,7 +27,6 @@ from hpcrun.checkpoint.lustre.storage import (
     parse_mounts,
     storage_plan,
 )
-from hpcrun.checkpoint.read import Generation
 from hpcrun.process import Completed
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import saved_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.checkpoint.drain.watch import Watch
+from hpcrun.checkpoint.flush.stall_watch import Watch
 
 
 def test_what_hangs_is_told_of_ever_less_often() -> None:

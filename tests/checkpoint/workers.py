@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.drain.arena import SOCKET, arena_folder, map_slot
-from hpcrun.checkpoint.drain.lines import connect
+from hpcrun.checkpoint.flush.arena import SOCKET, arena_folder, map_slot
+from hpcrun.checkpoint.flush.json_lines import connect
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.checkpoint.drain.arena import arena_folder
-from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.flush.arena import arena_folder
+from hpcrun.checkpoint.flush.local_tier import LocalStation
 from hpcrun.checkpoint.objects.catalogue import copy_place
 from hpcrun.errors import UsageError
 from hpcrun.runs.run_state import look_at, look_at_all

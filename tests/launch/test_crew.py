@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.checkpoint.drain.arena import SHM, arena_folder
+from hpcrun.checkpoint.flush.arena import SHM, arena_folder
 from hpcrun.launch.agents import agent_pool as crews
 from hpcrun.launch.agents.agent_pool import Crew
 from hpcrun.launch.agents.connection import Badge, WireError, join

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.policy.rates import Seen
+from hpcrun.checkpoint.policy.failure_rates import Seen
 from hpcrun.runs.history import alike, measured, of_attempts, of_lines, seen
 from hpcrun.runs.timeline import timelines
 from hpcrun.specs.load import load_job, render_job

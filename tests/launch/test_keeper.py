@@ -14,9 +14,9 @@ import pytest
 
 from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.format import Part
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
-from hpcrun.checkpoint.plan import RestorePlan, parse_plan
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.agents.local_workers import Hosts

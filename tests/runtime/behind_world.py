@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from hpcrun.checkpoint.compare import differences
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime.behind import SavesBehind
 from hpcrun.runtime.checkpoint import Checkpointer

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.drain.durable import DurableStation
+from hpcrun.checkpoint.flush.durable_tier import DurableStation
 from hpcrun.checkpoint.format import Piece
 from hpcrun.checkpoint.levels import Load, SealedPart, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal

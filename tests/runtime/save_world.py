@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpoint, datafiles

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from hpcrun.checkpoint.policy import auto
+from hpcrun.checkpoint.policy import auto_interval
 from hpcrun.launcher_world import World
 from hpcrun.runtime import loop, rank
 from hpcrun.runtime.sharded import ShardedModel
@@ -80,7 +80,7 @@ def signalled(method: str, call: int, job: str, *overrides: str) -> int:
 
 
 def by_the_clock(job: str) -> int:
-    vars(auto).update(LEAST_S=0.0, MOST_S=0.0, BOUND=1e9)
+    vars(auto_interval).update(LEAST_S=0.0, MOST_S=0.0, BOUND=1e9)
     return train(job, "train.steps=3")
 
 

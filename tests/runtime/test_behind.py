@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
-from hpcrun.checkpoint.read import Generation  # noqa: E402
+from hpcrun.checkpoint.generation import Generation  # noqa: E402
 from hpcrun.runtime import drainlink  # noqa: E402
 from hpcrun.runtime.behind import SavesBehind  # noqa: E402
 from hpcrun.runtime.checkpoint import Checkpointer  # noqa: E402

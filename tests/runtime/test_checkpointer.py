@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 import hpcrun  # noqa: E402
-from hpcrun.checkpoint.read import Generation  # noqa: E402
+from hpcrun.checkpoint.generation import Generation  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.specs.job import JobSpec  # noqa: E402
 from hpcrun.specs.load import render_job  # noqa: E402

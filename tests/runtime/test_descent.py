@@ -19,8 +19,8 @@ from typer.testing import CliRunner  # noqa: E402
 
 import hpcrun  # noqa: E402
 import hpcrun.runtime.checkpointer  # noqa: E402 - each start is forked, and need not import it
-from hpcrun.checkpoint import commit, writer  # noqa: E402
-from hpcrun.checkpoint.writer import Lease  # noqa: E402
+from hpcrun.checkpoint import commit, writer_lease  # noqa: E402
+from hpcrun.checkpoint.writer_lease import Lease  # noqa: E402
 from hpcrun.cli.ckpt import app  # noqa: E402
 from hpcrun.errors import SiteError, UsageError  # noqa: E402
 from hpcrun.specs.descent import line_of  # noqa: E402
@@ -208,7 +208,7 @@ def test_a_second_writer_is_refused_with_who_and_where_and_a_dead_one_is_followe
 
 def foreign(place: Path, **changes: Any) -> None:
     """A record of a writer on another host."""
-    path = place / writer.NAME
+    path = place / writer_lease.NAME
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | {"host": "elsewhere", "boot": "another"} | changes))
 
@@ -216,9 +216,9 @@ def foreign(place: Path, **changes: Any) -> None:
 def test_a_writer_on_another_host_is_judged_by_its_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "SILENT_S", 0.3)
-    monkeypatch.setattr(writer, "_LOOK_S", 0.05)
-    monkeypatch.setattr(writer, "BEAT_S", 0.05)
+    monkeypatch.setattr(writer_lease, "SILENT_S", 0.3)
+    monkeypatch.setattr(writer_lease, "_LOOK_S", 0.05)
+    monkeypatch.setattr(writer_lease, "BEAT_S", 0.05)
     ours = Lease(tmp_path, ("run x", 1))
     try:
         Lease(tmp_path, ("run x", 2)).release()
@@ -329,7 +329,7 @@ def test_an_error_names_the_file_the_file_system_and_what_to_do(
         for where in ("write", "mkdir", "record"):
             with monkeypatch.context() as patch:
                 if where == "write":
-                    patch.setattr("hpcrun.checkpoint.write.os.pwritev", failing(number))
+                    patch.setattr("hpcrun.checkpoint.part_writer.os.pwritev", failing(number))
                 elif where == "mkdir":
                     patch.setattr("hpcrun.runtime.checkpoint.begin", failing(number, tmp_path / "x"))
                 else:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from typer.testing import CliRunner, Result
 
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.verify import damages
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import HpcrunError

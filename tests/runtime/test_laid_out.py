@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.lustre.storage import Storage
-from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError
 from hpcrun.runtime import datafiles
 from hpcrun.runtime.checkpoint import Checkpointer

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 import hpcrun  # noqa: E402
-from hpcrun.checkpoint.drain.arena import SHM, folders_of  # noqa: E402
+from hpcrun.checkpoint.flush.arena import SHM, folders_of  # noqa: E402
 from hpcrun.errors import SiteError  # noqa: E402
 from hpcrun.specs.rundir import RunDir  # noqa: E402
 from hpcrun.specs.saves import saved_steps  # noqa: E402

@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcrun.checkpoint.format import parse_manifest
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.parity.peers import Credentials, PeerServer, Shelf
-from hpcrun.checkpoint.plan import RestorePlan, Source
+from hpcrun.checkpoint.restore_plan import RestorePlan, Source
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.checkpoint import Checkpointer, Restored
 from hpcrun.runtime.control import LoneControl

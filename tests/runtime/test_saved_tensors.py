@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import connect
 from hpcrun.runtime.export import export_hf

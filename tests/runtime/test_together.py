@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 import hpcrun  # noqa: E402
-from hpcrun.checkpoint.drain.arena import SHM  # noqa: E402
+from hpcrun.checkpoint.flush.arena import SHM  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.runtime.patience import patiently  # noqa: E402
 from tests.checkpoint.faults import SkippedError  # noqa: E402

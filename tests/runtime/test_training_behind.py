@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.compare import differences
-from hpcrun.checkpoint.partrecord import parse_checked, render_checked
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.part_record import parse_checked, render_checked
 from hpcrun.launch.signal_queue import Inbox
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_lines

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from hpcrun.authentication import fresh_nonce
-from hpcrun.checkpoint.drain.lines import connect
+from hpcrun.checkpoint.flush.json_lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
 from hpcrun.health.connection_test import Trial
 from hpcrun.launch.agents import connection
@@ -40,7 +40,7 @@ MESSAGES = 10_000
 
 LISTENERS = {
     "door.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
-    "checkpoint/drain/lines.py": "Unix socket in the arena, for the ranks of a node",
+    "checkpoint/flush/json_lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",
     "runtime/meeting.py": "torch's TCPStore, for the ranks of an attempt without MPI",

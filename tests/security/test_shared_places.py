@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.drain.arena import Arena, arena_folder, find_folder, make_folder, remove_folder
-from hpcrun.checkpoint.drain.local import LocalStation
-from hpcrun.checkpoint.drain.stale_memory import clean_up
+from hpcrun.checkpoint.flush.arena import Arena, arena_folder, find_folder, make_folder, remove_folder
+from hpcrun.checkpoint.flush.local_tier import LocalStation
+from hpcrun.checkpoint.flush.stale_memory import clean_up
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import Holding
 from hpcrun.checkpoint.objects.store import open_store
-from hpcrun.checkpoint.prove import prove_part
-from hpcrun.checkpoint.restore.copies import HeldCopy
-from hpcrun.checkpoint.restore.nearby import holdings_here
+from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.restore.outside_copies import holdings_here
+from hpcrun.checkpoint.restore.sources import HeldCopy
 from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.health import probes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.checkpoint.lustre import grammar as lfsgrammar
+from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.errors import SiteError
 
 _TIMEOUT_S = 20.0

@@ -14,6 +14,7 @@ from xxhash import xxh3_64
 
 from hpcrun.checkpoint.commit import set_aside
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.objects.catalogue import (
     AT_ONCE,
     ObjectCopy,
@@ -25,8 +26,7 @@ from hpcrun.checkpoint.objects.catalogue import (
     read_manifest,
 )
 from hpcrun.checkpoint.objects.store import PIECE_BYTES, Store, open_store
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.write import write_file
+from hpcrun.checkpoint.part_writer import write_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record

@@ -16,6 +16,7 @@ from typing import Protocol
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.objects.catalogue import (
     AT_ONCE,
     OBJECT_BYTES,
@@ -31,7 +32,6 @@ from hpcrun.checkpoint.objects.catalogue import (
     render_index,
 )
 from hpcrun.checkpoint.objects.store import PIECE_BYTES, Listed, Presence, Store
-from hpcrun.checkpoint.read import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, open_regular
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved

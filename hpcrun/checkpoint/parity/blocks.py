@@ -11,7 +11,7 @@ from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import HeldParity, Holding, Member, parse_holding
 from hpcrun.checkpoint.parity.erasure import Geometry
 from hpcrun.checkpoint.parity.files import ASIDE
-from hpcrun.checkpoint.partrecord import parse_checked, render_checked
+from hpcrun.checkpoint.part_record import parse_checked, render_checked
 from hpcrun.files import Folder, UntrustedFileError
 
 

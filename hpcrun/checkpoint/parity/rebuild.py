@@ -20,8 +20,8 @@ from hpcrun.checkpoint.parity.blocks import places, rebuilt_name, spans, write_h
 from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
 from hpcrun.checkpoint.parity.files import AsideFile, read_at
 from hpcrun.checkpoint.parity.peers import PeerError, Peers
-from hpcrun.checkpoint.plan import SHARED, Rebuild
-from hpcrun.checkpoint.prove import prove_part
+from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.restore_plan import SHARED, Rebuild
 from hpcrun.files import Folder
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.rates import SURVIVES, Kind, in_words
+from hpcrun.checkpoint.policy.failure_rates import SURVIVES, Kind, in_words
 
 Behind = Literal["wait", "skip", "degrade"]
 BOUND = 0.03

@@ -12,7 +12,7 @@ from dataclasses import replace as with_values
 from typing import NamedTuple
 
 from hpcrun.checkpoint.levels import LEVELS, HeldParity, Holding, Level, Member, Stamp
-from hpcrun.checkpoint.plan import SHARED, Rebuild, RestorePlan, Source, Survivor
+from hpcrun.checkpoint.restore_plan import SHARED, Rebuild, RestorePlan, Source, Survivor
 from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import Saved, Unreadable, step_of
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from hpcrun.checkpoint.commit import begin, discard, making_way
 from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.read import Generation
+from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.part_writer import write_file, write_on
 from hpcrun.checkpoint.verify import damages, usual_jobs
-from hpcrun.checkpoint.write import write_file, write_on
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import file_homes, open_regular
 from hpcrun.specs.hf_directory import CONFIG, INDEX

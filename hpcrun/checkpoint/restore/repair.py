@@ -36,9 +36,10 @@ from hpcrun.checkpoint.format import (
     render_tail,
     structure_digest,
 )
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.read import Generation
-from hpcrun.checkpoint.restore.copies import (
+from hpcrun.checkpoint.part_writer import write_file
+from hpcrun.checkpoint.restore.sources import (
     Copy,
     DirectoryCopy,
     digests_of,
@@ -46,7 +47,6 @@ from hpcrun.checkpoint.restore.copies import (
     remake_manifest,
     tail_of,
 )
-from hpcrun.checkpoint.write import write_file
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of

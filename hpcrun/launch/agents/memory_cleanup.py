@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import SHM
-from hpcrun.checkpoint.drain.stale_memory import clean_up
+from hpcrun.checkpoint.flush.arena import SHM
+from hpcrun.checkpoint.flush.stale_memory import clean_up
 from hpcrun.errors import UsageError
 from hpcrun.files import clock_of
 from hpcrun.runs.lease import is_led

@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
-from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
+from hpcrun.checkpoint.flush.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
 from hpcrun.launcher_world import without_world

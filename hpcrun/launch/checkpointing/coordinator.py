@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, usual_folder
+from hpcrun.checkpoint.flush.arena import SHM, SOCKET, usual_folder
 from hpcrun.checkpoint.format import DamagedError
+from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.levels import Holding, Stamp
 from hpcrun.checkpoint.parity.sets import Domains, ErasureSets, choose_sets
-from hpcrun.checkpoint.plan import RestorePlan
-from hpcrun.checkpoint.read import Generation
 from hpcrun.checkpoint.restore.decide import decide, levels_in_words, near_key
-from hpcrun.checkpoint.restore.scraps import find_scraps
+from hpcrun.checkpoint.restore.intact_parts import find_scraps
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_monitor import Outcome

@@ -9,8 +9,8 @@ from functools import partial
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.objects.catalogue import list_saves
 from hpcrun.checkpoint.objects.download import bring_home
-from hpcrun.checkpoint.plan import RestorePlan
 from hpcrun.checkpoint.restore.decide import Copy, decide
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.checkpointing.pumping import meanwhile
 from hpcrun.launch.checkpointing.suspect_saves import read_poison

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from hpcrun.checkpoint.drain.guests import is_guest
+from hpcrun.checkpoint.flush.spare_replicas import is_guest
 from hpcrun.checkpoint.levels import Stamp
 from hpcrun.checkpoint.parity.sets import Domains
-from hpcrun.checkpoint.plan import RestorePlan
+from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.checkpointing.worker_client import Workers

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpcrun.checkpoint.drain.guests import is_guest
+from hpcrun.checkpoint.flush.spare_replicas import is_guest
 from hpcrun.checkpoint.levels import Holding, Stamp, parse_holding
-from hpcrun.checkpoint.plan import Rebuild
-from hpcrun.checkpoint.restore.holdings import HoldingReader
+from hpcrun.checkpoint.restore.inventory import HoldingReader
+from hpcrun.checkpoint.restore_plan import Rebuild
 from hpcrun.launch.agents.nodes import Nodes
 
 READY_S = 30.0

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrun import process
-from hpcrun.checkpoint.drain.arena import SHM, arena_folder, remove_folder
+from hpcrun.checkpoint.flush.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recovery
 from hpcrun.launch.attempt_monitor import Outcome

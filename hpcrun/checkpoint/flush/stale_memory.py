@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import RUN_RECORD, find_folder, tops_of
+from hpcrun.checkpoint.flush.arena import RUN_RECORD, find_folder, tops_of
 from hpcrun.files import Folder, UntrustedFileError
 
 

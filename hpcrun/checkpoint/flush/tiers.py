@@ -10,13 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from hpcrun.checkpoint.drain.durable import DurableStation
-from hpcrun.checkpoint.drain.local import LocalStation
-from hpcrun.checkpoint.drain.pacer import Pacer
-from hpcrun.checkpoint.drain.watch import Watch
+from hpcrun.checkpoint.flush.durable_tier import DurableStation
+from hpcrun.checkpoint.flush.local_tier import LocalStation
+from hpcrun.checkpoint.flush.stall_watch import Watch
+from hpcrun.checkpoint.flush.throttle import Pacer
 from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
 from hpcrun.checkpoint.lustre.storage import Storage
-from hpcrun.checkpoint.objects.station import ObjectStation
+from hpcrun.checkpoint.objects.object_tier import ObjectStation
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -176,7 +176,7 @@ def _object(around: Surroundings) -> Station | None:
 
 
 def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:
-    from hpcrun.checkpoint.drain.neighbour import Neighbourhood  # which itself knows of surroundings
+    from hpcrun.checkpoint.flush.peer_service import Neighbourhood  # which itself knows of surroundings
 
     return Neighbourhood(around, holdings)
 

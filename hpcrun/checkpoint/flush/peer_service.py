@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcrun.checkpoint.drain.stations import Surroundings
+from hpcrun.checkpoint.flush.tiers import Surroundings
 from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.parity.parity_tier import ParityStation
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.parity.station import ParityStation
-from hpcrun.checkpoint.plan import parse_rebuild
+from hpcrun.checkpoint.restore_plan import parse_rebuild
 from hpcrun.errors import SiteError
 
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrun.checkpoint.drain.arena import Arena
-from hpcrun.checkpoint.drain.pacer import Pacer
+from hpcrun.checkpoint.flush.arena import Arena
+from hpcrun.checkpoint.flush.throttle import Pacer
 from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
-from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
-from hpcrun.checkpoint.prove import prove_part
+from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import Folder, UntrustedFileError
 

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpcrun.checkpoint.drain.arena import SHM, Arena, folders_of
-from hpcrun.checkpoint.drain.guests import guest_holdings
-from hpcrun.checkpoint.drain.local import LocalStation
+from hpcrun.checkpoint.flush.arena import SHM, Arena, folders_of
+from hpcrun.checkpoint.flush.local_tier import LocalStation
+from hpcrun.checkpoint.flush.spare_replicas import guest_holdings
 from hpcrun.checkpoint.format import DamagedError, Part, file_name
 from hpcrun.checkpoint.levels import HeldPart, Holding
 from hpcrun.checkpoint.objects.catalogue import ObjectCopy, StoredObject, read_index, read_manifest
@@ -17,9 +17,9 @@ from hpcrun.checkpoint.objects.store import Store
 from hpcrun.checkpoint.parity.blocks import parity_holdings
 from hpcrun.checkpoint.parity.peers import Credentials, Peers
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.plan import SHARED
-from hpcrun.checkpoint.prove import damages_in, without
+from hpcrun.checkpoint.part_check import damages_in, without
 from hpcrun.checkpoint.restore.decide import rebuilds_of
+from hpcrun.checkpoint.restore_plan import SHARED
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved
 

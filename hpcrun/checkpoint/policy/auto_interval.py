@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrun.checkpoint.policy.failure_rates import Seen, estimate, in_words
 from hpcrun.checkpoint.policy.interval import BOUND, Cost, Tier, daly
-from hpcrun.checkpoint.policy.rates import Seen, estimate, in_words
 
 LEAST_S, MOST_S = 300.0, 3600.0
 IN_WORDS = f"as often as its measured cost allows, {in_words(LEAST_S)} to {in_words(MOST_S)} apart"

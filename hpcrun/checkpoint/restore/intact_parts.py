@@ -18,10 +18,10 @@ from xxhash import xxh3_64_hexdigest
 from hpcrun.checkpoint.commit import DAMAGED
 from hpcrun.checkpoint.format import DamagedError, Part, file_name, parse_manifest
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
-from hpcrun.checkpoint.partrecord import parse_checked
-from hpcrun.checkpoint.plan import SHARED
-from hpcrun.checkpoint.prove import prove_part
-from hpcrun.checkpoint.restore.copies import DirectoryCopy, generation_of
+from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.part_record import parse_checked
+from hpcrun.checkpoint.restore.sources import DirectoryCopy, generation_of
+from hpcrun.checkpoint.restore_plan import SHARED
 
 
 def find_scraps(checkpoints: Path, stamp: Stamp, wanted: Collection[int], *, prove: bool) -> Holding | None:

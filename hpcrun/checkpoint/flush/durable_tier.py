@@ -27,7 +27,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import Draft, commit, draft_of, remove_leftovers, retire
-from hpcrun.checkpoint.drain.watch import Watch
+from hpcrun.checkpoint.flush.stall_watch import Watch
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     Part,
@@ -36,11 +36,11 @@ from hpcrun.checkpoint.format import (
     render_tensors,
     structure_digest,
 )
+from hpcrun.checkpoint.generation import read_tail
 from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart, Stamp
 from hpcrun.checkpoint.lustre.direct import write_file_direct
-from hpcrun.checkpoint.partrecord import parse_checked, render_checked
-from hpcrun.checkpoint.read import read_tail
-from hpcrun.checkpoint.write import open_shared, write_image
+from hpcrun.checkpoint.part_record import parse_checked, render_checked
+from hpcrun.checkpoint.part_writer import open_shared, write_image
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.saves import Saved, read_save

@@ -35,8 +35,8 @@ from hpcrun.checkpoint.format import (
     render_tensors,
     unpack_header,
 )
+from hpcrun.checkpoint.generation import MOST_MANIFEST_BYTES
 from hpcrun.checkpoint.levels import Holding
-from hpcrun.checkpoint.read import MOST_MANIFEST_BYTES
 from hpcrun.files import UntrustedFileError, open_own, open_regular, read_regular
 from hpcrun.specs.saves import Saved, read_save
 

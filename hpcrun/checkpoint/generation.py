@@ -7,6 +7,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
+from hpcrun.checkpoint.chunk_reader import Buffers, ChunkReader
 from hpcrun.checkpoint.format import (
     END,
     HEADER_BYTES,
@@ -24,7 +25,6 @@ from hpcrun.checkpoint.format import (
     structure_digest,
     unpack_header,
 )
-from hpcrun.checkpoint.reader import Buffers, ChunkReader
 from hpcrun.files import UntrustedFileError, open_own, open_regular
 from hpcrun.specs.saves import Saved
 

@@ -25,22 +25,16 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcrun.checkpoint.drain import stations
-from hpcrun.checkpoint.drain.arena import SHM, SOCKET, Arena, make_folder, open_folder, remove_folder
-from hpcrun.checkpoint.drain.desk import Desk
-from hpcrun.checkpoint.drain.guests import Guests
-from hpcrun.checkpoint.drain.lines import Lines, listen
-from hpcrun.checkpoint.drain.pipeline import Drain
-from hpcrun.checkpoint.drain.stations import (
-    Factory,
-    Neighbour,
-    OpenNeighbour,
-    Surroundings,
-    parse_surroundings,
-)
+from hpcrun.checkpoint.flush import tiers
+from hpcrun.checkpoint.flush.arena import SHM, SOCKET, Arena, make_folder, open_folder, remove_folder
+from hpcrun.checkpoint.flush.json_lines import Lines, listen
+from hpcrun.checkpoint.flush.pipeline import Drain
+from hpcrun.checkpoint.flush.rank_requests import Desk
+from hpcrun.checkpoint.flush.spare_replicas import Guests
+from hpcrun.checkpoint.flush.tiers import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
 from hpcrun.checkpoint.levels import Holding, Level, Station
 from hpcrun.checkpoint.parity.blocks import parity_holdings
-from hpcrun.checkpoint.prove import Damage, damages_in, without
+from hpcrun.checkpoint.part_check import Damage, damages_in, without
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.listeners import take_in_ours
@@ -68,8 +62,8 @@ class Worker:
     ) -> None:
         """`root`: where arenas lie; the others: what is in `stations`."""
         self._root, self._host = root, host
-        self._factories = stations.FACTORIES if factories is None else factories
-        self._open_neighbour = open_neighbour or stations.OPEN_NEIGHBOUR
+        self._factories = tiers.FACTORIES if factories is None else factories
+        self._open_neighbour = open_neighbour or tiers.OPEN_NEIGHBOUR
         self._desk = Desk(host.send)
         self._around: Surroundings | None = None
         self._drain: Drain | None = None
@@ -267,7 +261,7 @@ class Worker:
         """In a thread of its own: whether saves can get to each level, before there are any."""
         problems: dict[str, str] = {}
         for level, station in found.items():
-            if isinstance(station, stations.Proves):
+            if isinstance(station, tiers.Proves):
                 try:
                     station.prove()
                 except (OSError, SiteError) as error:

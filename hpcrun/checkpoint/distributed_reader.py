@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from hpcrun.checkpoint.chunk_reader import Buffers, ChunkReader
 from hpcrun.checkpoint.format import PART, DamagedError, Manifest, Part, Place, collect, structure_digest
+from hpcrun.checkpoint.generation import OpenFiles
 from hpcrun.checkpoint.levels import NODE_LEVELS
-from hpcrun.checkpoint.plan import SHARED, RestorePlan
-from hpcrun.checkpoint.read import OpenFiles
-from hpcrun.checkpoint.reader import Buffers, ChunkReader
+from hpcrun.checkpoint.restore_plan import SHARED, RestorePlan
 
 
 class Remote(Protocol):

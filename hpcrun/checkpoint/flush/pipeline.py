@@ -18,14 +18,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcrun.checkpoint.drain.arena import Arena, Slot
-from hpcrun.checkpoint.drain.pacer import Pacer
-from hpcrun.checkpoint.drain.stations import TakesMemory, Withdraws
-from hpcrun.checkpoint.drain.watch import Watch
+from hpcrun.checkpoint.flush.arena import Arena, Slot
+from hpcrun.checkpoint.flush.stall_watch import Watch
+from hpcrun.checkpoint.flush.throttle import Pacer
+from hpcrun.checkpoint.flush.tiers import TakesMemory, Withdraws
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
-from hpcrun.checkpoint.oserrors import explain
-from hpcrun.checkpoint.partrecord import PartRecord
+from hpcrun.checkpoint.os_errors import explain
+from hpcrun.checkpoint.part_record import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved, read_save, saved_steps

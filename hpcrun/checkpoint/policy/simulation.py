@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.policy.failure_rates import SURVIVES, Kind
 from hpcrun.checkpoint.policy.interval import Advice, Behind, Tier, cover
-from hpcrun.checkpoint.policy.rates import SURVIVES, Kind
 
 Failure = tuple[float, Kind]
 """When (seconds since the start), and of which kind."""

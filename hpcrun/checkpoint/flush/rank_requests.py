@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.drain.arena import Slot
-from hpcrun.checkpoint.drain.pipeline import Drain, Listener
+from hpcrun.checkpoint.flush.arena import Slot
+from hpcrun.checkpoint.flush.pipeline import Drain, Listener
 from hpcrun.checkpoint.format import Piece
 from hpcrun.checkpoint.levels import LEVELS, Level, Stamp, Stored
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot

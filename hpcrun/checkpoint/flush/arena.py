@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.drain.room import Room, find_room, gib
+from hpcrun.checkpoint.flush.shm_capacity import Room, find_room, gib
 from hpcrun.checkpoint.format import PART_ALIGN, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
-from hpcrun.checkpoint.partrecord import PartRecord, parse_part_record, render_part_record
+from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, is_sheltered
 

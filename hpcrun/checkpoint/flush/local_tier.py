@@ -19,12 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.drain.arena import run_name
-from hpcrun.checkpoint.drain.watch import Watch
+from hpcrun.checkpoint.flush.arena import run_name
+from hpcrun.checkpoint.flush.stall_watch import Watch
 from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
 from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp
-from hpcrun.checkpoint.partrecord import parse_checked, render_checked
-from hpcrun.checkpoint.write import write_image
+from hpcrun.checkpoint.part_record import parse_checked, render_checked
+from hpcrun.checkpoint.part_writer import write_image
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, make_directories
 from hpcrun.local_identity import expand_path
