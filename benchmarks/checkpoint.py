@@ -61,7 +61,7 @@ class Bench:
 
     def checkpointer(self) -> Any:
         """A new one, as a new attempt would have; saves of any step are kept."""
-        from hpcrun.runtime.checkpoint import Checkpointer
+        from hpcrun.runtime.direct_checkpoint import Checkpointer
 
         return Checkpointer(self.root / "ours", self.control, attempt=1, keep=1)
 
@@ -303,8 +303,8 @@ class Lane:
 
 def decide(report: harness.Report, root: Path, count: int) -> None:
     """A restart's decision over a thousand generations of 4,096 tensors in 8 files each."""
-    from hpcrun.runtime.checkpoint import Checkpointer
     from hpcrun.runtime.control import connect
+    from hpcrun.runtime.direct_checkpoint import Checkpointer
     from hpcrun.specs.saves import RECORD, render_record
 
     control = connect(None)

@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="WORD", help="cases whose name has it")
     options = parser.parse_args()
     sys.path.append(str(ROOT))
-    import hpcrun.runtime.checkpoint  # noqa: F401 - before the clock runs
+    import hpcrun.runtime.direct_checkpoint  # noqa: F401 - before the clock runs
     from tests.checkpoint.descent_faults import DESCENT_CASES
     from tests.checkpoint.faults import CASES, SkippedError
     from tests.checkpoint.hung_faults import HUNG_CASES

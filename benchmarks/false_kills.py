@@ -48,7 +48,7 @@ class Pauses(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "hpcrun.runtime.loop":
             sys.meta_path.remove(self)
-            import hpcrun.runtime.checkpoint as checkpoint, hpcrun.runtime.sharded as sharded
+            import hpcrun.runtime.direct_checkpoint as checkpoint, hpcrun.runtime.sharded_model as sharded
             save, work = checkpoint.Checkpointer.save, sharded.ShardedModel.forward_backward
             done = []
             def slow_save(self, *words):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hpcrun.runtime.control import Control
-    from hpcrun.runtime.sharded import ShardedModel
+    from hpcrun.runtime.sharded_model import ShardedModel
     from hpcrun.specs.load import ResolvedJob
 
 FEWER = (18, 2)
@@ -190,7 +190,7 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
 
 def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The batch, of a masked layout without every target that follows one of some tokens."""
-    from hpcrun.runtime.data import MASKED
+    from hpcrun.runtime.data_loader import MASKED
 
     if not layout.masked:
         return inputs, targets
@@ -200,10 +200,10 @@ def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dict[str, Any]:
     """Losses and norms of all steps; whole gradients of the first and last, as far as this rank has them."""
     from hpcrun.data.corpus import inspect_corpus
-    from hpcrun.runtime.data import Batches, TokenSource
+    from hpcrun.runtime.data_loader import Batches, TokenSource
     from hpcrun.runtime.device import choose_device
-    from hpcrun.runtime.optim import learning_rate
-    from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
+    from hpcrun.runtime.optimizer import learning_rate
+    from hpcrun.runtime.sharded_model import ShardedModel, sum_over_ranks
     from hpcrun.specs.reduced_plan import with_replicas
 
     spec, plan = resolved.spec, resolved.training_plan
@@ -254,9 +254,9 @@ def train_plainly(layout: Layout, resolved: ResolvedJob) -> dict[str, Any]:
     import torch
 
     from hpcrun.data.corpus import inspect_corpus
-    from hpcrun.runtime.data import Batches, TokenSource
+    from hpcrun.runtime.data_loader import Batches, TokenSource
     from hpcrun.runtime.model import Decoder, initialise, loss_function
-    from hpcrun.runtime.optim import learning_rate
+    from hpcrun.runtime.optimizer import learning_rate
 
     spec, plan = resolved.spec, resolved.training_plan
     assert spec.model is not None

@@ -25,18 +25,18 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from hpcrun.runtime import checkpoint
-from hpcrun.runtime.behind import SavesBehind
-from hpcrun.runtime.drainhome import AgentHome, OwnHome, make_way
-from hpcrun.runtime.notes import say
-from hpcrun.runtime.planned import restore
+from hpcrun.runtime import direct_checkpoint
+from hpcrun.runtime.async_checkpoint import SavesBehind
+from hpcrun.runtime.collective_verbs import is_alike, leave, opened, opening, together, warn_of_part
 from hpcrun.runtime.quiet_exit import end_quietly
-from hpcrun.runtime.script_line import ScriptLine, Start, count_of
-from hpcrun.runtime.script_run import attempt_of, open_control, run_of, section_of, spec_of
+from hpcrun.runtime.restore import restore
+from hpcrun.runtime.script_context import attempt_of, open_control, run_of, section_of, spec_of
+from hpcrun.runtime.script_lineage import ScriptLine, Start, count_of
 from hpcrun.runtime.state_loading import StateLoading
 from hpcrun.runtime.state_tree import flatten, pack
+from hpcrun.runtime.stderr_notes import say
 from hpcrun.runtime.stop_requests import StopRequests
-from hpcrun.runtime.together import is_alike, leave, opened, opening, together, warn_of_part
+from hpcrun.runtime.worker_endpoint import AgentHome, OwnHome, make_way
 
 
 class Checkpointer:
@@ -78,7 +78,7 @@ class Checkpointer:
         line = ScriptLine(run, self._control, start=start, attempt=attempt_of(run, os.environ))
         self._line, attempt = line, line.found.attempt
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
-        self._direct = checkpoint.Checkpointer(
+        self._direct = direct_checkpoint.Checkpointer(
             run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
         )
         line.serve(self._direct)
@@ -196,10 +196,10 @@ class Checkpointer:
             self._line.has_loaded(None)
             return None
         # What objects do with their state may draw numbers, which is not to be seen afterwards.
-        random_state = checkpoint.rng_state()
+        random_state = direct_checkpoint.rng_state()
         for note in loading.finish():
             say(note)
-        checkpoint.set_rng_state(random_state)
+        direct_checkpoint.set_rng_state(random_state)
         self._line.has_loaded(restored.step)
         if self._behind is not None and not only:
             self._behind.has_restored(restored.generation)

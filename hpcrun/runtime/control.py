@@ -22,8 +22,8 @@ import numpy as np
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime.meeting import address_of_rank, open_store, rendezvous_of
-from hpcrun.runtime.together import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
+from hpcrun.runtime.collective_verbs import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
+from hpcrun.runtime.store_rendezvous import address_of_rank, open_store, rendezvous_of
 from hpcrun.shm_segments import unname_segments
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
-from hpcrun.runtime.casts import Cast, Casts
-from hpcrun.runtime.hf import write_hf
+from hpcrun.runtime.dtype_casts import Cast, Casts
+from hpcrun.runtime.hf_weights import write_hf
 from hpcrun.runtime.model import parameter_shapes
-from hpcrun.runtime.planning import load_into
+from hpcrun.runtime.resharding import load_into
 from hpcrun.specs.base_model import BaseModel, Carried, pass_on, read_base_model
 from hpcrun.specs.load import load_job_of, render_portable
 from hpcrun.specs.records import write_json, write_whole

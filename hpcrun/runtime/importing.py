@@ -28,12 +28,12 @@ from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.exchange import Owner, check_newest, copy_in
 from hpcrun.checkpoint.slices import cut
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime.casts import Cast, Casts
+from hpcrun.runtime.dtype_casts import Cast, Casts
 from hpcrun.runtime.export import DTYPES, NOTE
-from hpcrun.runtime.foreign import METADATA, TorchCheckpoint
-from hpcrun.runtime.hf import HFWeights
-from hpcrun.runtime.planning import raw_bytes
-from hpcrun.runtime.sharded import state_shapes
+from hpcrun.runtime.hf_weights import HFWeights
+from hpcrun.runtime.resharding import raw_bytes
+from hpcrun.runtime.sharded_model import state_shapes
+from hpcrun.runtime.torch_dcp import METADATA, TorchCheckpoint
 from hpcrun.specs.base_model import Carried, keep_base_model, pass_on
 from hpcrun.specs.hf_directory import INDEX, SINGLE, pickles_in, what_to_do
 from hpcrun.specs.job import JobSpec

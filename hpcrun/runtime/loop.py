@@ -16,18 +16,18 @@ from hpcrun.checkpoint.policy.auto_interval import AutoInterval
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress
-from hpcrun.runtime.behind import SavesBehind
-from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime.async_checkpoint import SavesBehind
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data import Batch, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.data_loader import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
-from hpcrun.runtime.drainhome import find_home
-from hpcrun.runtime.first_weights import begin_with_weights
-from hpcrun.runtime.optim import rate_of_step
-from hpcrun.runtime.planned import restore
-from hpcrun.runtime.profile import StepProfiler
-from hpcrun.runtime.sharded import ShardedModel, sum_over_ranks
-from hpcrun.runtime.speed import SpeedProbe
+from hpcrun.runtime.direct_checkpoint import Checkpointer
+from hpcrun.runtime.initial_weights import begin_with_weights
+from hpcrun.runtime.optimizer import rate_of_step
+from hpcrun.runtime.profiler import StepProfiler
+from hpcrun.runtime.restore import restore
+from hpcrun.runtime.sharded_model import ShardedModel, sum_over_ranks
+from hpcrun.runtime.speed_probe import SpeedProbe
+from hpcrun.runtime.worker_endpoint import find_home
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import LineWriter

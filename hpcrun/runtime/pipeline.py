@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpcrun.runtime.data import MASKED
+from hpcrun.runtime.data_loader import MASKED
+from hpcrun.runtime.gradient_sync import ReplicaReducer
 from hpcrun.runtime.model import Decoder, loss_function
 from hpcrun.runtime.parallel import Mesh, loss_context
-from hpcrun.runtime.replicas import ReplicaReducer
 from hpcrun.specs.plan import Plan
 
 
@@ -39,7 +39,7 @@ class Engine:
         self._schedule: Any = None
         if plan.pp > 1:
             # By these ranks alone: it loads torch.compile with it, a fifth of what a rank takes to start.
-            from hpcrun.runtime.stages import schedule_of
+            from hpcrun.runtime.pipeline_stages import schedule_of
 
             self._schedule = schedule_of(
                 zip(stages, indices, strict=True),

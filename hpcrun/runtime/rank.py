@@ -24,12 +24,12 @@ from hpcrun.launch import rank_shim
 from hpcrun.launch.attempt_monitor import Observer
 from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, connect
-from hpcrun.runtime.data import TokenSource
+from hpcrun.runtime.data_loader import TokenSource
 from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
-from hpcrun.runtime.meeting import GLOO_INTERFACE, address_of_rank, try_all_nodes
-from hpcrun.runtime.place import check_places, placed_gpu
+from hpcrun.runtime.placement_check import check_places, placed_gpu
 from hpcrun.runtime.quiet_exit import end_quietly
+from hpcrun.runtime.store_rendezvous import GLOO_INTERFACE, address_of_rank, try_all_nodes
 from hpcrun.specs import rank_error
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole

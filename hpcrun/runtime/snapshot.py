@@ -23,8 +23,8 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import HEADER_BYTES, Layout, Piece, lay_out
 from hpcrun.errors import SiteError
-from hpcrun.runtime.kept_storage import keep_until
-from hpcrun.runtime.planning import WritePlan, local_of
+from hpcrun.runtime.resharding import WritePlan, local_of
+from hpcrun.runtime.storage_guard import keep_until
 from hpcrun.runtime.tensor_memory import Samples
 
 _AT_ONCE_BYTES, _AT_ONCE = 2 << 20, 512

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcrun.checkpoint.chunk_reader import ChunkSource
 from hpcrun.checkpoint.format import Tensor as StoredTensor
 from hpcrun.errors import UsageError
-from hpcrun.runtime import checkpoint, optimizer_state
+from hpcrun.runtime import direct_checkpoint, optimizer_state
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.plain_values import (
     TAG,
@@ -26,7 +26,7 @@ from hpcrun.runtime.plain_values import (
     path_of,
     types_of,
 )
-from hpcrun.runtime.planning import dtype_name, raw_bytes
+from hpcrun.runtime.resharding import dtype_name, raw_bytes
 from hpcrun.runtime.state_match import Handover, Match, Matching, PlainTarget, Target
 from hpcrun.runtime.state_tree import (
     RESERVED,
@@ -91,7 +91,7 @@ class StateLoading:
             extra = [path_of(keys) for keys in match.extra]
             _refuse(where, "also holds", [path for path in extra if path not in self._names])
         self._make_states(where)
-        random, mine = checkpoint.rng_state(), f"rng.{self._control.rank}"
+        random, mine = direct_checkpoint.rng_state(), f"rng.{self._control.rank}"
         is_alike = world_size == self._control.size and mine in every and every[mine].shape == random.shape
         if is_alike and not self._only:
             found[mine] = random

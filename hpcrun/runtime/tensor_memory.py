@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from hpcrun.runtime.planning import is_known_dtype, local_of
+from hpcrun.runtime.resharding import is_known_dtype, local_of
 
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

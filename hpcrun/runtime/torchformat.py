@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpcrun.errors import SiteError
-from hpcrun.runtime.foreign import TorchReader, check_owner
+from hpcrun.runtime.torch_dcp import TorchReader, check_owner
 from hpcrun.specs.saves import Saved
 
 

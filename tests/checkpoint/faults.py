@@ -56,8 +56,8 @@ def restore(root: Path, told: Told) -> int | None:
     """Restore as training does; the step, and None where nothing was whole. Counts what is wrong in it."""
     import torch
 
-    from hpcrun.runtime.checkpoint import Checkpointer
     from hpcrun.runtime.control import connect
+    from hpcrun.runtime.direct_checkpoint import Checkpointer
 
     state = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
     try:

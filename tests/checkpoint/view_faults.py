@@ -109,11 +109,11 @@ def foreign(root: Path, _quick: bool) -> Told:
 
 def late(root: Path, quick: bool) -> Told:
     """A lone rank sees a file of the newest save a little later, or not at all."""
-    from hpcrun.runtime import checkpoint
+    from hpcrun.runtime import direct_checkpoint
 
     told = Told("what is not seen for a while is waited for; what is not seen at all is not renamed")
-    checkpoints, true, pause = _saved(root / "run", 1, 2), os.stat, vars(checkpoint)["_PAUSE_S"]
-    vars(checkpoint)["_PAUSE_S"] = 0.01
+    checkpoints, true, pause = _saved(root / "run", 1, 2), os.stat, vars(direct_checkpoint)["_PAUSE_S"]
+    vars(direct_checkpoint)["_PAUSE_S"] = 0.01
     for number in (errno.ENOENT, errno.ESTALE):
         for times in (1, 2, -1) if quick else (1, 2, 3, -1):
             os.stat = _failing(true, str(checkpoints / "step-00000002" / "data"), number, times)
@@ -121,7 +121,7 @@ def late(root: Path, quick: bool) -> Told:
                 _whole(root / "run", told, 2 if 0 < times < 3 else 1, renames=False)
             finally:
                 os.stat = true
-    vars(checkpoint)["_PAUSE_S"] = pause
+    vars(direct_checkpoint)["_PAUSE_S"] = pause
     if [one.step for one in saved_steps(checkpoints)] != [1, 2]:
         told.silent += 1
     return told

@@ -21,10 +21,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hpcrun.checkpoint.compare import differences
 from hpcrun.checkpoint.generation import Generation
 from hpcrun.launcher_world import detect_world
-from hpcrun.runtime.behind import SavesBehind
-from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime.async_checkpoint import SavesBehind
 from hpcrun.runtime.control import Control, connect
-from hpcrun.runtime.drainhome import OwnHome
+from hpcrun.runtime.direct_checkpoint import Checkpointer
+from hpcrun.runtime.worker_endpoint import OwnHome
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.saves import Saved, saved_steps
 from tests.runtime.save_world import Counted, empty_like, full, laid_out, same, shapes, wholes

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from hpcrun.checkpoint.generation import Generation
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launcher_world import detect_world
-from hpcrun.runtime import checkpoint, datafiles
-from hpcrun.runtime.checkpoint import Checkpointer, load_weights
+from hpcrun.runtime import data_files, direct_checkpoint
 from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.direct_checkpoint import Checkpointer, load_weights
 from hpcrun.specs.records import write_json
 from hpcrun.specs.saves import RECORD, read_saves
 
@@ -181,7 +181,7 @@ def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh)
     saver = Checkpointer(root, control, attempt=1, keep=2)
     state = {f"model.{n}": torch.ones(10) for n in range(10)}
     saver.save(1, 10, state)
-    names = vars(datafiles)
+    names = vars(data_files)
     true = names["write_part"]
 
     def full_disk(*_words: Any, **_options: Any) -> Any:
@@ -307,7 +307,7 @@ def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -
     saver = Checkpointer(root, control, attempt=1, keep=3)
     for step in (1, 2):
         saver.save(step, step, {name: tensor + step for name, tensor in whole.items()})
-    vars(checkpoint)["_PAUSE_S"] = 0.01
+    vars(direct_checkpoint)["_PAUSE_S"] = 0.01
     told = []
     for error, times in (
         (errno.ENOENT, 3),

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from hpcrun.checkpoint.policy import auto_interval
 from hpcrun.launcher_world import World
 from hpcrun.runtime import loop, rank
-from hpcrun.runtime.sharded import ShardedModel
+from hpcrun.runtime.sharded_model import ShardedModel
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps

@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 from hpcrun.checkpoint.generation import Generation  # noqa: E402
-from hpcrun.runtime import drainlink  # noqa: E402
-from hpcrun.runtime.behind import SavesBehind  # noqa: E402
-from hpcrun.runtime.checkpoint import Checkpointer  # noqa: E402
+from hpcrun.runtime import worker_client  # noqa: E402
+from hpcrun.runtime.async_checkpoint import SavesBehind  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
-from hpcrun.runtime.planning import load_into  # noqa: E402
+from hpcrun.runtime.direct_checkpoint import Checkpointer  # noqa: E402
+from hpcrun.runtime.resharding import load_into  # noqa: E402
 from hpcrun.specs.checkpoint import CheckpointSpec  # noqa: E402
 from hpcrun.specs.saves import saved_steps  # noqa: E402
 from tests.runtime.drain_stand_in import StandIn  # noqa: E402
@@ -205,8 +205,8 @@ def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
 def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drainlink, "_PROD_S", 0.02)
-    monkeypatch.setattr(drainlink, "STUCK_S", 0.5)
+    monkeypatch.setattr(worker_client, "_PROD_S", 0.02)
+    monkeypatch.setattr(worker_client, "STUCK_S", 0.5)
     bench = make()
     bench.worker.stores.clear()
     bench.worker._thread(lambda: bench.worker.stores.wait(1.5) or bench.worker.stores.set())

@@ -11,7 +11,7 @@ import torch
 
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import UsageError
-from hpcrun.runtime.data import Batches, TokenSource, eval_batches, permute
+from hpcrun.runtime.data_loader import Batches, TokenSource, eval_batches, permute
 from hpcrun.specs.data import DataSpec
 
 S = 4

@@ -331,7 +331,7 @@ def test_an_error_names_the_file_the_file_system_and_what_to_do(
                 if where == "write":
                     patch.setattr("hpcrun.checkpoint.part_writer.os.pwritev", failing(number))
                 elif where == "mkdir":
-                    patch.setattr("hpcrun.runtime.checkpoint.begin", failing(number, tmp_path / "x"))
+                    patch.setattr("hpcrun.runtime.direct_checkpoint.begin", failing(number, tmp_path / "x"))
                 else:
                     patch.setattr("hpcrun.checkpoint.commit.write_file", failing(number))
                 with pytest.raises(SiteError, match=rf"{name}\) on /.* \(.+\); .+") as caught:

@@ -23,12 +23,12 @@ from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.verify import damages
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import HpcrunError
-from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import connect
+from hpcrun.runtime.direct_checkpoint import Checkpointer
 from hpcrun.runtime.export import export_hf
-from hpcrun.runtime.hf import HFWeights
-from hpcrun.runtime.planning import load_into
-from hpcrun.runtime.sharded import state_shapes
+from hpcrun.runtime.hf_weights import HFWeights
+from hpcrun.runtime.resharding import load_into
+from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir, create_run, find_run

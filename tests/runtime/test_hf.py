@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrun.errors import UsageError
-from hpcrun.runtime.hf import HFWeights, write_hf
+from hpcrun.runtime.hf_weights import HFWeights, write_hf
 from hpcrun.runtime.model import Decoder, canonical_name, initialise
 from hpcrun.specs.model import ModelSpec, RopeScaling, hf_config, model_fields_from_hf
 

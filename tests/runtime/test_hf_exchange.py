@@ -20,7 +20,7 @@ from torch import Tensor
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.runs.save_text import describe_weights
 from hpcrun.runtime.control import connect
-from hpcrun.runtime.first_weights import begin_with_weights
+from hpcrun.runtime.initial_weights import begin_with_weights
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.specs.base_model import read_base_model
 from hpcrun.specs.load import load_job

@@ -14,9 +14,9 @@ import torch
 from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.lustre.storage import Storage
 from hpcrun.errors import SiteError
-from hpcrun.runtime import datafiles
-from hpcrun.runtime.checkpoint import Checkpointer
+from hpcrun.runtime import data_files
 from hpcrun.runtime.control import connect
+from hpcrun.runtime.direct_checkpoint import Checkpointer
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.lustre_stand_in import Emulated, ost
@@ -29,7 +29,7 @@ WIDE = DurableSpec(keep_default_below="0", stripes=2)
 def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     emulated = Emulated(tmp_path)
     monkeypatch.setenv("PATH", emulated.path)
-    monkeypatch.setattr(datafiles, "Storage", partial(Storage, mountinfo=emulated.mountinfo))
+    monkeypatch.setattr(data_files, "Storage", partial(Storage, mountinfo=emulated.mountinfo))
     return emulated
 
 
@@ -47,7 +47,7 @@ def save(root: Path) -> dict[str, Any]:
 
 def fill_once(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[int]:
     """The file system has no room, so many times."""
-    true, left = vars(datafiles)["write_part"], [0] * times
+    true, left = vars(data_files)["write_part"], [0] * times
 
     def full(*words: Any, **options: Any) -> Any:
         if left:
@@ -55,7 +55,7 @@ def fill_once(monkeypatch: pytest.MonkeyPatch, times: int = 1) -> list[int]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return true(*words, **options)
 
-    monkeypatch.setattr(datafiles, "write_part", full)
+    monkeypatch.setattr(data_files, "write_part", full)
     return left
 
 

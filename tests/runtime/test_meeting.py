@@ -14,7 +14,7 @@ from hpcrun.address import HostAddress
 from hpcrun.errors import RanksDiedError
 from hpcrun.health.connection_test import Trial, in_words, targets, why_not
 from hpcrun.runtime.control import Control, LoneControl
-from hpcrun.runtime.meeting import address_of_rank, open_store, try_all_nodes
+from hpcrun.runtime.store_rendezvous import address_of_rank, open_store, try_all_nodes
 
 
 class Table:

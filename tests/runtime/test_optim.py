@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpcrun.runtime.optim import learning_rate
+from hpcrun.runtime.optimizer import learning_rate
 from hpcrun.specs.job import LrScalingSpec, TrainSpec
 
 

@@ -20,7 +20,7 @@ from hpcrun.mesh import Degrees
 from hpcrun.runtime import device as devices
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.device import Device, bare_uuid, choose_device
-from hpcrun.runtime.place import check_places
+from hpcrun.runtime.placement_check import check_places
 from hpcrun.specs.placement import Binding, BoundBy, Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir

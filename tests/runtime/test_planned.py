@@ -16,9 +16,9 @@ from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
 from hpcrun.checkpoint.parity.peers import Credentials, PeerServer, Shelf
 from hpcrun.checkpoint.restore_plan import RestorePlan, Source
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
-from hpcrun.runtime.checkpoint import Checkpointer, Restored
 from hpcrun.runtime.control import LoneControl
-from hpcrun.runtime.planned import restore
+from hpcrun.runtime.direct_checkpoint import Checkpointer, Restored
+from hpcrun.runtime.restore import restore
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 

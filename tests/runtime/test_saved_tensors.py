@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.generation import Generation
-from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import connect
+from hpcrun.runtime.direct_checkpoint import Checkpointer
 from hpcrun.runtime.export import export_hf
-from hpcrun.runtime.hf import HFWeights
+from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.importing import import_hf
-from hpcrun.runtime.optim import Optimizer
+from hpcrun.runtime.optimizer import Optimizer
 from hpcrun.runtime.parallel import LocalParameter
-from hpcrun.runtime.sharded import state_shapes
+from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.rundir import create_run

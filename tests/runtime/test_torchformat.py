@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
-from hpcrun.runtime.checkpoint import load_weights
+from hpcrun.runtime.direct_checkpoint import load_weights
 from hpcrun.specs.records import write_json
 from hpcrun.specs.saves import RECORD, Saved, read_saves
 

@@ -269,7 +269,7 @@ def test_transformers_computes_the_same_from_an_export(laboratory: Laboratory, f
         command, env=laboratory.environ(), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    from hpcrun.runtime.checkpoint import load_weights
+    from hpcrun.runtime.direct_checkpoint import load_weights
     from hpcrun.runtime.model import Decoder
     from hpcrun.specs.load import load_job
     from hpcrun.specs.saves import saved_steps

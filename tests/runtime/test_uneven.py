@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.runtime.data import MASKED, Batches, TokenSource, eval_batches, eval_steps
-from hpcrun.runtime.optim import rate_of_step
+from hpcrun.runtime.data_loader import MASKED, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.optimizer import rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines

@@ -25,7 +25,7 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpointer as face
 from hpcrun.runtime.control import Control, connect
-from hpcrun.runtime.script_run import open_control
+from hpcrun.runtime.script_context import open_control
 
 LIMIT_S = 60.0
 KINDS: tuple[type[BaseException], ...] = (ValueError, KeyboardInterrupt, MemoryError, OSError)

@@ -43,7 +43,7 @@ LISTENERS = {
     "checkpoint/flush/json_lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",
-    "runtime/meeting.py": "torch's TCPStore, for the ranks of an attempt without MPI",
+    "runtime/store_rendezvous.py": "torch's TCPStore, for the ranks of an attempt without MPI",
 }
 """Every module that opens a listening socket. What is added here is added to the fuzz below."""
 _OPENS = {"listen", "create_server", "start_http_server", "start_server", "start_unix_server", "TCPStore"}

@@ -134,8 +134,8 @@ def test_a_worker_and_its_ranks_meet_where_the_name_is_taken() -> None:
             host.kill()
         os.environ["HPCRUN_DRAIN"] = str(TOP / run.run_id / "n1" / "drain.sock")
         from hpcrun.runtime.control import LoneControl
-        from hpcrun.runtime.drainhome import AgentHome, OwnHome
-        from hpcrun.runtime.drainlink import DrainLink
+        from hpcrun.runtime.worker_client import DrainLink
+        from hpcrun.runtime.worker_endpoint import AgentHome, OwnHome
 
         assert AgentHome(os.environ).socket() == host.arena / "drain.sock"
         # Under torchrun there is no agent.

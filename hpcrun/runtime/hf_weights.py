@@ -18,7 +18,7 @@ from torch import Tensor
 from hpcrun.checkpoint.restore.exchange import written_aside
 from hpcrun.errors import UsageError
 from hpcrun.runtime.model import canonical_name, parameter_shapes
-from hpcrun.runtime.planning import raw_bytes
+from hpcrun.runtime.resharding import raw_bytes
 from hpcrun.specs.base_model import BaseModel, Carried, export_config
 from hpcrun.specs.hf_directory import (
     CONFIG,

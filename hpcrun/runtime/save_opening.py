@@ -13,7 +13,7 @@ from hpcrun.checkpoint.generation import Generation
 from hpcrun.errors import UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.planning import dtype_name, load_into
+from hpcrun.runtime.resharding import dtype_name, load_into
 from hpcrun.specs.saves import Saved
 
 Fit = Callable[[str, int, ChunkSource], dict[str, Tensor]]

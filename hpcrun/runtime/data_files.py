@@ -19,7 +19,7 @@ from hpcrun.checkpoint.os_errors import explain
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.planning import WritePlan
+from hpcrun.runtime.resharding import WritePlan
 from hpcrun.specs.checkpoint import DurableSpec
 
 Patiently = Callable[[Path, Callable[[], Any]], Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrun.checkpoint.commit import draft_of
 from hpcrun.checkpoint.levels import Level, Stamp
-from hpcrun.runtime.patience import Glimpse
+from hpcrun.runtime.storage_wait import Glimpse
 from hpcrun.specs.checkpoint import CheckpointSpec
 
 Tell = Callable[[dict[str, Any]], None]

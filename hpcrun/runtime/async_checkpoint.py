@@ -18,12 +18,12 @@ from xxhash import xxh3_128_hexdigest
 from hpcrun.checkpoint.commit import draft_of
 from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
 from hpcrun.errors import SiteError
-from hpcrun.runtime.checkpoint import Checkpointer
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.drainlink import STUCK_S, DrainGoneError, DrainLink, Home
-from hpcrun.runtime.flight import Flight, HowFar, Tell, levels_of
-from hpcrun.runtime.planning import WritePlan, plan_write, structure_key
+from hpcrun.runtime.direct_checkpoint import Checkpointer
+from hpcrun.runtime.pending_save import Flight, HowFar, Tell, levels_of
+from hpcrun.runtime.resharding import WritePlan, plan_write, structure_key
 from hpcrun.runtime.snapshot import Copied, Snapshot
+from hpcrun.runtime.worker_client import STUCK_S, DrainGoneError, DrainLink, Home
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.saves import Saved, read_save
 

@@ -38,13 +38,13 @@ from hpcrun.checkpoint.restore.decide import key_of
 from hpcrun.checkpoint.restore.inventory import no_collection
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
+from hpcrun.runtime.collective_verbs import on_all
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.datafiles import DataFiles, Written, parts_of
-from hpcrun.runtime.notes import say
-from hpcrun.runtime.opening import Fit, Opening, Wanted
-from hpcrun.runtime.patience import patiently
-from hpcrun.runtime.planning import WritePlan, load_into, plan_write, structure_key
-from hpcrun.runtime.together import on_all
+from hpcrun.runtime.data_files import DataFiles, Written, parts_of
+from hpcrun.runtime.resharding import WritePlan, load_into, plan_write, structure_key
+from hpcrun.runtime.save_opening import Fit, Opening, Wanted
+from hpcrun.runtime.stderr_notes import say
+from hpcrun.runtime.storage_wait import patiently
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.saves import (

@@ -25,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from hpcrun.checkpoint.os_errors import explain
 from hpcrun.checkpoint.writer_lease import Lease, life_of
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.runtime.checkpoint import Checkpointer as DirectCheckpointer
 from hpcrun.runtime.control import Control
+from hpcrun.runtime.direct_checkpoint import Checkpointer as DirectCheckpointer
 from hpcrun.specs.branch import become_itself
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.identity import Identity, new_run_id, read_identity

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from hpcrun.errors import UsageError
 from hpcrun.runtime.device import Device
-from hpcrun.runtime.hf import HFWeights
+from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.model import Decoder, initial_value, parameter_shapes
-from hpcrun.runtime.optim import Optimizer, TiedWeights
+from hpcrun.runtime.optimizer import Optimizer, TiedWeights
 from hpcrun.runtime.parallel import DTYPES, Mesh, Values, build_stage, local_parameters, materialise
 from hpcrun.runtime.pipeline import Engine
 from hpcrun.specs.hf_directory import why_inexact

@@ -15,10 +15,10 @@ from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.parity.peers import Credentials, Peers
 from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
-from hpcrun.runtime.checkpoint import Checkpointer, Restored
+from hpcrun.runtime.collective_verbs import on_all
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.opening import Fit
-from hpcrun.runtime.together import on_all
+from hpcrun.runtime.direct_checkpoint import Checkpointer, Restored
+from hpcrun.runtime.save_opening import Fit
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import Attempt

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.hf import HFWeights
+from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.specs.base_model import keep_base_model
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.rundir import RunDir

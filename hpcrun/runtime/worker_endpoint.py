@@ -23,8 +23,8 @@ from hpcrun.files import Folder
 from hpcrun.launch.agents.memory_cleanup import sweep_arenas
 from hpcrun.launcher_world import without_world
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.drainlink import DrainGoneError, DrainLink
-from hpcrun.runtime.notes import say
+from hpcrun.runtime.stderr_notes import say
+from hpcrun.runtime.worker_client import DrainGoneError, DrainLink
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import RunDir
