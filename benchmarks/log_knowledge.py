@@ -2,7 +2,7 @@
 
     git clone https://github.com/NVIDIA/nccl
     python benchmarks/log_knowledge.py --nccl nccl            compares
-    python benchmarks/log_knowledge.py --nccl nccl --write    makes hpcrun/tuning/nccl_messages.tsv anew
+    python benchmarks/log_knowledge.py --nccl nccl --write    makes hpcrun/tuning/log/nccl_messages.tsv anew
     --rccl DIR and --ofi DIR: the same for ROCm/rccl and aws/aws-ofi-nccl, which the patterns alone must know
 
 Every WARN of every tagged release from 2.18 on is looked up, with samples in the place of its values. What
@@ -24,11 +24,11 @@ from pathlib import Path
 import harness
 
 from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.lint import lint
-from hpcrun.tuning.nccl_diagnosis import diagnose, explain
-from hpcrun.tuning.nccl_log import parse_nccl_log
-from hpcrun.tuning.nccl_messages import TABLE, Message, find_message, forget, messages, subsystem_of
-from hpcrun.tuning.script import parse_script
+from hpcrun.tuning.lint.lint import lint
+from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.log.diagnosis import diagnose, explain
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
+from hpcrun.tuning.log.nccl_messages import TABLE, Message, find_message, forget, messages, subsystem_of
 
 _FIRST = (2, 18)
 _SOURCE = re.compile(r"\.(cc|cpp|h|hpp|cu|c|cuh|inl)$")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import harness
 
-from hpcrun.tuning.registry import registry, show_version
+from hpcrun.tuning.registry.registry import registry, show_version
 
 _NAME = re.compile(rb"NCCL_[A-Z0-9_]+")
 _RUN = re.compile(rb"[\x20-\x7e\t]{4,}")

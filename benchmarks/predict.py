@@ -17,10 +17,10 @@ from dataclasses import replace
 import harness
 
 from hpcrun.errors import HpcrunError
-from hpcrun.tuning.nccl_constants import Algo, Proto
-from hpcrun.tuning.nccl_model import Graph, Machine, NcclCollective, expectations, time_us
-from hpcrun.tuning.platforms import find_platform
-from hpcrun.tuning.predict import bus_factor
+from hpcrun.tuning.model.nccl_constants import Algo, Proto
+from hpcrun.tuning.model.nccl_model import Graph, Machine, NcclCollective, expectations, time_us
+from hpcrun.tuning.model.platforms import find_platform
+from hpcrun.tuning.model.predict import bus_factor
 
 STEP = 1 / 8
 """Of the grid of sizes, in powers of two."""

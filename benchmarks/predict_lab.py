@@ -27,7 +27,7 @@ import harness
 from hpcrun.bench.pingpong import Fit, fit, quartile
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.rounds import Algorithm
-from hpcrun.tuning.predict import Ground
+from hpcrun.tuning.model.predict import Ground
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab

@@ -16,8 +16,8 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.tuning.finding import Finding
-    from hpcrun.tuning.host import Host
-    from hpcrun.tuning.library import Found
+    from hpcrun.tuning.host.node_report import Host
+    from hpcrun.tuning.registry.nccl_library import Found
 
 SCHEMA_VERSION = 1
 
@@ -110,8 +110,8 @@ def _look(
     root: Path, cluster: str | None, nccl: str | None, reference: float | None, as_json: bool
 ) -> list[Finding]:
     from hpcrun.specs.cluster import NetworkSpec
-    from hpcrun.tuning.checks import Question, clock_skew
-    from hpcrun.tuning.report import examine
+    from hpcrun.tuning.host.checks import Question, clock_skew
+    from hpcrun.tuning.host.doctor_report import examine
 
     profile, notes = _profile(cluster)
     network = profile.network if profile else NetworkSpec()
@@ -138,7 +138,7 @@ def _look(
 
 
 def _host(root: Path, advised: Mapping[str, str] | None = None) -> Host:
-    from hpcrun.tuning.host import look
+    from hpcrun.tuning.host.node_report import look
 
     if not root.is_dir():
         raise UsageError(f"--root {root}: is no directory; give the root of a captured tree")
@@ -160,8 +160,8 @@ def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
 
 
 def _version(text: str | None, *, is_here: bool) -> Found:
-    from hpcrun.tuning.library import Found, Library, find_library
-    from hpcrun.tuning.registry import parse_version
+    from hpcrun.tuning.registry.nccl_library import Found, Library, find_library
+    from hpcrun.tuning.registry.registry import parse_version
 
     if text is not None:
         return Found(Library(parse_version(text), "--nccl-version"))
@@ -187,7 +187,7 @@ def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_js
     from hpcrun.health.fleet_doctor import require_allocation, visit_all
     from hpcrun.slurm.allocation import find_allocation
     from hpcrun.tuning.finding import read_finding, worst_first
-    from hpcrun.tuning.fleet import compare
+    from hpcrun.tuning.host.fleet import compare
 
     profile, notes = _profile(cluster)
     _version(nccl, is_here=False)
@@ -232,8 +232,8 @@ def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
 
 
 def _compare(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
-    from hpcrun.tuning.fleet import compare
-    from hpcrun.tuning.report import read_reports
+    from hpcrun.tuning.host.doctor_report import read_reports
+    from hpcrun.tuning.host.fleet import compare
 
     if words[0] != "compare":
         raise UsageError(
@@ -271,8 +271,8 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
 
     from hpcrun.files import check_output
     from hpcrun.specs.records import write_json
-    from hpcrun.tuning.counters import diagnose, growth, read_counters, take
-    from hpcrun.tuning.host import ask_captured, ask_here
+    from hpcrun.tuning.host.counters import diagnose, growth, read_counters, take
+    from hpcrun.tuning.host.node_report import ask_captured, ask_here
 
     host = _host(root)
     now = take(host, root, ask_here if host.time else ask_captured(root))

@@ -20,7 +20,7 @@ def pairs(
 ) -> list[Finding]:
     """Read the outputs of trials, print what they say and what comes next; gives the findings."""
     from hpcrun.hostlist import expand
-    from hpcrun.tuning.trials import among, ends_of, judge, next_pairs, parse_trials, stand
+    from hpcrun.tuning.host.pair_trials import among, ends_of, judge, next_pairs, parse_trials, stand
 
     if not words:
         raise UsageError(

@@ -39,8 +39,8 @@ def advise(
     """The few communication settings that a job should have, each with its reason; submit sets the same."""
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
-    from hpcrun.tuning.job import foresee
-    from hpcrun.tuning.registry import parse_version
+    from hpcrun.tuning.job_settings import foresee
+    from hpcrun.tuning.registry.registry import parse_version
 
     given = words or []
     names_job = bool(given) and "=" not in given[0]
@@ -102,7 +102,7 @@ def uptake(
     """Which of a run's settings were taken up, by the lines of its logs; 1 where one was ignored."""
     from hpcrun.specs.rundir import find_run
     from hpcrun.specs.settings import read_settings
-    from hpcrun.tuning.uptake import prove
+    from hpcrun.tuning.log.applied_settings import prove
 
     attempts = find_run(run).attempts()
     settings = read_settings(attempts[-1].settings) if attempts else None

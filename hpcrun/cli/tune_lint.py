@@ -12,8 +12,8 @@ import typer
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from hpcrun.tuning.gather import Gathered, Sources
-    from hpcrun.tuning.lint import Report
+    from hpcrun.tuning.lint.inputs import Gathered, Sources
+    from hpcrun.tuning.lint.lint import Report
 
 SCHEMA_VERSION = 1
 
@@ -62,8 +62,8 @@ def lint(
     as_json: _Json = False,
 ) -> None:
     """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
-    from hpcrun.tuning.gather import Sources
-    from hpcrun.tuning.problem import plain
+    from hpcrun.tuning.issue import plain
+    from hpcrun.tuning.lint.inputs import Sources
 
     job, overrides = (Path(words[0]), tuple(words[1:])) if words else (None, ())
     gathered, report = _look(
@@ -92,9 +92,9 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """What a variable does, whether this NCCL reads it, its default, effect and risk, and who set it."""
-    from hpcrun.tuning.explain import explain as explain_one
-    from hpcrun.tuning.gather import Sources
-    from hpcrun.tuning.problem import plain
+    from hpcrun.tuning.issue import plain
+    from hpcrun.tuning.lint.explain import explain as explain_one
+    from hpcrun.tuning.lint.inputs import Sources
 
     gathered, report = _look(
         Sources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
@@ -108,7 +108,7 @@ def explain(
 
 
 def _look(sources: Sources) -> tuple[Gathered, Report]:
-    from hpcrun.tuning.gather import gather, report_on
+    from hpcrun.tuning.lint.inputs import gather, report_on
 
     if sources.job is None and sources.cluster is not None:
         raise UsageError("--cluster: says which profile a job has; name the JOB too")
@@ -138,7 +138,7 @@ def _summary(report: Report) -> str:
 
 
 def _library(gathered: Gathered) -> dict[str, Any]:
-    from hpcrun.tuning.registry import show_version
+    from hpcrun.tuning.registry.registry import show_version
 
     found = gathered.library
     return {

@@ -16,8 +16,8 @@ from hpcrun.local_identity import user_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcrun.tuning.policy import RowSpec
-    from hpcrun.tuning.policy_entry import Run
+    from hpcrun.tuning.policy.entry import Run
+    from hpcrun.tuning.policy.policy import RowSpec
 
 SCHEMA_VERSION = 1
 app = typer.Typer(
@@ -65,7 +65,7 @@ def add(
 
     hpcrun tune policy add policy.yaml --set NCCL_IB_QPS_PER_CONNECTION=4 --with on-*.txt --without off-*.txt
     """
-    from hpcrun.tuning.policy_entry import Stated, append_row, make_row
+    from hpcrun.tuning.policy.entry import Stated, append_row, make_row
 
     ours, theirs = _sides(outputs)
     stated = Stated(
@@ -95,7 +95,7 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """The rows of a policy, what each of their times says, and what they support."""
-    from hpcrun.tuning.policy import load_policy
+    from hpcrun.tuning.policy.policy import load_policy
 
     rows = load_policy(file)
     if as_json:
@@ -135,8 +135,8 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
 
 
 def _read(names: Sequence[str]) -> list[Run]:
-    from hpcrun.tuning.nccl_tests import parse_nccl_tests
-    from hpcrun.tuning.policy_entry import Run
+    from hpcrun.tuning.policy.entry import Run
+    from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
 
     runs = []
     for name in names:
@@ -161,7 +161,7 @@ def _tell_unchecked(runs: Sequence[Run]) -> None:
 
 
 def _lines(row: RowSpec) -> list[str]:
-    from hpcrun.tuning.policy import gains
+    from hpcrun.tuning.policy.policy import gains
 
     least, most = row.nodes
     told = str(least) if least == most else f"{least} to {most}"
@@ -172,14 +172,14 @@ def _lines(row: RowSpec) -> list[str]:
 
 
 def _verdict(row: RowSpec) -> str:
-    from hpcrun.tuning.policy import faults, lacks
-    from hpcrun.tuning.registry import parse_version
+    from hpcrun.tuning.policy.policy import faults, lacks
+    from hpcrun.tuning.registry.registry import parse_version
 
     return lacks(row) or faults(row, parse_version(row.nccl))
 
 
 def _row_json(row: RowSpec) -> dict[str, Any]:
-    from hpcrun.tuning.policy import gains
+    from hpcrun.tuning.policy.policy import gains
 
     verdict = _verdict(row)
     plain = row.model_dump(mode="json", by_alias=True, exclude={"measured"})

@@ -15,11 +15,11 @@ from hpcrun.files import write_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpcrun.tuning.nccl_changes import Change
-    from hpcrun.tuning.nccl_diagnosis import Diagnoses
-    from hpcrun.tuning.nccl_log import NcclLog
-    from hpcrun.tuning.platforms import ErrorSpec, Library, PlatformSpec
-    from hpcrun.tuning.predict import Ground, Kind, Prediction
+    from hpcrun.tuning.log.changes import Change
+    from hpcrun.tuning.log.diagnosis import Diagnoses
+    from hpcrun.tuning.log.nccl_log import NcclLog
+    from hpcrun.tuning.model.platforms import ErrorSpec, Library, PlatformSpec
+    from hpcrun.tuning.model.predict import Ground, Kind, Prediction
 
 SCHEMA_VERSION = 1
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -58,7 +58,7 @@ def predict(
     as_json: _Json = False,
 ) -> None:
     """Which algorithm wins at which size, by how much, and whether the model can tell."""
-    from hpcrun.tuning.predict import parse_sizes
+    from hpcrun.tuning.model.predict import parse_sizes
 
     asked = _Asked(words or [], nodes, ranks_per_node, platform, topology, cluster)
     wanted = parse_sizes(sizes)
@@ -89,14 +89,14 @@ def read(
     as_json: _Json = False,
 ) -> None:
     """What a log of NCCL or nccl-tests tells: ways, algorithms used, what warnings mean, what times lack."""
-    from hpcrun.tuning.log_checks import judge_log
-    from hpcrun.tuning.nccl_changes import changes
-    from hpcrun.tuning.nccl_diagnosis import diagnose
-    from hpcrun.tuning.nccl_log import parse_nccl_log
-    from hpcrun.tuning.nccl_tests import parse_nccl_tests
-    from hpcrun.tuning.platforms import find_platform
-    from hpcrun.tuning.registry import show_version
-    from hpcrun.tuning.sweeps import judge_sweep
+    from hpcrun.tuning.log.changes import changes
+    from hpcrun.tuning.log.checks import judge_log
+    from hpcrun.tuning.log.diagnosis import diagnose
+    from hpcrun.tuning.log.nccl_log import parse_nccl_log
+    from hpcrun.tuning.model.platforms import find_platform
+    from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
+    from hpcrun.tuning.policy.sweep_findings import judge_sweep
+    from hpcrun.tuning.registry.registry import show_version
     from hpcrun.tuning.versions import fitting, judge_versions, versions_in
 
     text = _text(path)
@@ -146,7 +146,7 @@ class _Asked:
         topology: Path | None,
         cluster: str | None,
     ) -> None:
-        from hpcrun.tuning.platforms import find_platform
+        from hpcrun.tuning.model.platforms import find_platform
 
         self._words, self._topology, self._cluster = words, topology, cluster
         self.nodes, self.per_node = nodes, per_node
@@ -171,7 +171,7 @@ class _Asked:
     def ground(self) -> Ground:
         """Nodes and ranks in the network: the platform's own levels, or the cluster's."""
         from hpcrun.specs.placement import in_blocks
-        from hpcrun.tuning.predict import Ground
+        from hpcrun.tuning.model.predict import Ground
 
         nodes, per_node = self.size()
         platform = self.platform
@@ -223,7 +223,7 @@ def _predict(
     path: Path | None,
     version: tuple[int, int],
 ) -> Prediction:
-    from hpcrun.tuning.predict import predict_alpha_beta
+    from hpcrun.tuning.model.predict import predict_alpha_beta
 
     if path is not None:
         return _from_log(asked, collective, sizes, path)
@@ -243,8 +243,8 @@ def _predict(
                 "as the cluster's levels say",
                 [note],
             )
-        from hpcrun.tuning.nccl_model import older_than_the_model
-        from hpcrun.tuning.predict import predict_nccl
+        from hpcrun.tuning.model.nccl_model import older_than_the_model
+        from hpcrun.tuning.model.predict import predict_nccl
 
         machine = asked.platform.machine(nodes, per_node, version)
         if machine is None:
@@ -265,15 +265,15 @@ def _predict(
 
 
 def _errors(asked: _Asked, library: Library, nodes: int) -> Callable[[int], ErrorSpec | None]:
-    from hpcrun.tuning.platforms import model_error
+    from hpcrun.tuning.model.platforms import model_error
 
     return lambda size: model_error(asked.platform, library, nodes, size)
 
 
 def _from_log(asked: _Asked, collective: Kind, sizes: list[int], path: Path) -> Prediction:
     """By the table in the log, or by the graphs in it."""
-    from hpcrun.tuning.nccl_log import machine_of, parse_nccl_log
-    from hpcrun.tuning.predict import predict_nccl
+    from hpcrun.tuning.log.nccl_log import machine_of, parse_nccl_log
+    from hpcrun.tuning.model.predict import predict_nccl
 
     log = parse_nccl_log(_text(path))
     capability = asked.platform.capability if asked.platform else None
@@ -287,7 +287,7 @@ def _from_log(asked: _Asked, collective: Kind, sizes: list[int], path: Path) -> 
 
 
 def _kind(word: str) -> Kind:
-    from hpcrun.tuning.predict import KINDS
+    from hpcrun.tuning.model.predict import KINDS
 
     plain = word.lower().replace("_", "").replace("-", "")
     for kind in KINDS:
@@ -297,7 +297,7 @@ def _kind(word: str) -> Kind:
 
 
 def _version(word: str) -> tuple[int, int]:
-    from hpcrun.tuning.registry import parse_version
+    from hpcrun.tuning.registry.registry import parse_version
 
     major, minor, *_ = parse_version(word)
     return major, minor
@@ -319,7 +319,7 @@ def _text(path: Path) -> str:
 
 
 def _draw(path: Path, found: Prediction) -> None:
-    from hpcrun.tuning.plot import plot_svg
+    from hpcrun.tuning.model.plot import plot_svg
 
     try:
         write_output(path, plot_svg(found))
@@ -331,7 +331,7 @@ def _draw(path: Path, found: Prediction) -> None:
 
 
 def _print_table(found: Prediction) -> None:
-    from hpcrun.tuning.plot import shown_size
+    from hpcrun.tuning.model.plot import shown_size
 
     ranks = found.nodes * found.per_node
     print(f"{found.collective}, {found.library}: {ranks} ranks on {found.nodes} nodes")
@@ -360,7 +360,7 @@ def _print_table(found: Prediction) -> None:
 
 
 def _print_log(log: NcclLog) -> None:
-    from hpcrun.tuning.plot import shown_size
+    from hpcrun.tuning.model.plot import shown_size
 
     print(f"version     {log.library or 'NCCL'} {log.version or 'unknown'}")
     shape = f"{log.ranks or '?'} ranks on {log.nodes or '?'} nodes"
@@ -386,7 +386,7 @@ def _print_log(log: NcclLog) -> None:
 
 
 def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
-    from hpcrun.tuning.plot import shown_size
+    from hpcrun.tuning.model.plot import shown_size
 
     for one in moved:
         differs = one.expected_now is not None and (one.expected_now,) != one.now

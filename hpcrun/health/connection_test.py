@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hpcrun.listeners import ScarceError, hang_up, listen_at, take_in
-from hpcrun.tuning.reach import sort_out
+from hpcrun.tuning.host.connectivity import sort_out
 
 _CONNECT_S = 3.0
 """A lost packet is sent again after a second."""

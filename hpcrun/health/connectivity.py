@@ -20,8 +20,8 @@ from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.names import render_names, socket_choice
-from hpcrun.tuning.reach import judge
+from hpcrun.tuning.host.connectivity import judge
+from hpcrun.tuning.registry.device_names import render_names, socket_choice
 
 _STEP_S = 60.0
 

@@ -16,8 +16,8 @@ from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.launcher_world import without_world
 from hpcrun.process import with_our_package
 from hpcrun.slurm.allocation import Allocation, step_environment
-from hpcrun.tuning.checks import clock_skew
 from hpcrun.tuning.finding import Finding
+from hpcrun.tuning.host.checks import clock_skew
 
 _AT_ONCE = 16
 _TIMEOUT_S = 120.0

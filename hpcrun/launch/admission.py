@@ -22,8 +22,8 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.tuning.job import advise_job
-from hpcrun.tuning.names import parse_devices
+from hpcrun.tuning.job_settings import advise_job
+from hpcrun.tuning.registry.device_names import parse_devices
 
 _BEGIN = "preflight: "
 _IN_A_ROW = 3

@@ -15,8 +15,8 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import Setting, Settings, write_settings
-from hpcrun.tuning.host import nccl_files
-from hpcrun.tuning.job import advise_job, follow
+from hpcrun.tuning.host.node_report import nccl_files
+from hpcrun.tuning.job_settings import advise_job, follow
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 

@@ -37,7 +37,7 @@ from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
 from hpcrun.submission.request import Job, Note, Request
-from hpcrun.tuning.job import foresee
+from hpcrun.tuning.job_settings import foresee
 from hpcrun.units import parse_time
 
 _ASK_S = 5.0

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from hpcrun.fabric.ports import Port
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host import Host
-from hpcrun.tuning.names import parse_devices
-from hpcrun.tuning.values import number
+from hpcrun.tuning.host.node_report import Host
+from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.values import number
 
 
 def left_idle(host: Host, network: NetworkSpec) -> Iterator[Finding]:

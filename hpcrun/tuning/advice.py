@@ -11,15 +11,15 @@ from hpcrun.slurm.precheck import expand_place
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import given
 from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.classes import agreement, decode
-from hpcrun.tuning.environment import Setting as Assigned
 from hpcrun.tuning.fabrics import FabricKind, find_kind
-from hpcrun.tuning.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
-from hpcrun.tuning.grammar import NEVER_FORCED, forces_ll128
-from hpcrun.tuning.lint import check_setting
-from hpcrun.tuning.names import render_names
-from hpcrun.tuning.registry import Version, release_of, show_version
-from hpcrun.tuning.report import ports_in
+from hpcrun.tuning.host.doctor_report import ports_in
+from hpcrun.tuning.host.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
+from hpcrun.tuning.lint.environment import Setting as Assigned
+from hpcrun.tuning.lint.lint import check_setting
+from hpcrun.tuning.lint.traffic_classes import agreement, decode
+from hpcrun.tuning.registry.device_names import render_names
+from hpcrun.tuning.registry.nccl_grammar import NEVER_FORCED, forces_ll128
+from hpcrun.tuning.registry.registry import Version, release_of, show_version
 
 _FAMILY_SINCE, _RANGE_SINCE, _TOPOLOGY_SINCE = "NCCL 2.21", "NCCL 2.21", "NCCL 2.6"
 _OF_VERBS = ("NCCL_IB_", "UCX_IB_", "UCX_NET_DEVICES")

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.classes import TrafficClass, decode, encode
+from hpcrun.tuning.lint.traffic_classes import TrafficClass, decode, encode
 
 _FILE = Path(__file__).with_name("fabrics.yaml")
 TOPICS = {

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hpcrun.specs.yaml import load_document
 from hpcrun.tuning.finding import Finding, worst_first
-from hpcrun.tuning.log_line import bare
-from hpcrun.tuning.registry import Version, show_version
+from hpcrun.tuning.log.line import bare
+from hpcrun.tuning.registry.registry import Version, show_version
 
 _TABLE = Path(__file__).with_name("versions.yaml")
 _PLUGIN = "aws-ofi-nccl"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun.cli.tune import app
 from hpcrun.errors import EXIT_CHECK_FAILED, HpcrunError, UsageError
-from hpcrun.tuning import environment
+from hpcrun.tuning.lint import environment
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 

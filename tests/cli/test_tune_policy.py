@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from hpcrun.cli.tune import app
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.specs.settings import parse_settings
-from hpcrun.tuning.uptake import prove
+from hpcrun.tuning.log.applied_settings import prove
 
 OUTPUT = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests" / "all-reduce-2.17.txt"
 QPS = "NCCL_IB_QPS_PER_CONNECTION"

@@ -17,7 +17,7 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.settings import Setting, Settings, read_settings
-from hpcrun.tuning.job import advise_job, foresee
+from hpcrun.tuning.job_settings import advise_job, foresee
 
 HERE = os.uname().nodename.partition(".")[0]
 NODES = ("n1", "n2")

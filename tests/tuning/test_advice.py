@@ -11,13 +11,13 @@ from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
 from hpcrun.specs.settings import Setting, Settings
 from hpcrun.tuning.advice import Situation, advise
-from hpcrun.tuning.checks import Question
-from hpcrun.tuning.environment import shell_layer
 from hpcrun.tuning.fabrics import kinds
-from hpcrun.tuning.host import look
-from hpcrun.tuning.lint import lint
-from hpcrun.tuning.registry import parse_version
-from hpcrun.tuning.report import examine
+from hpcrun.tuning.host.checks import Question
+from hpcrun.tuning.host.doctor_report import examine
+from hpcrun.tuning.host.node_report import look
+from hpcrun.tuning.lint.environment import shell_layer
+from hpcrun.tuning.lint.lint import lint
+from hpcrun.tuning.registry.registry import parse_version
 from tests.tuning.trees import lay_out
 
 FULL = "{interface: ib0, hcas: [mlx5_0, mlx5_1], fabric: roce-spectrum, address_range: 10.1.0.0/16}"

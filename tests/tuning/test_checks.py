@@ -8,9 +8,9 @@ import pytest
 
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec
 from hpcrun.tuning.advice import Situation, advise
-from hpcrun.tuning.checks import Question, check, clock_skew
-from hpcrun.tuning.host import look, nccl_files
-from hpcrun.tuning.report import Report, examine
+from hpcrun.tuning.host.checks import Question, check, clock_skew
+from hpcrun.tuning.host.doctor_report import Report, examine
+from hpcrun.tuning.host.node_report import look, nccl_files
 from tests.tuning.trees import HOSTS, lay_out
 
 

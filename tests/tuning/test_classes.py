@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.classes import agreement, decode, encode, of_priority, outside_lossless
+from hpcrun.tuning.lint.traffic_classes import agreement, decode, encode, of_priority, outside_lossless
 
 
 @pytest.mark.parametrize(

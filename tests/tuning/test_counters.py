@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.counters import Counters, Growth, diagnose, growth, parse_ethtool, read_counters, take
-from hpcrun.tuning.host import ask_captured, look
+from hpcrun.tuning.host.counters import Counters, Growth, diagnose, growth, parse_ethtool, read_counters, take
+from hpcrun.tuning.host.node_report import ask_captured, look
 from tests.tuning.trees import lay_out
 
 SECONDS = 10.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.environment import (
+from hpcrun.tuning.lint.environment import (
     Layer,
     Setting,
     effective,
@@ -22,7 +22,7 @@ from hpcrun.tuning.environment import (
     resolve,
     shell_layer,
 )
-from hpcrun.tuning.script import drops_shell, parse_script
+from hpcrun.tuning.lint.script_exports import drops_shell, parse_script
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 NAMES = ["NCCL_A", "NCCL_B", "NCCL_C", "NCCL_D"]

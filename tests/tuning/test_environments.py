@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.yaml import load_document
-from hpcrun.tuning import conflicts, environment, grammar, lint, values
-from hpcrun.tuning.demands import PLATFORMS
-from hpcrun.tuning.environment import parse_nccl_conf, shell_layer
-from hpcrun.tuning.problem import Fault
-from hpcrun.tuning.registry import parse_version
-from hpcrun.tuning.script import parse_script
+from hpcrun.tuning.issue import Fault
+from hpcrun.tuning.lint import conflicts, environment, lint
+from hpcrun.tuning.lint.demands import PLATFORMS
+from hpcrun.tuning.lint.environment import parse_nccl_conf, shell_layer
+from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.registry import nccl_grammar, values
+from hpcrun.tuning.registry.registry import parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "tuning" / "environments"
 BLOCKS: dict[str, Any] = load_document(DATA / "sources.yaml").values
@@ -81,7 +82,7 @@ def test_every_error_has_an_example_and_a_proof(monkeypatch: pytest.MonkeyPatch)
     for row in ERRORS:
         assert row["proof"]
         assert any(row["says"] in text for text in linted(row)), row
-    for module in (conflicts, environment, grammar, lint, values):
+    for module in (conflicts, environment, nccl_grammar, lint, values):
         path = Path(module.__file__ or "")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "error":

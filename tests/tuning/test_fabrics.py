@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.classes import decode
 from hpcrun.tuning.fabrics import find_kind, kinds, render_checklist
+from hpcrun.tuning.lint.traffic_classes import decode
 
 NAMES = [
     "infiniband", "roce-spectrum", "spectrum-x", "roce-broadcom", "roce-arista", "azure-nd", "aws-efa", "gcp",

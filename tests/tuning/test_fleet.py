@@ -10,12 +10,12 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.checks import Question
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.fleet import compare
-from hpcrun.tuning.host import look
-from hpcrun.tuning.report import examine, read_reports
-from hpcrun.tuning.routes import parse_ip_route
+from hpcrun.tuning.host.checks import Question
+from hpcrun.tuning.host.doctor_report import examine, read_reports
+from hpcrun.tuning.host.fleet import compare
+from hpcrun.tuning.host.node_report import look
+from hpcrun.tuning.host.routes import parse_ip_route
 from tests.tuning.trees import lay_out
 
 Reports = dict[str, dict[str, Any]]

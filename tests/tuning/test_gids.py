@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.fabric.ports import Gid, Port
-from hpcrun.tuning.gids import Family, family_that_works, fitting_index, predict
+from hpcrun.tuning.host.gids import Family, family_that_works, fitting_index, predict
 
 LOCAL = "fe80::5aa2:e1ff:fe10:1"
 V4, OTHER_V4 = "::ffff:10.1.0.7", "::ffff:192.168.5.7"

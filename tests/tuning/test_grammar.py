@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hpcrun.tuning.grammar import (
+from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.nccl_grammar import (
     ALGORITHMS,
     FUNCTIONS,
     PROTOCOLS,
@@ -15,8 +16,7 @@ from hpcrun.tuning.grammar import (
     known_choices,
     parse_selection,
 )
-from hpcrun.tuning.names import parse_devices
-from hpcrun.tuning.registry import Version
+from hpcrun.tuning.registry.registry import Version
 
 OLD, NEW, NEWEST = (2, 20, 5), (2, 27, 5), (2, 32, 3)
 Choice = dict[str, frozenset[str]]

@@ -9,7 +9,7 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec
-from hpcrun.tuning.library import find_library, library_of_job
+from hpcrun.tuning.registry.nccl_library import find_library, library_of_job
 
 
 def package(site: Path, name: str, version: str, requires: str = "") -> None:

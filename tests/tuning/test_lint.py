@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.environment import Layer, Setting, parse_dump, parse_nccl_conf, read_text, shell_layer
-from hpcrun.tuning.lint import Report, lint
-from hpcrun.tuning.ranks import compare_ranks, rank_dump
-from hpcrun.tuning.registry import Version, parse_version
-from hpcrun.tuning.script import parse_script
+from hpcrun.tuning.lint.environment import Layer, Setting, parse_dump, parse_nccl_conf, read_text, shell_layer
+from hpcrun.tuning.lint.lint import Report, lint
+from hpcrun.tuning.lint.rank_environments import compare_ranks, rank_dump
+from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.registry.registry import Version, parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 NEW = (2, 27, 5)

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcrun.cli.tune import app
-from hpcrun.tuning.log_checks import judge_log
-from hpcrun.tuning.nccl_diagnosis import Diagnoses, diagnose
-from hpcrun.tuning.nccl_log import parse_nccl_log
+from hpcrun.tuning.log.checks import judge_log
+from hpcrun.tuning.log.diagnosis import Diagnoses, diagnose
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 
@@ -365,7 +365,7 @@ def test_healthy_logs_do_not_alarm(path: Path) -> None:
 
 
 def test_the_table_is_made_by_words_and_files() -> None:
-    from hpcrun.tuning.nccl_messages import find_message, messages
+    from hpcrun.tuning.log.nccl_messages import find_message, messages
 
     assert len(messages()) > 700
     assert all(len(one.fragment.split()) <= 7 and one.first <= one.last for one in messages())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.log_checks import judge_log
-from hpcrun.tuning.nccl_log import parse_nccl_log
+from hpcrun.tuning.log.checks import judge_log
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 LOGS = Path(__file__).parents[1] / "data" / "tuning"
 

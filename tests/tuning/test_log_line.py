@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.log_line import bare, split_prefix
-from hpcrun.tuning.nccl_log import parse_nccl_log
-from hpcrun.tuning.nccl_tests import Call, parse_nccl_tests
+from hpcrun.tuning.log.line import bare, split_prefix
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
+from hpcrun.tuning.policy.nccl_tests import Call, parse_nccl_tests
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 MESSAGES = (

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.checks import Question, check
-from hpcrun.tuning.fleet import compare
-from hpcrun.tuning.host import look
-from hpcrun.tuning.named_files import named_files
-from hpcrun.tuning.report import examine
+from hpcrun.tuning.host.checks import Question, check
+from hpcrun.tuning.host.doctor_report import examine
+from hpcrun.tuning.host.fleet import compare
+from hpcrun.tuning.host.node_report import look
+from hpcrun.tuning.lint.named_files import named_files
 from tests.tuning.trees import lay_out
 
 TOPOLOGY = """<system version="1"><cpu numaid="0"><pci busid="{gpu}" class="0x030200"/>

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.fabric.ports import Interface
-from hpcrun.tuning.names import parse_devices, render_names, socket_choice
+from hpcrun.tuning.registry.device_names import parse_devices, render_names, socket_choice
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcrun.tuning.nccl_changes import Change, changes
-from hpcrun.tuning.nccl_log import NcclLog, parse_nccl_log
+from hpcrun.tuning.log.changes import Change, changes
+from hpcrun.tuning.log.nccl_log import NcclLog, parse_nccl_log
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 NEW = (DATA / "nccl-2.29-sockets.log").read_text(encoding="utf-8")

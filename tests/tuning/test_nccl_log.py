@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.nccl_diagnosis import LEVELS, diagnose, patterns
-from hpcrun.tuning.nccl_log import Chosen, NcclLog, machine_of, parse_nccl_log
-from hpcrun.tuning.nccl_model import Expected, Graph, expectations
+from hpcrun.tuning.log.diagnosis import LEVELS, diagnose, patterns
+from hpcrun.tuning.log.nccl_log import Chosen, NcclLog, machine_of, parse_nccl_log
+from hpcrun.tuning.model.nccl_model import Expected, Graph, expectations
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.nccl_constants import TREE_BY_SIZE, Algo, Proto
-from hpcrun.tuning.nccl_model import Cpu, Graph, Machine, NcclCollective, expectations, time_us
-from hpcrun.tuning.platforms import find_platform
+from hpcrun.tuning.model.nccl_constants import TREE_BY_SIZE, Algo, Proto
+from hpcrun.tuning.model.nccl_model import Cpu, Graph, Machine, NcclCollective, expectations, time_us
+from hpcrun.tuning.model.platforms import find_platform
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 Choice = tuple[Algo, Proto]

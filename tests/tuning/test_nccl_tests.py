@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.nccl_tests import Call, Timings, parse_nccl_tests, version_of_code
+from hpcrun.tuning.policy.nccl_tests import Call, Timings, parse_nccl_tests, version_of_code
 
 OUTPUTS = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests"
 

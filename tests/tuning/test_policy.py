@@ -13,11 +13,11 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.settings import Setting
 from hpcrun.tuning.advice import Situation, advise
 from hpcrun.tuning.fabrics import kinds
-from hpcrun.tuning.grammar import forces_ll128
-from hpcrun.tuning.job import corrupting
-from hpcrun.tuning.nccl_tests import parse_nccl_tests
-from hpcrun.tuning.policy import Demand, RowSpec, choose, gains, lacks, load_policy, parse_policy
-from hpcrun.tuning.policy_entry import Run, Stated, append_row, make_row, with_row
+from hpcrun.tuning.job_settings import corrupting
+from hpcrun.tuning.policy.entry import Run, Stated, append_row, make_row, with_row
+from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
+from hpcrun.tuning.policy.policy import Demand, RowSpec, choose, gains, lacks, load_policy, parse_policy
+from hpcrun.tuning.registry.nccl_grammar import forces_ll128
 
 OUTPUTS = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests"
 QPS = "NCCL_IB_QPS_PER_CONNECTION"

@@ -9,9 +9,9 @@ import pytest
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.tuning.platforms import ErrorSpec, find_platform, model_error, platform_names
-from hpcrun.tuning.plot import plot_svg, shown_size
-from hpcrun.tuning.predict import (
+from hpcrun.tuning.model.platforms import ErrorSpec, find_platform, model_error, platform_names
+from hpcrun.tuning.model.plot import plot_svg, shown_size
+from hpcrun.tuning.model.predict import (
     KINDS,
     Ground,
     Kind,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.checks import Question
-from hpcrun.tuning.fleet import compare
-from hpcrun.tuning.host import look
-from hpcrun.tuning.rails import Rail, rail_map
-from hpcrun.tuning.report import examine
+from hpcrun.tuning.host.checks import Question
+from hpcrun.tuning.host.doctor_report import examine
+from hpcrun.tuning.host.fleet import compare
+from hpcrun.tuning.host.node_report import look
+from hpcrun.tuning.host.rails import Rail, rail_map
 from tests.tuning.trees import lay_out
 
 Reports = dict[str, dict[str, Any]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.tuning.reach import judge
+from hpcrun.tuning.host.connectivity import judge
 
 NODES = ["n1", "n2", "n3", "n4"]
 LATE = "no answer in 3 s"

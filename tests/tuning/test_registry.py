@@ -12,11 +12,11 @@ import yaml
 
 from hpcrun.errors import UsageError
 from hpcrun.specs.yaml import parse_document
-from hpcrun.tuning import registry as registry_module
-from hpcrun.tuning.environment import Setting
-from hpcrun.tuning.lint import check_setting
-from hpcrun.tuning.registry import Variable, Version, at, parse_version, registry, show_version
-from hpcrun.tuning.values import KINDS, check_value
+from hpcrun.tuning.lint.environment import Setting
+from hpcrun.tuning.lint.lint import check_setting
+from hpcrun.tuning.registry import registry as registry_module
+from hpcrun.tuning.registry.registry import Variable, Version, at, parse_version, registry, show_version
+from hpcrun.tuning.registry.values import KINDS, check_value
 
 NAMES = Path(__file__).parents[1] / "data" / "nccl-2.32.3-strings.txt"
 

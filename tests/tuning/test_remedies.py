@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.tuning.environment import shell_layer
-from hpcrun.tuning.lint import Report, lint
-from hpcrun.tuning.problem import Fault
-from hpcrun.tuning.registry import Version, at, registry
+from hpcrun.tuning.issue import Fault
+from hpcrun.tuning.lint.environment import shell_layer
+from hpcrun.tuning.lint.lint import Report, lint
+from hpcrun.tuning.registry.registry import Version, at, registry
 
 _LEVELS = ("error", "warning", "note")
 VALUES = [

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from hpcrun.tuning.environment import Layer
-from hpcrun.tuning.lint import Report, lint
-from hpcrun.tuning.script import parse_script
+from hpcrun.tuning.lint.environment import Layer
+from hpcrun.tuning.lint.lint import Report, lint
+from hpcrun.tuning.lint.script_exports import parse_script
 
 NEW = (2, 27, 5)
 

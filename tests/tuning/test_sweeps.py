@@ -7,10 +7,10 @@ from typer.testing import CliRunner
 
 from hpcrun.cli.tune import app
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.nccl_log import parse_nccl_log
-from hpcrun.tuning.nccl_tests import parse_nccl_tests
-from hpcrun.tuning.platforms import find_platform
-from hpcrun.tuning.sweeps import judge_sweep
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
+from hpcrun.tuning.model.platforms import find_platform
+from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
+from hpcrun.tuning.policy.sweep_findings import judge_sweep
 
 HEAD = "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong"
 H100 = "NVIDIA H100 80GB HBM3"

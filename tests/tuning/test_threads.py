@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.nccl_diagnosis import diagnose
-from hpcrun.tuning.nccl_log import parse_nccl_log
+from hpcrun.tuning.log.diagnosis import diagnose
+from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 DATA = Path(__file__).parents[1] / "data" / "tuning" / "threads"
 

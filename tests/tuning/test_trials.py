@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.trials import Standing, Trial, among, ends_of, judge, next_pairs, parse_trials, stand
+from hpcrun.tuning.host.pair_trials import (
+    Standing,
+    Trial,
+    among,
+    ends_of,
+    judge,
+    next_pairs,
+    parse_trials,
+    stand,
+)
 
 OUTPUT = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests" / "all-reduce-2.17.txt"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.uptake import prove
+from hpcrun.tuning.log.applied_settings import prove
 
 HEAD = "n1:4711:4711 [0] NCCL INFO "
 ENV = f"{HEAD}NCCL_IB_TC set by environment to 106."

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from hpcrun.tuning.registry import Version, at, registry
-from hpcrun.tuning.values import check_value, number
+from hpcrun.tuning.registry.registry import Version, at, registry
+from hpcrun.tuning.registry.values import check_value, number
 
 NEW = (2, 27, 5)
 

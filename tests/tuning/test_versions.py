@@ -10,8 +10,8 @@ import pytest
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.yaml import load_document
 from hpcrun.tuning import versions
-from hpcrun.tuning.checks import Question, check
-from hpcrun.tuning.host import look
+from hpcrun.tuning.host.checks import Question, check
+from hpcrun.tuning.host.node_report import look
 from hpcrun.tuning.versions import fitting, judge_versions, versions_in
 from tests.tuning.trees import lay_out
 

@@ -1,0 +1,262 @@
+"""Counters of adapters and interfaces: two looks, what has grown between them, and what that means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.fabric.node_topology import entries_of, line_of
+from hpcrun.specs.yaml import parse_document
+from hpcrun.tuning.finding import Confidence, Finding, Level, worst_first
+from hpcrun.tuning.host.node_report import Ask, Host
+
+_FILE = Path(__file__).with_name("counters.yaml")
+_STATISTIC = re.compile(r"\s*([A-Za-z0-9_.\[\]-]+):\s+([0-9]{1,20})\s*")
+_MARKED, _SENT = "np_ecn_marked_roce_packets", "np_cnp_sent"
+_HANDLED = "rp_cnp_handled"
+_PAUSED = "paused"
+_QUANTA_BITS = 65535 * 512
+"""What one pause frame holds a link for at most, in the time that bits take on it."""
+_MANY_FRAMES = 10
+"""A second: so many are told of where nothing says how long they hold the link."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """One look: the time, and what every counter said, as rdma.mlx5_0.1.NAME or net.eth0.NAME."""
+
+    node: str
+    time: float | None
+    values: Mapping[str, int] = field(default_factory=dict)
+    speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
+    """Of the interfaces that tell it."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What has grown between two looks."""
+
+    node: str
+    seconds: float | None
+    """None where a clock did not tell."""
+    values: Mapping[str, int] = field(default_factory=dict)
+    """By how much each grew that both looks know; 0 for those that stood still."""
+    restarted: tuple[str, ...] = ()
+    """Those that went back: the driver was loaded again, and their growth is unknown."""
+    missing: tuple[str, ...] = ()
+    """Those of which one look knows nothing."""
+    speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
+    """Of the interfaces, at the second look."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; counters that stood still are left out."""
+        return asdict(self) | {"values": {name: more for name, more in self.values.items() if more}}
+
+
+@dataclass(frozen=True)
+class _Rule:
+    name: str
+    where: str
+    names: tuple[str, ...]
+    level: Level
+    confidence: Confidence
+    means: str
+    remedy: str
+    share: float | None = None
+    frames: tuple[str, ...] = ()
+
+
+def take(host: Host, root: Path, ask: Ask) -> Counters:
+    """Read all counters of a node."""
+    values: dict[str, int] = {}
+    for port in host.ports:
+        folder = root / "sys/class/infiniband" / port.device / "ports" / str(port.number)
+        for kind in ("counters", "hw_counters"):
+            values |= _numbers(folder / kind, f"rdma.{port.device}.{port.number}")
+    for interface in host.interfaces:
+        if interface.kind != "physical":
+            continue
+        prefix = f"net.{interface.name}"
+        values |= _numbers(root / "sys/class/net" / interface.name / "statistics", prefix)
+        values |= {
+            f"{prefix}.{_plain(name)}": n
+            for name, n in parse_ethtool(ask("ethtool", "-S", interface.name)).items()
+        }
+    speeds = {one.name: one.speed_Gbps for one in host.interfaces if one.speed_Gbps}
+    return Counters(host.node, host.time, dict(sorted(values.items())), speeds)
+
+
+def _plain(name: str) -> str:
+    """A counter's name without the dots of Intel's drivers, as in port.rx_bytes, tx_priority_0_xoff.nic."""
+    return name.removeprefix("port.").removesuffix(".nic").replace(".", "_")
+
+
+def _numbers(folder: Path, prefix: str) -> dict[str, int]:
+    found = {f"{prefix}.{entry.name}": line_of(entry) for entry in entries_of(folder)}
+    return {name: int(text) for name, text in found.items() if re.fullmatch(r"[0-9]{1,20}", text)}
+
+
+def parse_ethtool(text: str) -> dict[str, int]:
+    """The answer of `ethtool -S`; lines that are no counter are left out."""
+    matches = map(_STATISTIC.fullmatch, text.splitlines())
+    return {match[1]: int(match[2]) for match in matches if match}
+
+
+def read_counters(values: Any, where: str) -> Counters:
+    """Counters from as_json's values; UsageError for anything else."""
+    try:
+        kept = {str(name): int(number) for name, number in values["values"].items()}
+        moment = values["time"]
+        speeds = {str(name): float(told) for name, told in values.get("speeds_Gbps", {}).items()}
+        return Counters(str(values["node"]), None if moment is None else float(moment), kept, speeds)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        raise UsageError(
+            f"{where}: holds no counters; make it with `hpcrun doctor --counters FILE`"
+        ) from None
+
+
+def growth(before: Counters, after: Counters) -> Growth:
+    """What has grown; raw values count since boot and say nothing. UsageError for looks at two nodes."""
+    if before.node != after.node:
+        raise UsageError(f"counters of {before.node} and of {after.node}: compare looks at the same node")
+    both = before.values.keys() & after.values.keys()
+    change = {name: after.values[name] - before.values[name] for name in sorted(both)}
+    seconds = None if before.time is None or after.time is None else after.time - before.time
+    return Growth(
+        after.node,
+        seconds if seconds is None or seconds > 0 else None,
+        {name: more for name, more in change.items() if more >= 0},
+        tuple(name for name, more in change.items() if more < 0),
+        tuple(sorted(before.values.keys() ^ after.values.keys())),
+        after.speeds_Gbps,
+    )
+
+
+def diagnose(grown: Growth) -> tuple[Finding, ...]:
+    """What the growth means, worst first; nothing where all is well."""
+    found = [finding for rule in _rules() for finding in _apply(rule, grown)]
+    found += [*_marks_without_answers(grown), *_pauses_without_marks(grown)]
+    if not grown.values and not grown.restarted:
+        text = "no counter is in both looks, so that nothing is known of what its network did"
+        found.append(Finding("unknown", "counters", grown.node, text, "take both looks on the node itself"))
+    if grown.restarted:
+        names = ", ".join(grown.restarted[:3])
+        text = f"{len(grown.restarted)} counter(s) went back, such as {names}: their growth is unknown"
+        found.append(Finding("unknown", "counters", grown.node, text))
+    return worst_first(found)
+
+
+@cache
+def _rules() -> tuple[_Rule, ...]:
+    text = "rules:\n" + _FILE.read_text(encoding="utf-8")
+    return tuple(
+        _Rule(**{**values, "names": tuple(values["names"]), "frames": tuple(values.get("frames", ()))})
+        for values in parse_document(text, _FILE.name).values["rules"]
+    )
+
+
+def _apply(rule: _Rule, grown: Growth) -> list[Finding]:
+    by_device: dict[str, list[str]] = {}
+    for device, name, more in _matching(grown, rule.where, rule.names):
+        if more and (told := _told(rule, grown, name, more)):
+            by_device.setdefault(device, []).append(told)
+    timed = {device for device, _, _ in _matching(grown, rule.where, rule.names)}
+    for device, name, more in _matching(grown, rule.where, rule.frames):
+        if more and device not in timed and (told := _frames(rule, grown, device, name, more)):
+            by_device.setdefault(device, []).append(told)
+    return [
+        Finding(
+            rule.level,
+            rule.name,
+            device,
+            f"{', '.join(told)}: {rule.means}",
+            rule.remedy,
+            rule.confidence if device in timed else "low",
+        )
+        for device, told in by_device.items()
+    ]
+
+
+def _matching(grown: Growth, kind: str, names: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+    """Device, name and growth of the counters that bear one of the names, those that stood still included."""
+    for full, more in grown.values.items():
+        where, device, name = _split(full)
+        if kind in ("any", where) and any(re.fullmatch(one, name) for one in names):
+            yield device, name, more
+
+
+def _told(rule: _Rule, grown: Growth, name: str, more: int) -> str:
+    """A counter's growth in words; empty where it is too small a share of the time."""
+    if rule.share is None:
+        return f"{name} +{more}"
+    if grown.seconds is None:
+        return f"{name} +{more} us in an unknown time"
+    share = more / 1e6 / grown.seconds
+    return f"{name} +{more} us, {share:.1%} of the time" if share >= rule.share else ""
+
+
+def _frames(rule: _Rule, grown: Growth, device: str, name: str, more: int) -> str:
+    """The same of pause frames, whose number bounds the time that they hold the link."""
+    speed = grown.speeds_Gbps.get(device)
+    if grown.seconds is None:
+        return f"{name} +{more} frames in an unknown time"
+    if speed is None:
+        a_second = more / grown.seconds
+        told = f"{name} +{more} frames, {a_second:.3g} a second; the link's speed and their time are unknown"
+        return told if a_second >= _MANY_FRAMES else ""
+    share = more * _QUANTA_BITS / (speed * 1e9) / grown.seconds
+    told = f"{name} +{more} frames, {min(share, 1.0):.1%} of the time at most"
+    return told if share >= (rule.share or 0.0) else ""
+
+
+def _split(full: str) -> tuple[str, str, str]:
+    """rdma.mlx5_0.1.NAME: kind, device and name; an interface may have dots (bond0.209)."""
+    where, _, rest = full.partition(".")
+    device, _, name = rest.rpartition(".")
+    return where, device.replace(".", ":", 1) if where == "rdma" else device, name
+
+
+def _of(grown: Growth, wanted: str) -> dict[str, int]:
+    """How much a counter grew, by device."""
+    parts = ((*_split(full), more) for full, more in grown.values.items())
+    return {device: more for _, device, name, more in parts if name == wanted}
+
+
+def _marks_without_answers(grown: Growth) -> list[Finding]:
+    """Marks came in, and this node, as their receiver, sent no CNP."""
+    sent = _of(grown, _SENT)
+    return [
+        Finding(
+            "warning", "cnp", device, f"{_MARKED} +{more}, {_SENT} +0: marks are seen and nobody is told",
+            "turn roce_np on for the priority", "medium",
+        )
+        for device, more in _of(grown, _MARKED).items()
+        if more and sent.get(device) == 0
+    ]  # fmt: skip
+
+
+def _pauses_without_marks(grown: Growth) -> list[Finding]:
+    """Pauses alone, without a mark anywhere: ECN does not work on this class."""
+    held = next(rule for rule in _rules() if rule.name == _PAUSED)
+    pauses = {
+        device: (name, more) for device, name, more in _matching(grown, held.where, held.frames) if more
+    }
+    marks, handled = _of(grown, _MARKED), _of(grown, _HANDLED)
+    if not marks or any(marks.values()) or any(handled.values()):
+        return []
+    return [
+        Finding(
+            "warning", "ecn", device, f"{name} +{more} and no packet marked: pauses alone hold senders back",
+            "traffic class, ECT bits, and the switch's ECN profile for that class", "medium",
+        )
+        for device, (name, more) in pauses.items()
+    ]  # fmt: skip

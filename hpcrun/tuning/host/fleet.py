@@ -1,0 +1,273 @@
+"""Nodes compared by what each says about itself: what should be equal, and which one stands out."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.hostlist import fold, in_order
+from hpcrun.tuning.finding import Finding, Level, worst_first
+from hpcrun.tuning.host.rails import crossed
+from hpcrun.tuning.host.routes import differing as differing_routes
+
+_MOST_PAIRS = 4
+Facts = Mapping[str, Any]
+"""A node's report as plain values."""
+_NEAR = 0.02
+"""Sizes that differ by less, such as of memory, are the same."""
+
+
+def compare(reports: Mapping[str, Facts], interface: str | None = None) -> tuple[Finding, ...]:
+    """What differs between nodes, worst first; each odd node is named. Damaged parts of a report are unknown.
+
+    `interface` is the one of the profile, over which the nodes have to reach each other.
+    """
+    if len(reports) < 2:
+        raise UsageError(
+            f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
+        )
+    found = [finding for what, read, level in _EQUAL for finding in _differing(reports, what, read, level)]
+    found += [*_repeated_addresses(reports), *_common_network(reports, interface), *crossed(reports)]
+    found += [*differing_routes(reports), *_nearness(reports)]
+    return worst_first(found)
+
+
+def _differing(
+    reports: Mapping[str, Facts], what: str, read: Callable[[Facts], dict[str, Any]], level: Level
+) -> Iterator[Finding]:
+    said = {node: _read(read, facts) for node, facts in reports.items()}
+    counts_missing = what in _PRESENCE
+    silent = [node for node, of in said.items() if not of]
+    if silent and not counts_missing:
+        if len(silent) < len(said):
+            yield Finding("unknown", what, _folded(silent), f"{what} is unknown here")
+        said = {node: of for node, of in said.items() if of}
+    for subject in dict.fromkeys(subject for of in said.values() for subject in of):
+        values = {node: of.get(subject) for node, of in said.items() if counts_missing or subject in of}
+        yield from _odd_ones(_merged(values) if what == _SIZE else values, what, subject, level)
+
+
+def _odd_ones(values: Mapping[str, Any], what: str, subject: str, level: Level) -> Iterator[Finding]:
+    nodes_of: dict[str, list[str]] = {}
+    for node, value in values.items():
+        nodes_of.setdefault(_shown(value, what), []).append(node)
+    if len(nodes_of) < 2:
+        return
+    usual = max(nodes_of, key=lambda value: len(nodes_of[value]))
+    count = len(nodes_of[usual])
+    if count * 2 <= len(values):
+        groups = ", ".join(f"{value} on {_folded(nodes)}" for value, nodes in nodes_of.items())
+        yield Finding(level, what, subject, f"{what} differs: {groups}", "", "medium")
+        return
+    for value, nodes in nodes_of.items():
+        if value != usual:
+            text = f"{subject}: {what} is {value}, on {count} other node{'s' * (count > 1)} {usual}"
+            yield Finding(level, what, _folded(nodes), text, "the odd one out")
+
+
+def _merged(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes with those that are nearly the same made the same."""
+    seen: list[int] = []
+    merged = {}
+    for node, size in sizes.items():
+        near = next((one for one in seen if abs(one - size) <= _NEAR * one), size)
+        seen.append(near)
+        merged[node] = near
+    return merged
+
+
+def _read(read: Callable[[Facts], dict[str, Any]], facts: Facts) -> dict[str, Any]:
+    try:
+        return read(facts)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return {}
+
+
+def _shown(value: Any, what: str) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    if what == _SIZE:
+        return f"{value / 2**30:.4g} GiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _folded(nodes: Iterable[str]) -> str:
+    names = list(nodes)
+    try:
+        return fold(in_order(names))
+    except UsageError:
+        return ",".join(names)
+
+
+def _of_ports(key: str) -> Callable[[Facts], dict[str, Any]]:
+    return lambda facts: {f"{one['device']}:{one['number']}": one[key] for one in facts["ports"] if one[key]}
+
+
+def _of_links(key: str) -> Callable[[Facts], dict[str, Any]]:
+    # An idle GPU lets its link sleep at a low speed.
+    return lambda facts: {
+        one["name"]: one[key]
+        for one in facts["links"]
+        if one[key] is not None and not (key == "speed_GTs" and one["name"].startswith("GPU"))
+    }
+
+
+def _of_interfaces(key: str) -> Callable[[Facts], dict[str, Any]]:
+    """Of adapters, and of others that have an address, but not of bridges inside the node."""
+    return lambda facts: {
+        one["name"]: one[key]
+        for one in facts["interfaces"]
+        if one[key] and (one["kind"] == "physical" or (one["kind"] == "virtual" and one["networks"]))
+    }
+
+
+def _of_node(key: str) -> Callable[[Facts], dict[str, Any]]:
+    return lambda facts: {"node": facts[key]}
+
+
+def _sizes(facts: Facts) -> dict[str, Any]:
+    found = {"memory": facts["memory_bytes"], "/dev/shm": facts["shm"]["size_bytes"]}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def _limits(facts: Facts) -> dict[str, Any]:
+    return {name: "unlimited" if value is None else value for name, value in facts["limits"].items()}
+
+
+_SIZE = "size"
+_PRESENCE = ("state", "setting")
+"""Where a value that is missing is a fact of its own, as of a device that is not there."""
+_EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
+    ("state", _of_ports("state"), "fault"),
+    ("rate in Gb/s", _of_ports("rate_Gbps"), "fault"),
+    ("link layer", _of_ports("layer"), "warning"),
+    ("forced traffic class", _of_ports("traffic_class"), "warning"),
+    ("GID that NCCL takes", lambda facts: dict(facts["gid_index"]), "warning"),
+    ("PCIe width", _of_links("width"), "fault"),
+    ("PCIe speed in GT/s", _of_links("speed_GTs"), "fault"),
+    ("MTU", _of_interfaces("mtu"), "fault"),
+    ("trust", _of_interfaces("trust"), "warning"),
+    ("PFC priorities", lambda facts: {k: v for k, v in facts["lossless"].items() if v is not None}, "fault"),
+    ("limit", _limits, "warning"),
+    (_SIZE, _sizes, "warning"),
+    ("number of GPUs", _of_node("gpus"), "fault"),
+    ("kernel", _of_node("kernel"), "note"),
+    ("driver", _of_node("driver"), "warning"),
+    ("libfabric", lambda facts: {"node": facts["libfabric"]} if facts["libfabric"] else {}, "warning"),
+    ("huge pages", _of_node("hugepages"), "note"),
+    ("setting", lambda facts: dict(facts["environ"]), "note"),
+    (
+        "content",
+        lambda facts: {
+            f"{one['variable']} {one['path']}": one["digest"] or one["state"] for one in facts["files"]
+        },
+        "warning",
+    ),
+    ("peer memory", lambda facts: {"nvidia_peermem": "nvidia_peermem" in facts["modules"]}, "warning"),
+)
+"""What is read, how, and how bad a difference is."""
+
+
+def _nearness(reports: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Nodes on which GPUs and adapters stand otherwise to each other: cards in other slots, another BIOS."""
+    near = {node: _read(_near, facts) for node, facts in reports.items()}
+    near = {node: of for node, of in near.items() if of}
+    usual: dict[str, Any] = {}
+    for pair in dict.fromkeys(pair for of in near.values() for pair in of):
+        words = Counter(of[pair] for of in near.values() if pair in of)
+        usual[pair] = words.most_common(1)[0][0]
+    for node, of in near.items():
+        others = [pair for pair, word in of.items() if word != usual[pair]]
+        if others:
+            told = ", ".join(f"{pair} {of[pair]} (others {usual[pair]})" for pair in others[:_MOST_PAIRS])
+            more = f" and {len(others) - _MOST_PAIRS} more" * (len(others) > _MOST_PAIRS)
+            text = f"GPUs and adapters are not as near as elsewhere: {told}{more}"
+            remedy = (
+                "compare `nvidia-smi topo -m`: cards in other slots, or settings of the BIOS; `hpcrun doctor"
+                " pairs NODES --hca NAMES` tries the adapters"
+            )
+            yield Finding("warning", "nearness", node, text, remedy)
+
+
+def _near(facts: Facts) -> dict[str, Any]:
+    """Of RDMA devices, where there are some: a management port's place costs nothing."""
+    devices = {one["device"] for one in facts.get("ports") or ()}
+    return {
+        f"{gpu} to {nic}": word
+        for gpu, of in facts["near"].items()
+        for nic, word in of.items()
+        if nic in devices or not devices
+    }
+
+
+def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:
+    """Addresses that several nodes have, as those of docker0 are: no node is reached by them."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for node, facts in reports.items():
+        for name, address in _addresses(facts):
+            owners.setdefault((name, str(address.ip)), []).append(node)
+    for (name, ip), nodes in owners.items():
+        if len(nodes) < 2:
+            continue
+        chosen = [node for node in nodes if _chosen(reports[node]) == name]
+        text = f"{ip} is on {len(nodes)} nodes"
+        if chosen:
+            text += ", and NCCL takes this interface for its sockets"
+            yield Finding("fault", "address", name, text, "set network.interface in the profile")
+        else:
+            yield Finding("note", "address", name, f"{text}; nothing is to use it")
+
+
+def _chosen(facts: Facts) -> Any:
+    return facts.get("socket_interface")
+
+
+def _addresses(facts: Facts) -> Iterator[tuple[str, ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
+    for one in facts.get("interfaces") or ():
+        for text in one.get("networks") or ():
+            try:
+                address = ipaddress.ip_interface(text)
+            except ValueError:
+                continue
+            if not address.is_link_local and not address.is_loopback:
+                yield one["name"], address
+
+
+def _common_network(reports: Mapping[str, Facts], interface: str | None) -> Iterator[Finding]:
+    """Whether the interfaces that the nodes' sockets use stand in one network."""
+    networks: dict[str, set[str]] = {}
+    for node, facts in reports.items():
+        wanted = interface or _chosen(facts)
+        found = {str(address.network) for name, address in _addresses(facts) if name == wanted}
+        if found:
+            networks[node] = found
+        elif interface:
+            yield Finding("fault", "interface", node, f"{interface} has no address here, or is missing")
+    if not networks:
+        yield Finding(
+            "unknown", "interface", "all", "no addresses are known: whether the nodes reach each other is not"
+        )
+        return
+    if set.intersection(*networks.values()):
+        return
+    usual, count = Counter(one for found in networks.values() for one in found).most_common(1)[0]
+    odd = {node: found for node, found in networks.items() if usual not in found}
+    if count * 2 <= len(networks):
+        text = f"{len(odd)} of {len(networks)} nodes stand in other networks than {usual}"
+        yield Finding(
+            "note",
+            "interface",
+            _folded(iter(odd)),
+            text,
+            "one network a rack is fine where routes exist",
+            "low",
+        )
+        return
+    for node, found in odd.items():
+        text = f"stands in {', '.join(sorted(found))}, {count} others in {usual}"
+        yield Finding("warning", "interface", node, text, "a route between them must exist", "medium")

@@ -1,0 +1,321 @@
+"""One look at a node from inside, without root: what its files and a few commands say about its network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun import process
+from hpcrun.errors import SiteError
+from hpcrun.fabric.node_topology import HostInside, inside, line_of, parse_cpus
+from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
+from hpcrun.tuning.host.routes import Route, parse_ip_route, parse_proc_route
+from hpcrun.tuning.lint.environment import Setting, conf_paths, effective, parse_nccl_conf, resolve
+from hpcrun.tuning.lint.named_files import NamedFile, named_files
+
+Ask = Callable[..., str]
+"""A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
+
+_ASK_S = 10.0
+_TOPOLOGY = "var/run/nvidia-topologyd/virtualTopology.xml"
+_SEGMENT = re.compile(r"(nccl-|mpich_|ucx_|torch_|psm_|gloo|vader_segment|sm_segment|sem\.mp-)[\w.+-]*\Z")
+_OURS = re.compile(r"(NCCL_|UCX_|GLOO_|OMPI_MCA_|FI_|MPIR_CVAR_|TORCH_NCCL_)\w*\Z")
+_LIMITS = {
+    "Max locked memory": "memlock",
+    "Max stack size": "stack",
+    "Max open files": "nofile",
+    "Max processes": "nproc",
+}
+_SIZES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """/dev/shm: its size, what is free, and what dead jobs left in it. None: unknown."""
+
+    size_bytes: int | None = None
+    free_bytes: int | None = None
+    stale: tuple[str, ...] = ()
+    """Segments of communication libraries, ours, which no process maps."""
+    stale_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a node says about itself; None and empty: unknown."""
+
+    node: str
+    time: float | None = None
+    """Its wall clock, where it was looked at live."""
+    kernel: str = ""
+    inside: HostInside = field(default_factory=HostInside)
+    ports: tuple[Port, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
+    links: tuple[PciLink, ...] = ()
+    routes: tuple[Route, ...] = ()
+    """In the order in which the kernel lists them."""
+    lossless: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
+    """The priorities with PFC, by interface; None where nobody says."""
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+    """Soft limits in their units: memlock, stack (bytes), nofile, nproc; None stands for unlimited."""
+    shm: SharedMemory = field(default_factory=SharedMemory)
+    allowed: tuple[int, ...] = ()
+    """The CPUs that this process may use."""
+    memory_bytes: int | None = None
+    hugepages: int | None = None
+    modules: tuple[str, ...] | None = None
+    """Kernel modules; None where the list cannot be read."""
+    driver: str = ""
+    """The NVIDIA driver's own line."""
+    libfabric: str = ""
+    """What `fi_info --version` prints, in one line."""
+    is_virtual: bool | None = None
+    """Whether it is a virtual machine, by its processors; None where they do not tell."""
+    topology_file: str = ""
+    """The file that NCCL takes by itself for a virtual machine's PCI tree; empty: there is none."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """The variables of communication libraries."""
+    files: tuple[NamedFile, ...] = ()
+    """Those that variables name."""
+
+    def interface(self, name: str) -> Interface | None:
+        """An interface by its name."""
+        return next((one for one in self.interfaces if one.name == name), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; of the inside the number of GPUs and NUMA nodes, and what is near to what."""
+        found = {key: value for key, value in vars(self).items() if key != "inside"}
+        names = ("ports", "interfaces", "links", "routes", "files")
+        listed = {key: [asdict(one) for one in found[key]] for key in names}
+        near: dict[str, dict[str, str]] = {}
+        for (gpu, nic), word in self.inside.near.items():
+            near.setdefault(f"GPU {gpu}", {})[nic] = word
+        counts = {"gpus": len(self.inside.gpus), "numa_nodes": len(self.inside.numa), "near": near}
+        plain = {key: dict(found[key]) for key in ("lossless", "limits", "environ")}
+        return found | listed | plain | counts | {"shm": asdict(self.shm)}
+
+
+def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, str] | None = None) -> Host:
+    """Look at this node, or at the captured tree of one.
+
+    A captured tree holds what a command printed in a file of `commands/` that is named like the command.
+    `advised`: what jobs get on it beside.
+    """
+    live = root == Path("/")
+    asked = ask or (ask_here if live else ask_captured(root))
+    host = inside(root)
+    found = ports(root)
+    names = interfaces(root)
+    memory = _memory(_text(root / "proc/meminfo"))
+    modules = _text(root / "proc/modules")
+    own = dict(os.environ) if live else _variables(_text(root / "proc/self/environ"))
+    settings = _of_nccl_files(root, own)
+    environ = {name: one.value or "" for name, one in settings.items()} | {
+        name: value for name, value in own.items() if _OURS.match(name)
+    }
+    return Host(
+        node=line_of(root / "proc/sys/kernel/hostname") or (os.uname().nodename if live else "unknown"),
+        time=time.time() if live else None,
+        kernel=line_of(root / "proc/sys/kernel/osrelease"),
+        inside=host,
+        ports=found,
+        interfaces=names,
+        links=pci_links(root, host),
+        routes=_routes(root, asked),
+        lossless={name: lossless_priorities(name, asked) for name in _roce_interfaces(found)},
+        limits=parse_limits(_text(root / "proc/self/limits")),
+        shm=_shared_memory(root, live, memory.get("MemTotal")),
+        allowed=_allowed(_text(root / "proc/self/status")),
+        memory_bytes=memory.get("MemTotal"),
+        hugepages=memory.get("HugePages_Total"),
+        modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
+        driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
+        libfabric=" ".join(asked("fi_info", "--version").split()),
+        is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
+        topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
+        environ=environ,
+        files=tuple(
+            named_files(
+                {**(advised or {}), **environ, "LD_LIBRARY_PATH": own.get("LD_LIBRARY_PATH", "")},
+                root,
+                {name: one.where for name, one in settings.items() if name not in own},
+            )
+        ),
+    )
+
+
+def ask_here(*words: str) -> str:
+    """What a command of this node prints."""
+    if shutil.which(words[0]) is None:
+        return ""
+    try:
+        done = process.run(words, timeout_s=_ASK_S)
+    except SiteError:
+        return ""
+    return done.stdout if done.exit_code == 0 else ""
+
+
+def ask_captured(root: Path) -> Ask:
+    """What the same commands had printed where the tree was captured."""
+    return lambda *words: _text(root / "commands" / " ".join(words).replace("/", "_"))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _routes(root: Path, ask: Ask) -> tuple[Route, ...]:
+    """By `ip route`, which knows more tables than /proc."""
+    told = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
+    return told or parse_proc_route(_text(root / "proc/net/route"))
+
+
+def _roce_interfaces(found: Sequence[Port]) -> list[str]:
+    return list(dict.fromkeys(name for port in found if port.is_roce for name in port.interfaces))
+
+
+def lossless_priorities(interface: str, ask: Ask) -> tuple[int, ...] | None:
+    """The priorities on which an interface sends pauses; None where neither dcb nor mlnx_qos tells."""
+    found = parse_dcb_pfc(ask("dcb", "pfc", "show", "dev", interface))
+    return parse_mlnx_qos(ask("mlnx_qos", "-i", interface)) if found is None else found
+
+
+def parse_dcb_pfc(text: str) -> tuple[int, ...] | None:
+    """The answer of `dcb pfc show`: `prio-pfc 0:off … 3:on …`."""
+    match = re.search(r"prio-pfc((?:\s+[0-7]:(?:on|off))+)", text)
+    if match is None:
+        return None
+    return tuple(int(word[0]) for word in match[1].split() if word.endswith(":on"))
+
+
+def parse_mlnx_qos(text: str) -> tuple[int, ...] | None:
+    """The answer of `mlnx_qos -i`: a row of priorities, and below it one of 0 and 1."""
+    match = re.search(r"^\s*enabled\s+((?:[01]\s+){7}[01])\s*$", text, re.MULTILINE)
+    return None if match is None else tuple(at for at, word in enumerate(match[1].split()) if word == "1")
+
+
+def parse_limits(text: str) -> dict[str, int | None]:
+    """The soft limits of /proc/PID/limits; what it does not tell is missing, None is unlimited."""
+    found: dict[str, int | None] = {}
+    for line in text.splitlines():
+        for start, name in _LIMITS.items():
+            words = line.removeprefix(start).split() if line.startswith(start) else []
+            if words and (words[0] == "unlimited" or words[0].isdigit()):
+                found[name] = None if words[0] == "unlimited" else int(words[0])
+    return found
+
+
+def _memory(text: str) -> dict[str, int]:
+    """Of /proc/meminfo, kB made bytes."""
+    found = {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r"(\w+):\s+([0-9]{1,15})( kB)?", line.strip()):
+            found[match[1]] = int(match[2]) * (1024 if match[3] else 1)
+    return found
+
+
+def _allowed(text: str) -> tuple[int, ...]:
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", text, re.MULTILINE)
+    return parse_cpus(match[1]) if match else ()
+
+
+def _is_virtual(text: str) -> bool | None:
+    """By the flag that every hypervisor of x86 sets."""
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return None if match is None else "hypervisor" in match[1].split()
+
+
+def _variables(text: str) -> dict[str, str]:
+    """Of /proc/PID/environ, or of lines NAME=VALUE."""
+    entries = (entry.partition("=") for entry in re.split(r"[\0\n]", text))
+    return {name: value for name, _, value in entries if name}
+
+
+def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
+    return {name: one.value or "" for name, one in _of_nccl_files(root, environ).items()}
+
+
+def _of_nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, Setting]:
+    paths = conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
+    found = effective(resolve([parse_nccl_conf(_text(path), str(path)) for path in paths]))
+    return {name: one for name, one in found.items() if one.value is not None and _OURS.match(name)}
+
+
+def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
+    size, free = _shm_size(_text(root / "proc/mounts"), memory), None
+    if live:
+        try:
+            usage = shutil.disk_usage("/dev/shm")
+            size, free = usage.total, usage.free
+        except OSError:
+            free = None
+    found = _segments(root / "dev/shm")
+    stale = sorted(set(found) - _mapped(root)) if found else []
+    return SharedMemory(size, free, tuple(stale), sum(found[name] for name in stale))
+
+
+def _shm_size(mounts: str, memory: int | None) -> int | None:
+    """By its line in /proc/mounts; without a size it is half the memory."""
+    options = next(
+        (
+            words[3]
+            for line in mounts.splitlines()
+            if (words := line.split())[1:2] == ["/dev/shm"] and len(words) > 3
+        ),
+        None,
+    )
+    if options is None:
+        return None
+    match = re.search(r"(?:^|,)size=([0-9]{1,15})([kmg]?)(?:,|$)", options)
+    if match:
+        return int(match[1]) * _SIZES[match[2]]
+    return memory // 2 if memory and "size=" not in options else None
+
+
+def _segments(folder: Path) -> dict[str, int]:
+    """What communication libraries keep there as this user, with the size of each."""
+    found = {}
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return {}
+    for entry in entries:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            continue
+        if (
+            _SEGMENT.match(entry.name)
+            and status.st_uid == os.getuid()
+            and entry.is_file(follow_symlinks=False)
+        ):
+            found[entry.name] = status.st_size
+    return found
+
+
+def _mapped(root: Path) -> set[str]:
+    """The names in /dev/shm that a process maps or holds open, as far as it lets us look."""
+    found: set[str] = set()
+    try:
+        entries = [entry for entry in os.scandir(root / "proc") if entry.name.isdigit()]
+    except OSError:
+        return found
+    for entry in entries:
+        maps = _text(Path(entry.path) / "maps")
+        found |= set(re.findall(r" /dev/shm/(\S+)", maps))
+        try:
+            held = [str(one.readlink()) for one in Path(entry.path, "fd").iterdir()]
+        except OSError:
+            continue
+        found |= {path.removeprefix("/dev/shm/") for path in held if path.startswith("/dev/shm/")}
+    return found

@@ -1,0 +1,421 @@
+"""What is wrong between variables although each by itself is in order; one function a rule, all pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from hpcrun.tuning.issue import Fault, error, note, show, warning
+from hpcrun.tuning.lint.environment import Setting
+from hpcrun.tuning.lint.traffic_classes import TRAFFIC, agreement, decode
+from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.nccl_grammar import FROM_EMPTY, parse_selection, stranded
+from hpcrun.tuning.registry.registry import Version, at, registry, show_version
+from hpcrun.tuning.registry.values import number
+
+Told = tuple[str, Fault]
+"""The variable at which it is told, and what."""
+
+_STEPS = 8
+"""NCCL_STEPS: parts of a buffer, each at most as large as a chunk."""
+_MIB = 2**20
+_ROUTED_FROM = 8192
+"""NCCL_IB_AR_THRESHOLD of all releases where nobody sets it; from 2.30 on it is written -2."""
+_AUTOMATIC = -2
+_PLUGINS = re.compile(r"hpcx|nccl_rdma_sharp|aws-ofi-nccl|nccl-rdma-sharp|fastrak|gpudirect", re.I)
+_RAS_CRASHES = {(2, 26, 2), (2, 27, 7), (2, 29, 7)}
+"""Releases in which a question to the RAS thread has ended jobs."""
+_RIGHT_DETOURS = (2, 19)
+"""What NCCL's authors recommend against wrong results without P2P or PXN; the fix itself is not on record."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What counts, as rules look at it; a value that is not known is never there."""
+
+    settings: Mapping[str, Setting]
+    version: Version | None
+
+    def text(self, name: str) -> str | None:
+        """A value that is set and known."""
+        setting = self.settings.get(name)
+        return setting.value if setting is not None and setting.value else None
+
+    def number(self, name: str) -> int | None:
+        """The same as a number."""
+        text = self.text(name)
+        return None if text is None else number(text)
+
+    def default(self, name: str) -> int | None:
+        """A number that holds when nothing is set."""
+        return number(at(registry().variables[name].default, self.version) or "")
+
+    def since(self, *release: int) -> bool:
+        """Whether the release is known to be at least this one."""
+        return self.version is not None and self.version >= release
+
+
+def conflicts(settings: Mapping[str, Setting], version: Version | None) -> Iterator[Told]:
+    """Everything that does not go together."""
+    view = View(settings, version)
+    for rule in _RULES:
+        yield from rule(view)
+
+
+def plugin_on_path(path: str) -> str | None:
+    """The first folder of a library path that a network plugin of NCCL is known to lie in."""
+    return next((one for one in path.split(":") if _PLUGINS.search(one)), None)
+
+
+def _sockets(view: View) -> Iterator[Told]:
+    threads, sockets = view.number("NCCL_SOCKET_NTHREADS"), view.number("NCCL_NSOCKS_PERTHREAD")
+    if threads and sockets and threads * sockets > 64:
+        yield (
+            "NCCL_NSOCKS_PERTHREAD",
+            error(f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"),
+        )
+
+
+def _queue_pairs(view: View) -> Iterator[Told]:
+    split, pairs = view.number("NCCL_IB_SPLIT_DATA_ON_QPS"), view.number("NCCL_IB_QPS_PER_CONNECTION")
+    if split is not None and (pairs or 1) == 1:
+        yield (
+            "NCCL_IB_SPLIT_DATA_ON_QPS",
+            warning("does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"),
+        )
+    elif split is None and pairs is not None and pairs > 1:
+        default = at(registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version)
+        release = show_version(view.version) if view.version else "2.20 and later"
+        yield (
+            "NCCL_IB_QPS_PER_CONNECTION",
+            note(
+                f"NCCL_IB_SPLIT_DATA_ON_QPS is not set; {release} has {default}"
+                f" ({'split each message' if default == '1' else 'take the pairs in turn'})"
+            ),
+        )
+
+
+def _gid(view: View) -> Iterator[Told]:
+    index = view.number("NCCL_IB_GID_INDEX")
+    if index is None or index < 0:
+        return
+    others = [
+        name
+        for name in ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM")
+        if view.text(name)
+    ]
+    for name in others:
+        yield name, warning(f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
+    if view.version is None or view.since(2, 21):
+        newer = "" if view.version else "from 2.21 on "
+        yield (
+            "NCCL_IB_GID_INDEX",
+            warning(
+                f"{newer}NCCL finds it; a fixed index differs between nodes, reboots and containers:"
+                " leave it out, or say NCCL_IB_ADDR_FAMILY and NCCL_IB_ADDR_RANGE"
+            ),
+        )
+
+
+def _no_infiniband(view: View) -> Iterator[Told]:
+    named = view.text("NCCL_NET") or ""
+    net = named.lower()
+    off = view.number("NCCL_IB_DISABLE") == 1
+    if off and net == "ib":
+        yield "NCCL_NET", error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
+    elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
+        yield "NCCL_NET", error(f"{show(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
+    if off or net == "socket":
+        why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
+        for name in view.settings:
+            if name.startswith("NCCL_IB_") and name != "NCCL_IB_DISABLE" and name in registry().variables:
+                yield name, warning(f"does nothing: {why} turns InfiniBand and RoCE off")
+    plugin = plugin_on_path(view.text("LD_LIBRARY_PATH") or "")
+    if off and plugin and (view.text("NCCL_NET_PLUGIN") or "").lower() != "none":
+        yield (
+            "NCCL_IB_DISABLE",
+            warning(
+                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {show(plugin)};"
+                " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out"
+            ),
+        )
+
+
+def _bounds(view: View) -> Iterator[Told]:
+    for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS", "NRINGS"):
+        low, high = view.number(f"NCCL_MIN_{what}"), view.number(f"NCCL_MAX_{what}")
+        if low is not None and high is not None and low > high:
+            yield f"NCCL_MIN_{what}", error(f"{low} is above NCCL_MAX_{what}={high}")
+    for end in ("MIN", "MAX"):
+        if view.text(f"NCCL_{end}_CTAS") and view.text(f"NCCL_{end}_NCHANNELS"):
+            yield (
+                f"NCCL_{end}_NCHANNELS",
+                warning(f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"),
+            )
+        if view.text(f"NCCL_{end}_NRINGS") and view.text(f"NCCL_{end}_NCHANNELS"):
+            yield f"NCCL_{end}_NRINGS", warning(f"is ignored beside NCCL_{end}_NCHANNELS")
+
+
+def _chunks(view: View) -> Iterator[Told]:
+    buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
+    step = buffer // _STEPS
+    chunk = view.number("NCCL_CHUNK_SIZE")
+    if chunk is not None and chunk >= _MIB:
+        yield (
+            "NCCL_CHUNK_SIZE",
+            warning(f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"),
+        )
+    for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
+        size = view.number(name)
+        if size is not None and size > step and (view.version is None or view.since(2, 19)):
+            text = f"{size} is cut to {step}, an eighth of NCCL_BUFFSIZE"
+            yield name, note(f"{text}; {size * _STEPS} there would let it count, and takes that much memory")
+
+
+def _adaptive_routing(view: View) -> Iterator[Told]:
+    """The size from which on data goes apart from its notice: src/transport/net_ib/p2p.cc:131 of 2.30.7.
+
+    What it costs: N#1050.
+    """
+    name = "NCCL_IB_AR_THRESHOLD"
+    threshold = view.number(name)
+    if threshold is None or threshold == _AUTOMATIC:
+        return
+    buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
+    if threshold > buffer:
+        yield (
+            name,
+            warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
+        )
+    elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
+        yield name, warning("does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
+    elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
+        yield name, warning("is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order")
+    elif threshold < _ROUTED_FROM:
+        sizes = "all messages" if threshold <= 0 else f"messages of {threshold} to {_ROUTED_FROM} bytes"
+        roce = (
+            "NCCL_IB_ADAPTIVE_ROUTING=1 needs switches and adapters that are set up for it"
+            if view.number("NCCL_IB_ADAPTIVE_ROUTING") == 1
+            else "it does nothing without NCCL_IB_ADAPTIVE_ROUTING=1"
+        )
+        text = (
+            f"{threshold}: {sizes} cost a second work request each, and small ones take longer;"
+            f" {_ROUTED_FROM} is the default, and large ones gain nothing. It is wrong where adaptive routing"
+            f" is off: on InfiniBand it must be on for the service level of NCCL_IB_SL, on RoCE {roce}"
+        )
+        yield name, warning(text, "; leave it out, unless small messages were measured to gain")
+
+
+def _algorithms(view: View) -> Iterator[Told]:
+    algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
+    chosen = parse_selection("NCCL_ALGO", algo, view.version) if algo else None
+    if chosen is not None and chosen.is_valid:
+        left = frozenset().union(*chosen.chosen.values()) if chosen.chosen else frozenset()
+        needs = (
+            ("NCCL_NVLS_ENABLE", {"nvls", "nvlstree"}, view.number("NCCL_NVLS_ENABLE") == 0),
+            ("NCCL_PAT_ENABLE", {"pat"}, view.number("NCCL_PAT_ENABLE") == 0),
+            (
+                "NCCL_COLLNET_ENABLE",
+                {"collnet", "collnetchain", "collnetdirect"},
+                view.number("NCCL_COLLNET_ENABLE") != 1,
+            ),
+        )
+        for switch, names, is_off in needs:
+            wanted = sorted(chosen.words & names)
+            if is_off and wanted:
+                alone = left <= names
+                say = error if alone else warning
+                yield "NCCL_ALGO", say(f"asks for {', '.join(wanted)}, which {switch} has turned off")
+    if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY)):
+        other = parse_selection("NCCL_PROTO", proto, view.version)
+        lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
+        if lost:
+            yield (
+                "NCCL_ALGO",
+                error(
+                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={show(proto)} covers: from 2.31"
+                    f" on they have no algorithm",
+                    f"; write {show(f'ring,tree;{algo}')}",
+                    f"ring,tree;{algo}",
+                ),
+            )
+
+
+def _symmetric(view: View) -> Iterator[Told]:
+    kernels = view.text("NCCL_SYM_KERNEL")
+    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY)):
+        yield (
+            "NCCL_SYM_KERNEL",
+            warning(
+                "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
+                " not registered fail; name some in NCCL_ALGO too"
+            ),
+        )
+
+
+def _protocols(view: View) -> Iterator[Told]:
+    algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
+    if not algo or not proto:
+        return
+    algorithms = parse_selection("NCCL_ALGO", algo, view.version)
+    protocols = parse_selection("NCCL_PROTO", proto, view.version)
+    if not algorithms.is_valid or not protocols.is_valid:
+        return
+    for function, left in algorithms.chosen.items():
+        simple = left and left.isdisjoint({"ring", "tree"}) and function not in stranded(algorithms)
+        if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
+            yield (
+                "NCCL_PROTO",
+                error(
+                    f"{show(proto)} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"
+                ),
+            )
+
+
+def _memory(view: View) -> Iterator[Told]:
+    if view.number("NCCL_MNNVL_ENABLE") == 1 and view.number("NCCL_CUMEM_ENABLE") == 0:
+        yield "NCCL_CUMEM_ENABLE", error("is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
+    if view.number("NCCL_P2P_DISABLE") == 1 and view.text("NCCL_P2P_LEVEL"):
+        yield "NCCL_P2P_LEVEL", warning("is not looked at: NCCL_P2P_DISABLE=1")
+    if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
+        yield "NCCL_SHM_DISABLE", warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC")
+    if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
+        text = "is 1, which fails at start with several ranks on a GPU"
+        yield "NCCL_NVLS_ENABLE", error(text, "; use 2 or 0", "2")
+    mixing, ordering = (
+        view.number("NCCL_GRAPH_MIXING_SUPPORT"),
+        view.number("NCCL_GRAPH_STREAM_ORDERING"),
+    )
+    if mixing == 1 and ordering == 0:
+        yield (
+            "NCCL_GRAPH_STREAM_ORDERING",
+            warning("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
+        )
+
+
+def _partition(view: View) -> Iterator[Told]:
+    value = view.number("NCCL_IB_PKEY_VALUE")
+    if view.text("NCCL_IB_PKEY") and value is not None and value >= 0:
+        yield "NCCL_IB_PKEY", warning("is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
+
+
+def _traffic_class(view: View) -> Iterator[Told]:
+    for name in TRAFFIC:
+        value = view.number(name)
+        if value is not None and 0 < value <= 255:
+            what = decode(value)
+            no_marks = value & 3 == 0
+            hint = "; so that marking hangs on the NIC setting its bits itself" if no_marks else ""
+            yield name, note(f"is {what}; the switches must map it{hint}")
+    ours, theirs = view.number("NCCL_IB_TC"), view.number("UCX_IB_TRAFFIC_CLASS")
+    if ours is None or theirs is None or not (0 <= ours <= 255 and 0 <= theirs <= 255):
+        return
+    for one in agreement({"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True):
+        yield "UCX_IB_TRAFFIC_CLASS", warning(one.text)
+
+
+def _interfaces(view: View) -> Iterator[Told]:
+    ours, gloo = view.text("NCCL_SOCKET_IFNAME"), view.text("GLOO_SOCKET_IFNAME")
+    if gloo:
+        if gloo[0] in "^=":
+            yield "GLOO_SOCKET_IFNAME", error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names")
+        elif ours and not any(parse_devices(ours).takes(one) for one in gloo.split(",")):
+            yield (
+                "GLOO_SOCKET_IFNAME",
+                warning(f"is {show(gloo)}, which NCCL_SOCKET_IFNAME {show(ours)} leaves out"),
+            )
+    entries = (view.text("UCX_NET_DEVICES") or "").split(",")
+    bare = re.compile(r"mlx5_\d+|bnxt_re\d+")
+    with_ports = ",".join(f"{entry}:1" if bare.fullmatch(entry) else entry for entry in entries)
+    for entry in filter(bare.fullmatch, entries):
+        text = f"{entry} has no port and matches nothing"
+        yield "UCX_NET_DEVICES", error(text, f"; write {entry}:1", with_ports)
+
+
+def _debugging(view: View) -> Iterator[Told]:
+    level, path = (view.text("NCCL_DEBUG") or "").upper(), view.text("NCCL_DEBUG_FILE")
+    levels = (view.text("NCCL_DEBUG_LEVELS") or "").upper()
+    if view.text("NCCL_DEBUG_SUBSYS") and level not in ("INFO", "TRACE") and "INFO" not in levels:
+        yield "NCCL_DEBUG_SUBSYS", note("does nothing until NCCL_DEBUG is INFO or TRACE")
+    if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
+        yield (
+            "NCCL_DEBUG_FILE",
+            warning(
+                "ranks write over each other's file",
+                f"; write {show(f'{path}.%h.%p')}",
+                f"{path}.%h.%p",
+            ),
+        )
+
+
+def _old_detours(view: View) -> Iterator[Told]:
+    """Ways around P2P and PXN that gave wrong sums: seen with 2.15.5, and answered with `use 2.19`."""
+    if view.version is None or view.version >= _RIGHT_DETOURS:
+        return
+    for name in ("NCCL_P2P_DISABLE", "NCCL_PXN_DISABLE"):
+        if view.number(name) == 1:
+            release, right = show_version(view.version), show_version(_RIGHT_DETOURS)
+            text = (
+                f"allreduce between nodes has given wrong results with it in old releases (this is {release})"
+            )
+            yield name, warning(f"{text}; take it out, or use NCCL {right}")
+
+
+def _ras(view: View) -> Iterator[Told]:
+    version = view.version
+    if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
+        release = show_version(version)
+        yield "NCCL_RAS_ENABLE", note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off")
+
+
+def _torch(view: View) -> Iterator[Told]:
+    for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "AVOID_RECORD_STREAMS"):
+        if view.text(f"NCCL_{name}") and view.text(f"TORCH_NCCL_{name}"):
+            yield f"NCCL_{name}", warning(f"stands beside TORCH_NCCL_{name}, its new name; take it out")
+    waits = view.number("TORCH_NCCL_BLOCKING_WAIT") == 1 or view.number("NCCL_BLOCKING_WAIT") == 1
+    if waits and (view.number("TORCH_NCCL_ASYNC_ERROR_HANDLING") or 0) > 0:
+        yield "TORCH_NCCL_ASYNC_ERROR_HANDLING", warning("does nothing beside TORCH_NCCL_BLOCKING_WAIT=1")
+
+
+def _open_mpi(view: View) -> Iterator[Told]:
+    rules, use = (
+        view.text("OMPI_MCA_coll_tuned_dynamic_rules_filename"),
+        view.number("OMPI_MCA_coll_tuned_use_dynamic_rules"),
+    )
+    if rules and use != 1:
+        yield (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
+            error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
+        )
+    elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
+        yield (
+            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
+            note(
+                "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
+                " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all"
+            ),
+        )
+
+
+_RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
+    _sockets,
+    _queue_pairs,
+    _gid,
+    _no_infiniband,
+    _bounds,
+    _chunks,
+    _adaptive_routing,
+    _algorithms,
+    _protocols,
+    _symmetric,
+    _memory,
+    _partition,
+    _traffic_class,
+    _interfaces,
+    _debugging,
+    _old_detours,
+    _ras,
+    _torch,
+    _open_mpi,
+)

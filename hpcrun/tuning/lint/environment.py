@@ -1,0 +1,278 @@
+"""Where settings come from and which of several wins: shell, profile, job, script, container, nccl.conf.
+
+The process's environment beats the files. Among the files NCCL takes the user's (NCCL_CONF_FILE from 2.23 on,
+else ~/.nccl.conf) before /etc/nccl.conf, each for what is not set yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcrun.errors import UsageError
+from hpcrun.tuning.issue import Fault, error, warning
+from hpcrun.tuning.registry.registry import Version
+
+_ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
+_NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
+_VALUELESS = re.compile(r"(?:export|declare -x) [A-Za-z_][A-Za-z0-9_]*")
+_ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "v": "\v", "f": "\f", "E": "\x1b"}
+_LONGEST = 1023
+"""What NCCL keeps of a name or a value in a file."""
+_MOST_BYTES = 2**24
+SITE_CONF = Path("/etc/nccl.conf")
+CONF_FILE_SINCE: Version = (2, 23)
+_PORTABLE: Version = (2, 30)
+"""From here on a line may end as on Windows, and the user's file is looked for in $HOME."""
+"""From here on NCCL_CONF_FILE names the user's file."""
+SECRET = frozenset({"NCCL_PSK"})
+"""Whose values are never printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One place that sets one variable."""
+
+    name: str
+    value: str | None
+    """None: a shell computes it, so that it is not known here."""
+    origin: str
+    """In a word: shell, script, container, job, profile, or the file."""
+    where: str
+    """With its line where it has one."""
+    is_exported: bool = True
+    faults: tuple[Fault, ...] = ()
+    raw: str = ""
+    """How it is written, where that says more than the value."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one source sets and takes away; `fills`: only what is not set before."""
+
+    title: str
+    settings: tuple[Setting, ...] = ()
+    removed: Mapping[str, str] = field(default_factory=dict)
+    """Names that it takes out, and where."""
+    fills: bool = False
+    notes: tuple[str, ...] = ()
+    """What it could not see into."""
+    used: frozenset[str] = frozenset()
+    """Names whose value a script itself hands on, as `$NAME`."""
+    read: int | None = None
+    """Commands of a script that were read; None for what is no script."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """All that sets one variable; the first that stands is what counts."""
+
+    name: str
+    winner: Setting | None
+    """None: it was taken away again, or never exported."""
+    steps: tuple[tuple[Setting, str], ...]
+    """Every setting in the order of the layers, and what becomes of it."""
+
+
+def resolve(layers: Sequence[Layer]) -> dict[str, Chain]:
+    """For every name who sets it and who wins; layers from the weakest on, those that fill at the end."""
+    state: dict[str, Setting] = {}
+    steps: dict[str, list[tuple[Setting, str]]] = {}
+    for layer in layers:
+        for setting in layer.settings:
+            story = steps.setdefault(setting.name, [])
+            held = state.get(setting.name)
+            if layer.fills and held is not None:
+                story.append((setting, f"not looked at: {held.where} sets it"))
+                continue
+            if not setting.is_exported and held is None:
+                story.append((setting, "not exported: no other process sees it"))
+                continue
+            if held is not None:
+                at = next(i for i, (one, _) in enumerate(story) if one is held)
+                story[at] = (held, f"replaced at {setting.where}")
+            state[setting.name] = setting
+            story.append((setting, "counts"))
+        for name, where in layer.removed.items():
+            gone = state.pop(name, None)
+            if gone is not None:
+                at = next(i for i, (one, _) in enumerate(steps[name]) if one is gone)
+                steps[name][at] = (gone, f"taken away at {where}")
+    return {name: Chain(name, state.get(name), tuple(story)) for name, story in steps.items()}
+
+
+def printable(setting: Setting) -> str | None:
+    """A value as it may be shown."""
+    return "(hidden)" if setting.name in SECRET and setting.value else setting.value
+
+
+def effective(chains: Mapping[str, Chain]) -> dict[str, Setting]:
+    """What counts in the end."""
+    return {name: chain.winner for name, chain in chains.items() if chain.winner is not None}
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a person named; UsageError in one line when it cannot be had."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except OSError as problem:
+        raise UsageError(f"{path}: cannot be read: {problem.strerror}") from None
+    if len(content) > _MOST_BYTES:
+        raise UsageError(f"{path}: is larger than {_MOST_BYTES >> 20} MiB; that is no list of variables")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not text in UTF-8") from None
+
+
+def shell_layer(environ: Mapping[str, str], title: str = "shell") -> Layer:
+    """The environment of a process that is at hand."""
+    return Layer(title, tuple(Setting(name, value, title, title) for name, value in environ.items()))
+
+
+def parse_dump(text: str, name: str, origin: str) -> Layer:
+    """An environment that was written down: `env`, `env -0`, `export -p`, /proc/PID/environ, an env-file.
+
+    Also the JSON of `docker inspect` or `skopeo inspect --config`. UsageError where nothing in it is one.
+    """
+    if text.lstrip()[:1] in ("[", "{"):
+        pairs = _from_json(text, name)
+    elif "\0" in text:
+        pairs = [(0, one) for one in text.split("\0") if one]
+    else:
+        pairs = list(_lines(text))
+    settings = []
+    for line, pair in pairs:
+        match = _ASSIGNMENT.fullmatch(pair)
+        if match is None:
+            if line == 0:
+                continue
+            raise UsageError(f"{name}:{line}: {pair[:60]!r} is no NAME=VALUE; write down `env` or `env -0`")
+        value = _unquoted(match[2]) if _NAMED.fullmatch(pair) else match[2]
+        settings.append(Setting(match[1], value, origin, f"{name}:{line}" if line else name))
+    return Layer(name, tuple(settings))
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """Assignments with their line; what follows one without being one belongs to its value."""
+    start, held = 0, ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        content = line.removesuffix("\r")
+        if _ASSIGNMENT.fullmatch(content):
+            if start:
+                yield start, held
+            start, held = number, content
+        elif _VALUELESS.fullmatch(content):
+            continue
+        elif start and content and not content.startswith("#"):
+            held += f"\n{content}"
+        elif content.strip() and not content.startswith("#"):
+            yield number, content
+    if start:
+        yield start, held
+
+
+def _unquoted(text: str) -> str:
+    """What `export -p` wrote in quotes."""
+    if len(text) >= 3 and text.startswith("$'") and text.endswith("'"):
+        return re.sub(r"\\(.)", lambda match: _ANSI.get(match[1], match[1]), text[2:-1], flags=re.S)
+    if len(text) >= 2 and text[0] == text[-1] == '"':
+        return re.sub(r'\\([\\"$`])', r"\1", text[1:-1])
+    if len(text) >= 2 and text[0] == text[-1] == "'":
+        return text[1:-1].replace("'\\''", "'")
+    return text
+
+
+def _from_json(text: str, name: str) -> list[tuple[int, str]]:
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{name}: begins like JSON and is none; write NAME=VALUE lines instead") from None
+    if isinstance(found, list) and found and isinstance(found[0], dict):
+        found = found[0]
+    for key in ("Config", "config", "Env", "env"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise UsageError(f"{name}: holds no list of NAME=VALUE; give `docker inspect IMAGE`, or lines")
+    return [(0, one) for one in found]
+
+
+def conf_paths(value: str | None, version: Version | None, root: Path = Path("/")) -> list[Path]:
+    """The files that NCCL reads, those that win first; `value` is NCCL_CONF_FILE's."""
+    site = root / SITE_CONF.relative_to("/")
+    if value and (version is None or version >= CONF_FILE_SINCE):
+        below = root / value.lstrip("/")
+        return [below if value.startswith("/") and below.exists() else Path(value), site]
+    home = os.environ.get("HOME") if version is not None and version >= _PORTABLE else None
+    try:
+        home = home or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return [site]
+    return [root / home.lstrip("/") / ".nccl.conf", site]
+
+
+def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Layer:
+    """A configuration file as NCCL reads it: # in the first column alone, nothing is trimmed or unquoted."""
+    settings = []
+    for number, raw in enumerate(text.split("\n"), start=1):
+        line = raw.removesuffix("\r") if version is not None and version >= _PORTABLE else raw
+        if line.startswith("#") or not line.strip():
+            continue
+        where = f"{name}:{number}"
+        key, equals, value = line.partition("=")
+        if not equals:
+            fault = error("has no `=` and is passed over")
+            settings.append(Setting(key.strip(), None, name, where, False, (fault,), line))
+            continue
+        settings.append(
+            Setting(
+                key[:_LONGEST],
+                value[:_LONGEST],
+                name,
+                where,
+                True,
+                tuple(_conf_faults(key, value, version)),
+                line,
+            )
+        )
+    return Layer(name, tuple(_repaired(settings)), fills=True)
+
+
+def _repaired(settings: Sequence[Setting]) -> Iterator[Setting]:
+    """A name that blanks keep NCCL from knowing is told by the name that was meant, and does not count."""
+    for one in settings:
+        meant = one.name.strip().removeprefix("export ").strip()
+        if meant != one.name:
+            yield Setting(meant, one.value, one.origin, one.where, False, one.faults, one.raw)
+        else:
+            yield one
+
+
+def _conf_faults(key: str, value: str, version: Version | None) -> Iterator[Fault]:
+    if key.strip().startswith("export "):
+        yield error("this is no shell: `export` becomes part of the name; take it out")
+    elif key != key.strip():
+        yield error("the blank is part of the name; take it out")
+    if value.endswith("\r"):
+        text = "the line ends as on Windows, and that end is part of the value"
+        yield error(text) if version is not None else warning(f"{text} before NCCL 2.30")
+    elif value != value.strip():
+        yield warning("the blank is part of the value; take it out")
+    if value[:1] in ("'", '"'):
+        yield error("the quotes are part of the value; take them out")
+    if re.search(r"\s#", value):
+        yield error("a comment behind the value is part of it; give it a line of its own")
+    if "$" in value:
+        yield error("this is no shell: $ is not replaced")
+    if len(key) > _LONGEST or len(value) > _LONGEST:
+        yield error(f"NCCL keeps {_LONGEST} characters and drops the rest")

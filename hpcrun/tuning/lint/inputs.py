@@ -1,0 +1,235 @@
+"""What the verbs look at: environment, files and job that a person named, in the order of their power."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcrun.errors import UsageError
+from hpcrun.tuning.issue import Complaint
+from hpcrun.tuning.lint.environment import (
+    CONF_FILE_SINCE,
+    Layer,
+    Setting,
+    conf_paths,
+    effective,
+    parse_dump,
+    parse_nccl_conf,
+    read_text,
+    resolve,
+    shell_layer,
+)
+from hpcrun.tuning.lint.lint import Report, lint, worst_first
+from hpcrun.tuning.lint.named_files import kind_of, named_files
+from hpcrun.tuning.lint.rank_environments import RankDump, compare_ranks, rank_dump
+from hpcrun.tuning.lint.script_exports import drops_shell, parse_script
+from hpcrun.tuning.registry.nccl_library import Found, find_library, library_of_job
+from hpcrun.tuning.registry.registry import Version
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.specs.load import ResolvedJob
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What was named on the command line."""
+
+    job: Path | None = None
+    overrides: Sequence[str] = ()
+    """key=value, over the job file."""
+    cluster: str | None = None
+    """Which profile, instead of the job's."""
+    script: Path | None = None
+    nccl_conf: Sequence[Path] = ()
+    """In place of the files that NCCL looks for."""
+    env: Sequence[Path] = ()
+    """Environments that ranks wrote down, in place of this shell's."""
+    container_env: Path | None = None
+    nccl_version: str | None = None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Layers of settings, from the weakest on, the ranks' dumps, and the NCCL in use."""
+
+    bases: tuple[Layer, ...]
+    """The shell's environment, or one for each dump."""
+    above: tuple[Layer, ...]
+    """What stands over each of them."""
+    library: Found
+    dumps: tuple[RankDump, ...] = ()
+    elsewhere: tuple[str, ...] = ()
+    """Why files that are named are not looked for here; empty: they are."""
+    notes: tuple[str, ...] = ()
+    confs: tuple[Path, ...] | None = None
+    """The files that were named; None: those that NCCL finds."""
+    advice: tuple[Layer, ...] = ()
+    """What hpcrun sets for the job, where nobody else has."""
+
+    def layers(self, base: Layer) -> list[Layer]:
+        """All layers over one environment, the configuration files and hpcrun's settings included."""
+        over = [base, *self.above]
+        found = effective(resolve(over)).get("NCCL_CONF_FILE")
+        value = found.value if found else None
+        return [*over, *_conf_layers(self.confs, value, self.library.version), *self.advice]
+
+
+def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
+    """Read everything; UsageError in one line where a file that was named cannot be read."""
+    bases, notes = _bases(sources, environ)
+    image = _image(sources.container_env)
+    above: list[Layer] = []
+    job: ResolvedJob | None = None
+    cluster: ClusterSpec | None = None
+    if sources.script is not None:
+        above.append(parse_script(read_text(sources.script), str(sources.script)))
+    if sources.job is not None:
+        job, cluster = _load(sources.job, sources.overrides, sources.cluster)
+        above += _setup(cluster)
+        # What job and profile name is handed into the container; the rest keeps the image's values.
+        above += [*image, *_job_layers(job, cluster)]
+        if job.spec.modules or (cluster and cluster.modules.load):
+            notes.append("what the job's modules set is not known here")
+    else:
+        above += image
+    if image:
+        notes.append(f"{sources.container_env}: taken to win over what comes from outside the container")
+    counts = effective(resolve([bases[0], *above]))
+    values = {name: one.value for name, one in counts.items() if one.value is not None}
+    library = (
+        library_of_job(job.spec, cluster, sources.nccl_version, values)
+        if job
+        else find_library(sources.nccl_version, environ=values)
+    )
+    confs = tuple(sources.nccl_conf) or None
+    advice = tuple(_advice(job, cluster, library.version, values, notes)) if job else ()
+    return Gathered(
+        tuple(bases),
+        tuple(above),
+        library,
+        tuple(map(rank_dump, bases)) if len(bases) > 1 else (),
+        tuple(_elsewhere(sources, job)),
+        tuple(notes),
+        confs,
+        advice,
+    )
+
+
+def report_on(gathered: Gathered) -> Report:
+    """All that is wrong in it: in each environment, and between them."""
+    reports = [lint(gathered.layers(base), gathered.library.version) for base in gathered.bases]
+    findings: dict[tuple[str, str, str], Complaint] = {}
+    files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
+    apart = bool(files) and len(set(files)) == len(files)
+    missing = [one for base in gathered.bases for one in _missing_files(gathered, base)]
+    for one in (*missing, *(found for report in reports for found in report.findings)):
+        if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
+            findings.setdefault((one.level, one.name, one.text), one)
+    notes = (*gathered.notes, *reports[0].notes)
+    if gathered.elsewhere and any(kind_of(name) for name in reports[0].chains):
+        notes += (f"files that variables name were not looked for: {gathered.elsewhere[0]}",)
+    whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
+    return Report(whole, reports[0].chains, notes, reports[0].read)
+
+
+def _bases(sources: Sources, environ: Mapping[str, str]) -> tuple[list[Layer], list[str]]:
+    if sources.env:
+        return [parse_dump(read_text(path), str(path), "env") for path in sources.env], []
+    if sources.script is not None and drops_shell(read_text(sources.script)):
+        note = f"{sources.script}: its --export keeps this shell's environment out, so that was not looked at"
+        return [Layer("shell")], [note]
+    return [shell_layer(environ)], []
+
+
+def _image(path: Path | None) -> list[Layer]:
+    return [] if path is None else [parse_dump(read_text(path), str(path), "container")]
+
+
+def _load(
+    path: Path, overrides: Sequence[str], cluster: str | None
+) -> tuple[ResolvedJob, ClusterSpec | None]:
+    from hpcrun.specs.cluster import find_cluster
+    from hpcrun.specs.load import load_job
+
+    resolved = load_job(path, overrides)
+    name = cluster or resolved.spec.cluster
+    return resolved, None if name == "local" else find_cluster(None if name in (None, "default") else name)
+
+
+def _setup(cluster: ClusterSpec | None) -> Iterator[Layer]:
+    if cluster is not None and cluster.setup:
+        yield parse_script("\n".join(cluster.setup), f"profile {cluster.name} setup")
+
+
+def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[Layer]:
+    from hpcrun.specs.fields import given
+
+    if cluster is not None:
+        title = f"profile {cluster.name}"
+        env = given(cluster.env).items()
+        yield Layer(title, tuple(Setting(name, value, "profile", f"{title} env") for name, value in env))
+    where = resolved.document.where
+    env = given(resolved.spec.env).items()
+    yield Layer("job", tuple(Setting(name, value, "job", where(f"env.{name}")) for name, value in env))
+
+
+def _advice(
+    job: ResolvedJob,
+    cluster: ClusterSpec | None,
+    version: Version | None,
+    environ: Mapping[str, str],
+    notes: list[str],
+) -> Iterator[Layer]:
+    """What `submit` adds; a profile that is wrong there costs these settings, and a note says so."""
+    from hpcrun.tuning.job_settings import advise_job, foresee
+
+    try:
+        found = advise_job(job.spec, cluster, nccl=version)
+        led = foresee(job.spec, cluster, environ, version).environment()
+    except UsageError as error:
+        notes.append(f"hpcrun sets nothing: {error}")
+        return
+    settings = (
+        Setting(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
+        for one in found.everywhere
+    )
+    yield Layer("hpcrun", tuple(settings), fills=True)
+
+
+def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Version | None) -> Iterator[Layer]:
+    if named is not None:
+        yield from (parse_nccl_conf(read_text(path), str(path), version) for path in named)
+        return
+    for path in conf_paths(value, version):
+        try:
+            found = path.is_file()
+        except OSError:
+            found = False
+        if found:
+            yield parse_nccl_conf(read_text(path), str(path), version)
+
+
+def _elsewhere(sources: Sources, job: ResolvedJob | None) -> Iterator[str]:
+    if sources.container_env is not None or (job is not None and job.spec.container is not None):
+        yield "ranks run in a container, which has files of its own"
+    elif sources.env:
+        yield "the environment was written down elsewhere"
+
+
+def _missing_files(gathered: Gathered, base: Layer) -> Iterator[Complaint]:
+    """Files that settings name and that this host has not; those of a job's own may be on its nodes alone."""
+    if gathered.elsewhere:
+        return
+    counts = effective(resolve(gathered.layers(base)))
+    values = {name: one.value for name, one in counts.items() if one.value}
+    old = gathered.library.version is not None and gathered.library.version < CONF_FILE_SINCE
+    for one in named_files(values):
+        if (one.kind == "settings" and (old or gathered.confs is not None)) or not one.lacks:
+            continue
+        setting = counts[one.variable]
+        is_here = setting.origin == "shell" or "/" in setting.origin
+        text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
+        yield Complaint("warning" if is_here else "note", one.variable, text, setting.where)

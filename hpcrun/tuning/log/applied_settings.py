@@ -1,0 +1,153 @@
+"""Whether settings were taken up: applied only with the line that proves it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from hpcrun.specs.settings import Setting, Settings
+from hpcrun.tuning.log.nccl_log import (
+    chosen_in,
+    interface_in,
+    lacks_adapters,
+    nics_in,
+    refused_in,
+    speaker_of,
+    variable_in,
+    version_in,
+)
+from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.nccl_grammar import parse_selection
+from hpcrun.tuning.registry.registry import Version, parse_version, release_of
+from hpcrun.tuning.registry.values import number
+
+Verdict = Literal["applied", "ignored", "unknown"]
+
+_UCX_SET = re.compile(r"UCX\s+INFO\s+UCX_\* env variables?: (.*)")
+_UCX_UNUSED = re.compile(r"UCX\s+WARN\s+unused environment variables?: (.*)")
+
+
+@dataclass(frozen=True)
+class Uptake:
+    """What became of one setting."""
+
+    name: str
+    value: str
+    verdict: Verdict
+    line: str
+    """The line that proves it; for `unknown`, why there is none."""
+    node: str | None = None
+
+    def as_json(self) -> dict[str, str | None]:
+        """Plain values."""
+        return asdict(self)
+
+
+def prove(settings: Settings, log: str) -> tuple[Uptake, ...]:
+    """What a job's log says about its settings; NCCL_DEBUG=INFO makes it say most."""
+    lines = [(speaker_of(line), line) for line in log.splitlines()]
+    found = []
+    for one in settings.everywhere:
+        others = {_short(node) for node in settings.by_node if one.name in settings.of_node(node)}
+        found.append(_judge(one, [line for node, line in lines if node not in others], None))
+    for node, of in settings.by_node.items():
+        found += [_judge(one, [line for who, line in lines if who == _short(node)], node) for one in of]
+    return tuple(found)
+
+
+def _short(node: str) -> str:
+    return node.partition(".")[0]
+
+
+def _judge(one: Setting, lines: Sequence[str], node: str | None) -> Uptake:
+    verdict, line = _of_ucx(one, lines) if one.name.startswith("UCX_") else _of_nccl(one, lines)
+    return Uptake(one.name, one.value, verdict, line, node)
+
+
+def _of_nccl(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
+    if not one.name.startswith("NCCL_"):
+        return "unknown", "no log tells of it"
+    version = _version(lines)
+    against = next((line.strip() for line in lines if _contradicts(one, line, version)), "")
+    if against:
+        return "ignored", against
+    said = [(variable_in(line), line.strip()) for line in lines]
+    proof = next((line for variable, line in said if variable and variable[0] == one.name), "")
+    proof = proof or next((line.strip() for line in lines if _shows(one, line)), "")
+    if proof:
+        return "applied", proof
+    speaks = next((line for variable, line in reversed(said) if variable), "")
+    if speaks:
+        return "unknown", f"the log tells of other variables and not of this one: {speaks}"
+    return "unknown", "the log does not tell; run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET"
+
+
+def _version(lines: Sequence[str]) -> Version | None:
+    told = next((found[1] for line in lines if (found := version_in(line))), None)
+    return parse_version(told, "the log") if told else None
+
+
+def _contradicts(one: Setting, line: str, version: Version | None) -> bool:
+    """Whether a line shows that it is not read, or something else in use than what was asked for."""
+    told, needs = version_in(line), release_of(one)
+    if told and needs and parse_version(told[1], "the log") < needs:
+        return True
+    variable = variable_in(line)
+    if refused_in(line) == one.name or (
+        variable and variable[0] == one.name and not _same(variable[1], one.value)
+    ):
+        return True
+    wanted = parse_devices(one.value)
+    if one.name == "NCCL_SOCKET_IFNAME":
+        used = interface_in(line)
+        return used is not None and not wanted.takes(used)
+    if one.name == "NCCL_IB_HCA":
+        return lacks_adapters(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
+    return one.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(one, line, version)
+
+
+def _same(told: str, value: str) -> bool:
+    """NCCL prints numbers in tens, however they were written."""
+    return told == value or (number(value) is not None and number(told) == number(value))
+
+
+def _adapters(line: str) -> list[tuple[str, int]]:
+    """Those in use, with their ports."""
+    words = [nic.partition(":") for nic in nics_in(line)] if "NET/IB" in line else []
+    return [(name, int(found[0])) for name, _, rest in words if (found := re.match(r"\d{1,3}", rest))]
+
+
+def _was_not_chosen(one: Setting, line: str, version: Version | None) -> bool:
+    """Whether a call went by an algorithm, or a protocol, that the value leaves out."""
+    choice = chosen_in(line)
+    if choice is None:
+        return False
+    allowed = parse_selection(one.name, one.value, version).chosen
+    if choice.collective.lower() not in allowed:
+        return False
+    taken = choice.algo if one.name == "NCCL_ALGO" else choice.proto
+    return taken.lower() not in allowed[choice.collective.lower()]
+
+
+def _shows(one: Setting, line: str) -> bool:
+    """Whether a line shows the interface or the devices in use, all of those that were asked for."""
+    wanted = parse_devices(one.value)
+    if not wanted.entries or wanted.excludes:
+        return False
+    if one.name == "NCCL_SOCKET_IFNAME":
+        used = interface_in(line)
+        return used is not None and wanted.takes(used)
+    used_names = {name for name, _ in _adapters(line)}
+    return one.name == "NCCL_IB_HCA" and used_names == set(wanted.names)
+
+
+def _of_ucx(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
+    for line in lines:
+        unused, given = _UCX_UNUSED.search(line), _UCX_SET.search(line)
+        if unused and re.search(rf"\b{one.name}\b", unused[1]):
+            return "ignored", line.strip()
+        if given and f"{one.name}={one.value}" in given[1].split():
+            return "applied", line.strip()
+    return "unknown", "the log does not tell; run with UCX_LOG_LEVEL=info"

@@ -1,0 +1,127 @@
+"""NCCL's own warnings by a few of their words: where each is printed, in which releases, and whose it is.
+
+The table is nccl_messages.tsv, sorted, a row a message; benchmarks/log_knowledge.py makes it from NCCL's
+source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args
+
+from hpcrun.tuning.registry.registry import Version, parse_version
+
+Subsystem = Literal[
+    "bootstrap",
+    "socket",
+    "ib",
+    "nvls",
+    "p2p",
+    "shm",
+    "topology",
+    "cuda",
+    "proxy",
+    "plugin",
+    "ras",
+    "registration",
+    "argument",
+    "internal",
+    "environment",
+]
+Whose = Literal["ours", "theirs", "system"]
+Role = Literal["cause", "follows", "harmless"]
+_SUBSYSTEMS: dict[str, Subsystem] = {name: name for name in get_args(Subsystem)}
+_WHOSE: dict[str, Whose] = {name: name for name in get_args(Whose)}
+_ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
+TABLE = Path(__file__).with_name("nccl_messages.tsv")
+_SHORT = 10
+"""Letters of a fragment that tell a message where the line's file is unknown or of the same subsystem."""
+_SURE = 20
+"""Letters that do where the line's file is of another subsystem."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One warning of NCCL's."""
+
+    fragment: str
+    """Words that tell it from all others; empty where the text is built when it is printed."""
+    files: tuple[str, ...]
+    first: Version
+    last: Version
+    """The newest release of the table that has it."""
+    subsystem: Subsystem
+    whose: Whose
+    """ours: the program's or its settings'; theirs: NCCL's own check; system: driver, network or host."""
+    role: Role
+    meaning: str
+    """The entry of nccl_warnings.yaml; empty where it has none of its own."""
+
+
+@cache
+def messages() -> tuple[Message, ...]:
+    """The whole table."""
+    rows = TABLE.read_text(encoding="utf-8").splitlines()
+    return tuple(_message(row.split("\t")) for row in rows if row and not row.startswith("#"))
+
+
+def find_message(text: str, place: str) -> Message | None:
+    """The message that a line is: the longest words that fit, of the line's own file where it can be."""
+    here = subsystem_of(place) if place else None
+    fitting = [
+        one
+        for one in messages()
+        if one.fragment
+        and one.fragment in text
+        and (place in one.files or len(one.fragment) >= (_SHORT if here in (None, one.subsystem) else _SURE))
+    ]
+    return max(fitting, key=lambda one: (place in one.files, len(one.fragment)), default=None)
+
+
+def forget() -> None:
+    """Read the table anew at the next question."""
+    for one in (messages, subsystem_of, _places):
+        one.cache_clear()
+
+
+@cache
+def subsystem_of(place: str) -> Subsystem | None:
+    """What a file of NCCL's source is about; None where nothing is known of it and of its folder."""
+    if not place:
+        return None
+    parts = place.split("/")
+    known = _places()
+    for start in range(len(parts)):
+        if found := known.get("/".join(parts[start:])):
+            return found
+    folders = {name.rpartition("/")[0]: what for name, what in known.items() if "/" in name}
+    for end in range(len(parts) - 1, 0, -1):
+        for start in range(end):
+            if found := folders.get("/".join(parts[start:end])):
+                return found
+    return None
+
+
+@cache
+def _places() -> dict[str, Subsystem]:
+    counts: dict[str, list[Subsystem]] = {}
+    for one in messages():
+        for name in one.files:
+            counts.setdefault(name, []).append(one.subsystem)
+    return {name: max(sorted({*found}), key=found.count) for name, found in counts.items()}
+
+
+def _message(cells: list[str]) -> Message:
+    fragment, files, first, last, subsystem, whose, role, meaning = cells
+    return Message(
+        fragment,
+        tuple(files.split(",")),
+        parse_version(first, TABLE.name),
+        parse_version(last, TABLE.name),
+        _SUBSYSTEMS[subsystem],
+        _WHOSE[whose],
+        _ROLES[role],
+        meaning,
+    )

@@ -1,0 +1,1 @@
+"""NCCL's own cost model, and what it predicts."""

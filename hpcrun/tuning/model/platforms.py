@@ -1,0 +1,194 @@
+"""The table of platforms, and how far the model may be off on each: shipped, or a site's own file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpcrun.errors import SpecError, UsageError
+from hpcrun.fabric.collectives import Inside
+from hpcrun.fabric.graph import Fabric, Level
+from hpcrun.specs.validation import problems_of
+from hpcrun.specs.yaml import Document, load_document
+from hpcrun.tuning.model.nccl_model import Cpu, Graph, Machine
+
+Library = Literal["nccl", "mpi", "gloo"]
+_TABLE = Path(__file__).with_name("platforms.yaml")
+_GB = 1e9
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class GraphSpec(_Section):
+    """What NCCL's search finds, as it prints it at init."""
+
+    channels: int = Field(ge=1)
+    bw_intra: float = Field(gt=0, description="GB/s of a channel inside a node")
+    bw_inter: float = Field(gt=0, description="GB/s of a channel between nodes")
+    type_intra: str = "NVL"
+    type_inter: str = "PXN"
+    balanced: bool = True
+    same_channels: bool = True
+
+
+class NetworkLevel(_Section):
+    """One level of the network from the node upwards, for the α-β models."""
+
+    name: str
+    bandwidth_GBps: float = Field(gt=0, description="of one node's link at this level, one direction")
+    latency_us: float = Field(ge=0, description="added by this level, one way")
+    oversubscription: float = Field(default=1.0, ge=1)
+    nodes: int | None = Field(default=None, ge=1, description="below one unit; default: all")
+
+
+class SmallSpec(_Section):
+    """What small messages find: libraries and networks treat them otherwise than large ones."""
+
+    up_to_bytes: int = Field(ge=1)
+    levels: list[NetworkLevel] = Field(min_length=1)
+
+
+class InsideSpec(_Section):
+    """What a rank's way to the others on its node carries."""
+
+    bandwidth_GBps: float = Field(gt=0)
+    latency_us: float = Field(default=0.0, ge=0)
+
+
+class ErrorSpec(_Section):
+    """How far the model may be off, and who says so."""
+
+    library: Library
+    share: float = Field(gt=0, description="of the time")
+    source: str
+    nodes: Literal["one", "several", "any"] = "any"
+    from_bytes: int = Field(default=0, ge=0)
+    capability: int | None = Field(
+        default=None, ge=60, description="of the GPUs it is known for; default: any"
+    )
+
+    def fits(self, library: Library, nodes: int, size_bytes: float, capability: int | None = None) -> bool:
+        """Whether it is about this case; GPUs that nobody names may be those."""
+        right = self.nodes in ("any", "one" if nodes == 1 else "several")
+        same = None in (capability, self.capability) or capability == self.capability
+        return self.library == library and right and same and size_bytes >= self.from_bytes
+
+
+class PlatformSpec(_Section):
+    """All that is known of one kind of machine."""
+
+    about: str
+    source: str = Field(description="where the figures are from")
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    capability: int | None = Field(default=None, ge=60, description="of the GPUs, 90 for sm90")
+    cpu: Cpu = "other"
+    nic_latency_us: float = Field(default=0.0, ge=0, description="as the net plugin tells it")
+    collnet: bool = False
+    one_node: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
+    several_nodes: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
+    levels: list[NetworkLevel] = []
+    small_messages: SmallSpec | None = None
+    inside: InsideSpec | None = None
+    reduce_GBps: float | None = Field(default=None, gt=0, description="at which a rank adds up")
+    errors: list[ErrorSpec] = []
+
+    def machine(self, nodes: int, per_node: int, version: tuple[int, int]) -> Machine | None:
+        """As NCCL's model wants it; None where the graphs for so many nodes are not known."""
+        specs = self.one_node if nodes == 1 else self.several_nodes
+        if not specs or self.capability is None:
+            return None
+        graphs: dict[str, Graph] = {name: Graph(**dict(spec)) for name, spec in specs.items()}
+        return Machine(
+            nodes,
+            per_node,
+            self.capability,
+            graphs,
+            self.cpu,
+            self.nic_latency_us,
+            collnet=self.collnet,
+            version=version,
+        )
+
+    def fabric(self, nodes: int) -> Fabric | None:
+        """Nodes filled into the units of its levels in order; None where no levels are known."""
+        return self._fabric(nodes, self.levels)
+
+    def small_fabric(self, nodes: int) -> Fabric | None:
+        """The same as small messages find it; None where that is no different."""
+        return self._fabric(nodes, self.small_messages.levels) if self.small_messages else None
+
+    def _fabric(self, nodes: int, specs: Sequence[NetworkLevel]) -> Fabric | None:
+        if not specs:
+            return None
+        names = tuple(f"node{number}" for number in range(1, nodes + 1))
+        units = tuple(
+            tuple(f"{level.name}{at // level.nodes + 1 if level.nodes else 1}" for level in specs)
+            for at in range(nodes)
+        )
+        levels = tuple(
+            Level(level.name, level.bandwidth_GBps * _GB, level.oversubscription, level.latency_us / 1e6)
+            for level in specs
+        )
+        return Fabric(names, levels, units, source=self.about)
+
+    @property
+    def within(self) -> Inside | None:
+        """Of a rank's way inside its node."""
+        if self.inside is None:
+            return None
+        return Inside(self.inside.bandwidth_GBps * _GB, self.inside.latency_us / 1e6)
+
+
+class _Table(_Section):
+    platforms: dict[str, PlatformSpec]
+    errors: list[ErrorSpec] = []
+
+
+@cache
+def _shipped() -> _Table:
+    return _validated(load_document(_TABLE), _Table)
+
+
+def platform_names() -> tuple[str, ...]:
+    """Of the shipped table."""
+    return tuple(_shipped().platforms)
+
+
+def find_platform(name: str) -> PlatformSpec:
+    """By name, or from a file; UsageError lists what there is."""
+    if name.endswith((".yaml", ".yml")) or "/" in name:
+        return _validated(load_document(Path(name)), PlatformSpec)
+    if name not in _shipped().platforms:
+        raise UsageError(
+            f"--platform {name}: is not known; there are {', '.join(platform_names())}; or a FILE.yaml of"
+            " your own, or --log FILE with NCCL's init lines"
+        )
+    return _shipped().platforms[name]
+
+
+def model_error(
+    platform: PlatformSpec | None, library: Library, nodes: int, size_bytes: float
+) -> ErrorSpec | None:
+    """How far the model may be off here; None: nobody has compared it with measured times."""
+    capability = platform.capability if platform else None
+    for errors in (platform.errors if platform else (), _shipped().errors):
+        fitting = [one for one in errors if one.fits(library, nodes, size_bytes, capability)]
+        if fitting:
+            return fitting[-1]
+    return None
+
+
+def _validated(document: Document, model: type[_Model]) -> _Model:
+    try:
+        return model.model_validate(document.values)
+    except ValidationError as error:
+        problems = problems_of(error, model)
+    raise SpecError([replace(one, where=document.where(one.key)) for one in problems])

@@ -1,0 +1,1 @@
+"""Settings that measurements on a cluster support."""

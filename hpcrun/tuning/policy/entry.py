@@ -1,0 +1,249 @@
+"""A row of the policy from outputs of nccl-tests: runs with settings and without, taken in pairs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from hpcrun.errors import UsageError
+from hpcrun.files import check_output, read_regular
+from hpcrun.specs.records import write_whole
+from hpcrun.specs.validation import problems_of
+from hpcrun.tuning.policy.nccl_tests import Call, Timings
+from hpcrun.tuning.policy.policy import FEWEST_PAIRS, MeasuredSpec, RowSpec, parse_policy
+from hpcrun.tuning.registry.registry import parse_version, show_version
+from hpcrun.tuning.registry.values import number
+
+_Value = TypeVar("_Value")
+_NO_ROWS = re.compile(r"^rows:[^\n]*\n?", re.MULTILINE)
+_ITEM = re.compile(r"^( *)- ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One output, with the name of its file."""
+
+    name: str
+    found: Timings
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What is said beside the outputs; None and empty: they tell it themselves."""
+
+    settings: Mapping[str, str]
+    when: str
+    by: str
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    nccl: str | None = None
+    collective: str | None = None
+
+
+def make_row(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> RowSpec:
+    """The row of outputs with settings (ours) and without (theirs); UsageError for what cannot be paired."""
+    if len(ours) != len(theirs) or not ours:
+        raise UsageError(
+            f"{len(ours)} outputs with the settings and {len(theirs)} without: they are taken in pairs, in"
+            " their order; give as many of each, from runs that alternated"
+        )
+    runs = [*ours, *theirs]
+    for run in runs:
+        _must_be_sound(run)
+    _must_be_as_said(ours, theirs, stated.settings)
+    _must_be_different(runs)
+    releases = {run.name: run.found.nccl and show_version(run.found.nccl) for run in runs}
+    nccl = _agreed(
+        "NCCL", "--nccl X", releases, stated.nccl and show_version(parse_version(stated.nccl, "--nccl"))
+    )
+    per_node = _agreed(
+        "ranks a node",
+        "--ranks-per-node R",
+        {run.name: run.found.ranks_per_node for run in runs},
+        stated.ranks_per_node,
+    )
+    measured = list(_measured(ours, theirs, stated))
+    nodes = [one.nodes for one in measured if one.nodes]
+    content = {
+        "set": dict(stated.settings),
+        "nccl": nccl,
+        "nodes": [min(nodes), max(nodes)],
+        "ranks_per_node": per_node,
+        "measured": measured,
+        "when": stated.when,
+        "by": stated.by,
+    }
+    try:
+        return RowSpec.model_validate(content)
+    except ValidationError as error:
+        problem = problems_of(error, RowSpec)[0]
+    raise UsageError(f"{problem.key}: {problem.text}")
+
+
+def _must_be_sound(run: Run) -> None:
+    found = run.found
+    if not found.times_us:
+        raise UsageError(
+            f"{run.name}: holds no times of nccl-tests; give what all_reduce_perf or another printed"
+        )
+    if found.is_wrong:
+        where = f" ({found.wrong[0].size_bytes} bytes)" if found.wrong else ""
+        raise UsageError(
+            f"{run.name}: has wrong results{where}: #wrong is above 0; a wrong result is no gain"
+        )
+    if found.mixed:
+        raise UsageError(f"{run.name}: {found.mixed}")
+
+
+def _must_be_as_said(ours: Sequence[Run], theirs: Sequence[Run], settings: Mapping[str, str]) -> None:
+    """Where NCCL's own lines stand in an output, they tell what was set."""
+    for name, value in settings.items():
+        for run in ours:
+            told = run.found.env.get(name)
+            if told is not None and not _same(told, value):
+                raise UsageError(
+                    f"{run.name}: ran with {name}={told}, not {value}; give its outputs to --without"
+                )
+        for run in theirs:
+            told = run.found.env.get(name)
+            if told is not None and _same(told, value):
+                raise UsageError(f"{run.name}: ran with {name}={told}; give its outputs to --with")
+
+
+def _must_be_different(runs: Sequence[Run]) -> None:
+    """No run counts twice: to the last digit no two are alike."""
+    seen: dict[tuple[object, ...], str] = {}
+    for run in runs:
+        before = seen.setdefault(tuple(run.found.times_us.items()), run.name)
+        if before != run.name:
+            raise UsageError(f"{run.name}: has the very times of {before}; a run counts once, give another")
+    if len(seen) < len(runs):
+        raise UsageError(f"{len(runs)} outputs hold {len(seen)} different runs; name each of them once")
+
+
+def _same(told: str, value: str) -> bool:
+    return told == value or (number(told) is not None and number(told) == number(value))
+
+
+def _agreed(what: str, option: str, told: Mapping[str, _Value | None], said: _Value | None) -> _Value:
+    """The one value that all outputs tell, or that is said for those that do not."""
+    values: dict[_Value, str] = {} if said is None else {said: option}
+    for name, value in told.items():
+        if value is not None:
+            values.setdefault(value, name)
+    if not values:
+        raise UsageError(f"{what}: no output tells it; say it with {option}")
+    if len(values) > 1:
+        (first, a), (second, b), *_ = values.items()
+        raise UsageError(f"{what}: {first} by {a}, {second} by {b}; measure both sides alike, a row for each")
+    return next(iter(values))
+
+
+def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Iterator[MeasuredSpec]:
+    times: dict[tuple[int, Call], tuple[list[float], list[float]]] = {}
+    unchecked: set[tuple[int, Call]] = set()
+    for mine, other in zip(ours, theirs, strict=True):
+        told = {run.name: len(run.found.nodes) or None for run in (mine, other)}
+        nodes = _agreed("nodes", "--nodes N", told, stated.nodes)
+        lacking = set(mine.found.times_us) ^ set(other.found.times_us)
+        if lacking:
+            call = min(lacking)
+            has, has_not = (mine, other) if call in mine.found.times_us else (other, mine)
+            text = (
+                f"{has_not.name}: has no {call.size_bytes} bytes{' in place' * call.in_place}, {has.name} has"
+            )
+            raise UsageError(f"{text}; run both with the same sizes")
+        for call in mine.found.times_us:
+            key = nodes, _named(call, mine, stated)
+            pair = times.setdefault(key, ([], []))
+            if not {call} <= mine.found.checked & other.found.checked:
+                unchecked.add(key)
+            pair[0].append(mine.found.median_us(call))
+            pair[1].append(other.found.median_us(call))
+    for (nodes, call), (with_us, without_us) in sorted(times.items()):
+        if len(with_us) < FEWEST_PAIRS:
+            text = f"{len(with_us)} pairs of {call.collective}, {call.size_bytes} bytes, on {nodes} nodes"
+            raise UsageError(f"{text}: it takes {FEWEST_PAIRS}; run more, in turns")
+        yield MeasuredSpec(
+            collective=call.collective,
+            size_bytes=call.size_bytes,
+            in_place=call.in_place,
+            nodes=nodes,
+            with_us=with_us,
+            without_us=without_us,
+            checked=(nodes, call) not in unchecked,
+        )
+
+
+def _named(call: Call, run: Run, stated: Stated) -> Call:
+    name = call.collective or stated.collective
+    if not name:
+        raise UsageError(f"{run.name}: does not tell its collective; say it with --collective all_reduce")
+    if stated.collective and _plain(name) != _plain(stated.collective):
+        raise UsageError(
+            f"{run.name}: ran {name}, and --collective says {stated.collective}; leave --collective out, or"
+            " give outputs of that one"
+        )
+    return call._replace(collective=name)
+
+
+def _plain(collective: str) -> str:
+    """all_reduce, all-reduce and AllReduce are one."""
+    return re.sub(r"[_-]|perf|mpi", "", collective.lower())
+
+
+def render_row(row: RowSpec, indent: str = "") -> str:
+    """A row as an item of a policy's YAML."""
+    lines = [
+        f"- set: {json.dumps(row.values)}",
+        f'  nccl: "{row.nccl}"',
+        f"  nodes: {row.nodes}",
+        f"  ranks_per_node: {row.ranks_per_node}",
+        f"  when: {json.dumps(row.when)}",
+        f"  by: {json.dumps(row.by)}",
+        "  measured:",
+    ]
+    for one in row.measured:
+        lines += [
+            f"    - {{collective: {one.collective}, size_bytes: {one.size_bytes},"
+            f" in_place: {json.dumps(one.in_place)}, nodes: {json.dumps(one.nodes)},",
+            f"       checked: {json.dumps(one.checked)},",
+            f"       with_us: {one.with_us},",
+            f"       without_us: {one.without_us}}}",
+        ]
+    return "".join(f"{indent}{line}\n" for line in lines)
+
+
+def with_row(text: str, row: RowSpec, name: str) -> str:
+    """A policy's text with one more row and all else as it was; UsageError where that cannot be done."""
+    has_values = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
+    before = parse_policy(text, name) if has_values else ()
+    first = _ITEM.search(text)
+    kept = text if before else _NO_ROWS.sub("", text)
+    start = (kept.rstrip("\n") + "\n").lstrip("\n") + ("" if before else "rows:\n")
+    more = start + render_row(row, first[1] if before and first else "  ")
+    if parse_policy(more, name) != (*before, row):
+        raise UsageError(
+            f"{name}: its rows do not stand at its end, one after the other; add this one by hand"
+        )
+    return more
+
+
+def append_row(path: Path, row: RowSpec) -> tuple[RowSpec, ...]:
+    """Put a row behind those of a file, which is made where there is none; gives all of them."""
+    try:
+        check_output(path)
+        before = read_regular(path, follow=True).decode() if path.exists() else ""
+        after = with_row(before, row, str(path))
+        write_whole(path, after, 0o644)
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is no text") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+    return parse_policy(after, str(path))

@@ -1,0 +1,204 @@
+"""What the times of nccl-tests say: how far from what the hardware can do, and whether in steps or in bytes.
+
+A collective's time is a fixed part, spent in its steps one after the other, and a part that grows with the
+bytes. What the fixed part is the largest sizes tell, where the bytes grow and the steps do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.log.nccl_log import NcclLog
+from hpcrun.tuning.model.platforms import PlatformSpec, find_platform
+from hpcrun.tuning.policy.nccl_tests import Call, Timings
+
+_ENOUGH = 0.7
+"""Of what is expected; ring and protocol take some, and so do switches."""
+_LATENCY = 0.5
+"""The share of the largest size's time from which on its fixed part is what holds it back."""
+_ASYMPTOTIC = 0.8
+"""Of what is expected: a slope as good as this is not the bandwidth's fault."""
+_APART = 1.9
+"""Sizes have to grow by so much for a slope."""
+_SPEED = re.compile(
+    r"NET/IB ?: ?\[\d+\] (?P<name>[\w.+-]+):[^:/\s]*:(?P<port>\d+)/\S+ .*?\bspeed=(?P<speed>\d+)\b"
+)
+_MADE = re.compile(r"Made virtual device \[\d+\] name=(?P<name>\S+) speed=(?P<speed>\d+)")
+_STEPS: Mapping[str, tuple[int, int]] = {
+    "allreduce": (2, -2),
+    "allgather": (1, -1),
+    "reducescatter": (1, -1),
+    "broadcast": (1, -1),
+    "reduce": (1, -1),
+}
+"""Steps of a ring of n ranks, a·n + b."""
+_GPUS = (
+    (re.compile(r"H100 80GB HBM3|\bH200\b|\bH20\b"), "h100-ib400"),
+    (re.compile(r"\bB200\b"), "b200-ib400"),
+    (re.compile(r"A100-SXM4"), "a100-ib200"),
+)
+"""Whose links inside a node the table of platforms knows."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the bus bandwidth of large messages should come near to, and how that is known."""
+
+    busbw_GBps: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The time of the largest size in its two parts."""
+
+    size_bytes: int
+    time_us: float
+    busbw_GBps: float
+    fixed_us: float
+    slope_GBps: float
+    """Bus bandwidth of the bytes alone, between the two largest sizes."""
+
+    @property
+    def fixed_share(self) -> float:
+        """How much of the time does not depend on the bytes."""
+        return self.fixed_us / self.time_us
+
+
+def expected(found: Timings, log: NcclLog, platform: PlatformSpec | None = None) -> Expected | None:
+    """By the log's adapters, else the platform that was said, else what NCCL plans, else the GPUs."""
+    nodes = len(found.nodes) or log.nodes or 0
+    speeds = _adapters(log)
+    if nodes > 1 and speeds:
+        total = sum(speeds.values()) / 8000
+        kinds = sorted({*speeds.values()})
+        told = "/".join(f"{one / 1000:g}" for one in kinds)
+        return Expected(total, f"{len(speeds)} adapters of {told} Gb/s in a node, as the log says")
+    if platform is not None and nodes and (ring := _ring(platform, nodes)):
+        return Expected(ring, f"platform: {platform.about}")
+    if graph := log.graphs.get("ring"):
+        bandwidth = graph.channels * (graph.bw_inter if nodes > 1 else graph.bw_intra)
+        return Expected(bandwidth, "NCCL's own plan in the log, which knows the links and not their state")
+    known = next((name for pattern, name in _GPUS if found.gpu and pattern.search(found.gpu)), None)
+    if known is not None and nodes == 1:
+        own = find_platform(known)
+        if found.ranks == own.gpus_per_node and (ring := _ring(own, 1)):
+            return Expected(ring, f"platform table, {known}: {own.gpus_per_node} {found.gpu} in one node")
+    return None
+
+
+def _ring(platform: PlatformSpec, nodes: int) -> float | None:
+    spec = (platform.one_node if nodes == 1 else platform.several_nodes).get("ring")
+    return None if spec is None else spec.channels * (spec.bw_intra if nodes == 1 else spec.bw_inter)
+
+
+def _adapters(log: NcclLog) -> dict[str, int]:
+    """The adapters in use with their speed in Mb/s; none where one of them does not tell it."""
+    told: dict[str, int] = {}
+    for line in log.lines:
+        if match := _SPEED.search(line.text):
+            told[f"{match['name']}:{match['port']}"] = int(match["speed"])
+        elif match := _MADE.search(line.text):
+            told[match["name"]] = int(match["speed"])
+    used = [nic.partition("/")[0] for nic in log.nics if ":" in nic and "<" not in nic]
+    speeds = {name: told.get(name) or told.get(name.rpartition(":")[0]) for name in used}
+    known = {name: speed for name, speed in speeds.items() if speed}
+    return known if len(known) == len(speeds) else {}
+
+
+def split(found: Timings, collective: str) -> Split | None:
+    """The parts of a collective's time, by its two largest sizes out of place; None for a single size."""
+    calls = sorted(call for call in found.times_us if call.collective == collective and not call.in_place)
+    last = calls[-1]
+    before = [call for call in calls if call.size_bytes * _APART <= last.size_bytes]
+    if not before:
+        return None
+    time_us, busbw = found.median_us(last), _bus(found, last)
+    more_us = time_us - found.median_us(before[-1])
+    more = last.size_bytes - before[-1].size_bytes
+    # Times that do not grow are all fixed.
+    per_byte = max(more_us, 0.0) / more
+    fixed = min(max(time_us - per_byte * last.size_bytes, 0.0), time_us)
+    factor = busbw * time_us / last.size_bytes
+    return Split(last.size_bytes, time_us, busbw, fixed, factor / per_byte if per_byte else float("inf"))
+
+
+def _bus(found: Timings, call: Call) -> float:
+    rates = sorted(found.busbw_GBps[call])
+    return rates[len(rates) // 2]
+
+
+def judge_sweep(found: Timings, log: NcclLog, platform: PlatformSpec | None = None) -> tuple[Finding, ...]:
+    """What every collective of an output reaches; nothing where there are no times in it."""
+    names = dict.fromkeys(call.collective for call in found.times_us if not call.in_place)
+    return worst_first(one for name in names for one in _judge(found, log, platform, name))
+
+
+def _judge(found: Timings, log: NcclLog, platform: PlatformSpec | None, collective: str) -> Iterator[Finding]:
+    name = collective or "collective"
+    parts = split(found, collective)
+    last = max(call for call in found.times_us if call.collective == collective and not call.in_place)
+    reached = f"{_bus(found, last):.4g} GB/s at {_size(last.size_bytes)}"
+    steps = _steps(collective, found.ranks)
+    told = (
+        _parts(parts, steps) if parts else "one size alone does not tell steps from bytes: -b 1M -e 8G -f 2"
+    )
+    aim = expected(found, log, platform) if steps else None
+    if aim is None:
+        why = "what this collective should reach is not known"
+        if steps:
+            why = "what this hardware should reach is not known: --platform says it, or NCCL_DEBUG=INFO"
+        yield Finding("unknown", "bandwidth", name, f"reaches {reached}; {told}", why)
+        return
+    share = _bus(found, last) / aim.busbw_GBps
+    text = f"reaches {reached}, {share:.0%} of {aim.busbw_GBps:.4g} ({aim.source}); {told}"
+    if share >= _ENOUGH:
+        yield Finding("note", "bandwidth", name, text)
+    elif parts is None:
+        yield Finding("warning", "bandwidth", name, text, "run a sweep of sizes to see which", "medium")
+    elif parts.slope_GBps >= _ASYMPTOTIC * aim.busbw_GBps or parts.fixed_share >= _LATENCY:
+        remedy = (
+            "larger sizes reach more; if jobs send such sizes, look at CPU binding of the proxy threads, the"
+            " network's latency and hops, and NCCL_ALGO and NCCL_PROTO that are left over"
+        )
+        yield Finding("warning", "bandwidth", name, f"{text}: latency holds it back", remedy, "medium")
+    else:
+        yield Finding("warning", "bandwidth", name, f"{text}: bandwidth is missing", _missing(log), "medium")
+
+
+def _parts(parts: Split, steps: int) -> str:
+    each = f", {parts.fixed_us / steps:.3g} us in each of {steps} steps" if steps else ""
+    slope = "no time" if parts.slope_GBps == float("inf") else f"{parts.slope_GBps:.4g} GB/s"
+    return (
+        f"{parts.time_us:.4g} us are {parts.fixed_us:.3g} us whatever the size"
+        f" ({parts.fixed_share:.0%}{each}) and the bytes at {slope}"
+    )
+
+
+def _steps(collective: str, ranks: int | None) -> int:
+    """Of a ring; 0 where that is not known."""
+    of = _STEPS.get(re.sub(r"[^a-z]", "", collective.lower()))
+    return of[0] * ranks + of[1] if of and ranks and ranks > 1 else 0
+
+
+def _missing(log: NcclLog) -> str:
+    """Where to look, by what the log says of the ways."""
+    if log.network == "Socket":
+        return "NCCL goes by TCP: see why no verbs device is used"
+    ways = [way for way in log.ways if way.startswith("NET/IB")]
+    if ways and not any("GDRDMA" in way for way in ways):
+        return "no connection uses GPUDirect (GDRDMA): nvidia-peermem or DMA-BUF, ACS, NCCL_NET_GDR_LEVEL"
+    return (
+        "count the adapters in use against those of the node (NCCL_IB_HCA, one port of a bond), then `hpcrun"
+        " doctor` for PCIe width, ACS and pauses, and `hpcrun doctor pairs` for a slow node"
+    )
+
+
+def _size(size_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.4g} {name}"
+    return f"{size_bytes} B"

@@ -1,0 +1,1 @@
+"""What each communication variable means, and which values it takes."""

@@ -1,0 +1,145 @@
+"""Which release of NCCL a job would load, from package metadata and file names; torch is never imported."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcrun.errors import UsageError
+from hpcrun.local_identity import expand_path
+from hpcrun.tuning.registry.registry import Version, parse_version, show_version
+
+if TYPE_CHECKING:
+    from hpcrun.specs.cluster import ClusterSpec
+    from hpcrun.specs.job import JobSpec
+
+_WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+_REQUIRED = re.compile(r"(nvidia-nccl-cu\d+)\s*(?:\(==|==)\s*([\w.]+)")
+_FILE = re.compile(r"libnccl\.so\.(2\.\d+\.\d+)")
+
+
+class Library(NamedTuple):
+    """A release, and how it is known."""
+
+    version: Version
+    how: str
+
+    def __str__(self) -> str:
+        return f"NCCL {show_version(self.version)} ({self.how})"
+
+
+_CUDA = re.compile(r"nvidia-nccl-cu(\d+)")
+
+
+class Found(NamedTuple):
+    """The release that counts, and what else there is that might be loaded instead."""
+
+    library: Library | None
+    others: tuple[Library, ...] = ()
+
+    @property
+    def version(self) -> Version | None:
+        """Of the one that counts."""
+        return self.library.version if self.library else None
+
+    @property
+    def cuda(self) -> Version | None:
+        """The CUDA it was built for, as far as its package's name tells."""
+        match = _CUDA.search(self.library.how) if self.library else None
+        return (int(match[1]),) if match else None
+
+
+def find_library(
+    given: str | None = None,
+    *,
+    python: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    is_contained: bool = False,
+) -> Found:
+    """The release named, else of the python's packages, else of the library path, else of an image's word.
+
+    `python`: the interpreter of the ranks; without it the one that runs here. `environ`: what the ranks get.
+    `is_contained`: they run in a container, where nothing of what is here is loaded.
+    """
+    found = [] if is_contained else list(_on_library_path(environ or {}))
+    packaged = _of_packages(_sites(python), str(python) if python else "this python")
+    if packaged and not is_contained:
+        found.insert(0, packaged)
+    said = (environ or {}).get("NCCL_VERSION")
+    if said and not found:
+        with contextlib.suppress(UsageError):
+            found.append(Library(parse_version(said, "NCCL_VERSION"), "NCCL_VERSION, as the image says"))
+    if given is not None:
+        found.insert(0, Library(parse_version(given), "--nccl-version"))
+        return Found(found[0])
+    if not found:
+        return Found(None)
+    return Found(found[0], tuple(one for one in found[1:] if one.version != found[0].version))
+
+
+def library_of_job(
+    spec: JobSpec,
+    cluster: ClusterSpec | None,
+    given: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Found:
+    """The same for a job: of its python, or of its profile's."""
+    named = spec.python or (cluster.python.path if cluster else None)
+    python = Path(expand_path(named)) if named else None
+    return find_library(given, python=python, environ=environ, is_contained=spec.container is not None)
+
+
+def _sites(python: Path | None) -> list[str] | None:
+    """Where an interpreter keeps packages; None for the one that runs."""
+    if python is None:
+        return None
+    prefix = python.parent.parent
+    return [str(path) for path in sorted(prefix.glob("lib*/python3*/site-packages"))]
+
+
+def _of_packages(sites: list[str] | None, whose: str) -> Library | None:
+    wanted = _required(sites)
+    for wheel in sorted(_WHEELS, key=lambda name: name not in wanted):
+        release = _release(wheel, sites)
+        if release:
+            return Library(release, f"{wheel} of {whose}")
+    for wheel, release in wanted.items():
+        return Library(release, f"{wheel}, which torch of {whose} asks for")
+    return None
+
+
+def _required(sites: list[str] | None) -> dict[str, Version]:
+    """The wheels that torch asks for, and their releases."""
+    torch = _distribution("torch", sites)
+    lines = torch.requires or [] if torch else []
+    return {match[1]: parse_version(match[2]) for line in lines if (match := _REQUIRED.match(line))}
+
+
+def _release(name: str, sites: list[str] | None) -> Version | None:
+    found = _distribution(name, sites)
+    try:
+        return parse_version(found.version) if found else None
+    except UsageError:
+        return None
+
+
+def _distribution(name: str, sites: list[str] | None) -> metadata.Distribution | None:
+    if sites is None:
+        return next(iter(metadata.distributions(name=name)), None)
+    return next(iter(metadata.distributions(name=name, path=sites)), None)
+
+
+def _on_library_path(environ: Mapping[str, str]) -> Iterator[Library]:
+    for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
+        for word in re.split("[: ]", environ.get(name, "")):
+            if not word:
+                continue
+            path = Path(word) if name == "LD_PRELOAD" else Path(word) / "libnccl.so.2"
+            if path.name.startswith("libnccl.so") and path.is_file():
+                match = _FILE.fullmatch(path.resolve().name)
+                if match:
+                    yield Library(parse_version(match[1]), f"{path} by {name}")
