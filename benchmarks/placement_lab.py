@@ -34,7 +34,7 @@ from hpcrun.fabric.traffic import Flow, Traffic, traffic_of
 from hpcrun.specs.placement import in_blocks
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.shipped import shipped
-from hpcrun.submission.prepare import Prepared, prepare
+from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab, Shape
@@ -68,7 +68,7 @@ class Job:
     """The demo and what it sends."""
 
     def __init__(self) -> None:
-        self._prepared: Prepared = prepare(shipped("jobs/demo.yaml"), until="plan")
+        self._prepared: PreparedJob = prepare_job(shipped("jobs/demo.yaml"), until="plan")
         self.degrees = self._prepared.spec.degrees
         self.traffic: Traffic = traffic_of(self._prepared.spec.model, self.plan, self._prepared.spec)
 

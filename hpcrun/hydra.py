@@ -27,7 +27,7 @@ def find_mpiexec() -> Path:
     raise SiteError(f"{first} {found}, and it starts the ranks; {_REMEDY}")
 
 
-def wait_statuses(log: Path) -> list[int]:
+def read_wait_statuses(log: Path) -> list[int]:
     """The wait status of every rank, in rank order, as Hydra printed them at its end; empty if it did not."""
     try:
         text = log.read_text(errors="replace")

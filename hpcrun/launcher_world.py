@@ -36,7 +36,7 @@ def detect_world(environ: Mapping[str, str], *, stdin_is_tty: bool = False) -> W
 
     A launcher started inside a Slurm step is nearer to us than the step, so its variables are read first.
     """
-    env = _Numbers(environ)
+    env = _EnvironmentNumbers(environ)
     if "MPI_LOCALRANKID" in environ and (world := env.world("hydra", "PMI_RANK", "PMI_SIZE")):
         return world
     if world := env.world("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
@@ -55,19 +55,19 @@ def detect_world(environ: Mapping[str, str], *, stdin_is_tty: bool = False) -> W
     )
 
 
-def rank_in(environ: Mapping[str, str]) -> int | None:
+def rank_from_environment(environ: Mapping[str, str]) -> int | None:
     """The rank in an environment that whichever launcher has made, nearest launcher first."""
-    env = _Numbers(environ)
+    env = _EnvironmentNumbers(environ)
     names = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((rank for name in names if (rank := env.number(name)) is not None), None)
 
 
-def without_world(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a world of our own: what says who is which rank of another one is left out."""
     return {name: value for name, value in environ.items() if not _WORLD_VARIABLES.match(name)}
 
 
-_LOCAL = {
+_LOCAL_VARIABLES = {
     "hydra": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "openmpi": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "torchrun": ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -76,7 +76,7 @@ _LOCAL = {
 }
 
 
-class _Numbers:
+class _EnvironmentNumbers:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
 
@@ -88,5 +88,5 @@ class _Numbers:
         rank, size = self.number(rank_name), self.number(size_name)
         if rank is None or size is None or rank >= size:
             return None
-        local_rank, local_size = _LOCAL[kind]
+        local_rank, local_size = _LOCAL_VARIABLES[kind]
         return World(kind, rank, size, self.number(local_rank), self.number(local_size))

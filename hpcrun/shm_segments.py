@@ -16,7 +16,7 @@ _SEGMENT = re.compile(r"(mpich_|ucx_|torch_|nccl-|psm_|gloo|vader_segment|sm_seg
 _CLOCK_SLACK_S = 1.0
 
 
-def segments_of(pid: int | str = "self") -> set[str]:
+def mapped_segments(pid: int | str = "self") -> set[str]:
     """The shared memory files that a process maps now; none when there is no such process."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
@@ -32,13 +32,13 @@ def mpi_segments() -> set[str]:
     return {str(path) for path in Path(_SHM).glob("mpich_shm_*")}
 
 
-def unmapped(paths: Iterable[str]) -> set[str]:
+def unmapped_segments(paths: Iterable[str]) -> set[str]:
     """Those that no living process maps."""
     left = set(paths)
     if left:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                left -= segments_of(entry.name)
+                left -= mapped_segments(entry.name)
     return left
 
 
@@ -53,7 +53,7 @@ def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
                 status = files.status_of(name)
                 if time.time() - max(status.st_mtime, status.st_ctime) > older_s:
                     found[str(files.path / name)] = status.st_size
-    return {Path(path): found[path] for path in unmapped(found)}
+    return {Path(path): found[path] for path in unmapped_segments(found)}
 
 
 def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:
@@ -62,12 +62,12 @@ def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:
     Gives the paths that were removed.
     """
     ours = _own_segments(paths, since)
-    return _unlink(unmapped(ours), since=since) if ours else []
+    return _unlink(unmapped_segments(ours), since=since) if ours else []
 
 
-def unname_segments() -> None:
+def unlink_mapped_segments() -> None:
     """Remove the names of what this process maps: it goes on with the memory, others find none."""
-    _unlink(segments_of(), since=0.0)
+    _unlink(mapped_segments(), since=0.0)
 
 
 def _unlink(paths: Iterable[str], *, since: float) -> list[str]:

@@ -18,10 +18,10 @@ from hpcrun import process
 from hpcrun.chaos.faults import Fault
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.hostlist import fold
-from hpcrun.launcher_world import without_world
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import owner_name, user_name
 from hpcrun.process import with_our_package
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import look_at_all
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.cluster import load_cluster
@@ -113,7 +113,7 @@ def require_running(run: RunDir) -> None:
 
 def aim(run: RunDir, fault: Fault) -> Aim:
     """Find the victim of a fault among what the newest attempt has; UsageError where there is no such one."""
-    supervisor, attempts = supervisor_of(run), run.attempts()
+    supervisor, attempts = read_supervisor_record(run), run.attempts()
     found = read_placement(attempts[-1].placement) if attempts else None
     if found is None or not supervisor:
         raise NotYetError(f"{run.id} is about to start; there is nobody to strike yet, ask again in a moment")
@@ -184,7 +184,7 @@ class Strike:
         self.aim = aimed
         self._waiting, self._over = b"", False
         self._said: list[dict[str, Any]] = []
-        environ = with_our_package(step_environment(without_world(os.environ)))
+        environ = with_our_package(step_environment(without_rank_variables(os.environ)))
         for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE, ATTEMPT_VARIABLE):
             environ.pop(name, None)
         words = aimed.command()

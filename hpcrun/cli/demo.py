@@ -9,11 +9,11 @@ import typer
 
 from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.local_identity import from_here
 
 if TYPE_CHECKING:
-    from hpcrun.launch.demo import Curve, Demonstration
+    from hpcrun.launch.demo import Demonstration, LossCurve
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -27,7 +27,7 @@ def demo() -> None:
     Takes a few minutes on two cores. The text it learns is Python's own standard library, byte by byte.
     """
     begin = time.monotonic()
-    with Inbox() as inbox:
+    with SignalQueue() as inbox:
         from hpcrun.cli.display import make_display
         from hpcrun.launch.demo import Demonstration, demonstrate
 
@@ -68,7 +68,7 @@ def _demo_job() -> str:
     return from_here(shipped("jobs/demo.yaml"))
 
 
-def _plot(resumed: Curve, undisturbed: Curve, stopped_at: int) -> str:
+def _plot(resumed: LossCurve, undisturbed: LossCurve, stopped_at: int) -> str:
     """Both curves in characters, a bar where the run was stopped."""
     points = [*resumed, *undisturbed]
     last, low, high = max(s for s, _ in points), min(v for _, v in points), max(v for _, v in points)

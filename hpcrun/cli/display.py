@@ -17,7 +17,7 @@ from hpcrun.runs.save_text import describe_save, describe_weights
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from hpcrun.launch.attempt_monitor import Outcome
+    from hpcrun.launch.attempt_monitor import AttemptOutcome
 
 _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.1
@@ -73,7 +73,7 @@ class Lines:
             self._said_at, self._said_step = now, step
             self.note(f"step {step}/{self._steps}  {describe_step(record, self._steps)}")
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: AttemptOutcome) -> None:
         """The run is over; the command says how it ended."""
         self.close()
 

@@ -22,7 +22,7 @@ from hpcrun.errors import (
 )
 
 if TYPE_CHECKING:
-    from hpcrun.launch.supervisor_restart import Fall
+    from hpcrun.launch.supervisor_restart import SupervisorCrash
 
 
 class Verb(NamedTuple):
@@ -138,9 +138,9 @@ def _run(arguments: list[str]) -> int:
 
 def _call(verb: str, rest: list[str]) -> int:
     if VERBS[verb].holds_signals:
-        from hpcrun.launch.signal_queue import hold_back
+        from hpcrun.launch.signal_queue import block_signals
 
-        hold_back()
+        block_signals()
     # Typer would drop the `--`, and with it the difference between our options and another program's.
     after: list[str] | None = None
     if "--" in rest:
@@ -188,10 +188,10 @@ def _be_rank(run_dir: str, number: str) -> int:
 
     attempt = RunDir(Path(run_dir)).attempt(int(number))
     world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
-    requests = rank_shim.enter(attempt, world)
+    requests = rank_shim.enter_rank(attempt, world)
     try:
         code = int(importlib.import_module("hpcrun.runtime.entry").main(run_dir, int(number), requests))
-        rank_shim.leave()
+        rank_shim.ignore_request_signals()
         return code
     except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
         rank_error.report_error(attempt, world.rank, error)
@@ -215,22 +215,22 @@ def _be_agent(run_dir: str, called: str = "") -> int:
 
 def _be_successor(run_dir: str, epoch: str) -> int:
     """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
-    from hpcrun.launch.signal_queue import hold_back
+    from hpcrun.launch.signal_queue import block_signals
 
-    hold_back()
+    block_signals()
     return int(importlib.import_module("hpcrun.launch.failover.takeover").run_taken_over(run_dir, epoch))
 
 
 def _be_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
-    from hpcrun.launch.signal_queue import hold_back
-    from hpcrun.launch.supervisor_restart import keep
+    from hpcrun.launch.signal_queue import block_signals
+    from hpcrun.launch.supervisor_restart import supervise_with_restarts
 
-    hold_back()
-    return keep(lambda fall: _supervise(folder, fall))
+    block_signals()
+    return supervise_with_restarts(lambda fall: _supervise(folder, fall))
 
 
-def _supervise(folder: str, fall: Fall | None) -> int:
+def _supervise(folder: str, fall: SupervisorCrash | None) -> int:
     """What that job does, in a child of the process that the batch script waits for; see its module."""
     try:
         task = importlib.import_module("hpcrun.launch.batch_task")

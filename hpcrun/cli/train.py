@@ -18,7 +18,7 @@ from hpcrun.launch import signal_queue as signals
 from hpcrun.launcher_world import World, detect_world
 
 if TYPE_CHECKING:
-    from hpcrun.launch.attempt_monitor import Observer, Outcome
+    from hpcrun.launch.attempt_monitor import AttemptOutcome, RunObserver
     from hpcrun.specs.rundir import RunDir
 
 SCHEMA_VERSION = 1
@@ -63,7 +63,7 @@ def train(
     command: list[str] | None = context.obj
     job, overrides = _job_and_overrides(words or [], resume, command)
     if print_spec:
-        signals.let_through()
+        signals.unblock_signals()
         _print_spec(job, overrides, resume, command)
         return
     world = detect_world(os.environ, stdin_is_tty=sys.stdin is not None and sys.stdin.isatty())
@@ -107,10 +107,10 @@ def _print_spec(
     from hpcrun.masking import Masker
     from hpcrun.specs.load import render_job
     from hpcrun.specs.rundir import find_run
-    from hpcrun.submission.prepare import prepare
+    from hpcrun.submission.prepare import prepare_job
 
     earlier = find_run(resume, use="plan") if resume is not None else None
-    prepared = prepare(job, overrides, resume=earlier, until="plan", command=command)
+    prepared = prepare_job(job, overrides, resume=earlier, until="plan", command=command)
     env, command = Masker().mask_record(prepared.spec.env), prepared.spec.command
     words = None if command is None else Masker().mask_words(command)
     shown = prepared.spec.model_copy(update={"env": env, "command": words})
@@ -120,10 +120,10 @@ def _print_spec(
 def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
     from hpcrun.cli.display import make_display
 
-    signals.let_through()
+    signals.unblock_signals()
     with contextlib.ExitStack() as stack:
 
-        def display(steps: int) -> Observer:
+        def display(steps: int) -> RunObserver:
             shown = make_display(steps)
             stack.callback(shown.close)
             return shown
@@ -136,26 +136,26 @@ def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world
 
 def _supervise(
     job: Path | None, overrides: list[str], resume: str | None, command: list[str] | None
-) -> Outcome:
+) -> AttemptOutcome:
     # Opened before the rest is loaded: from here on a signal is a message.
-    with signals.Inbox() as inbox:
+    with signals.SignalQueue() as inbox:
         from hpcrun.cli.display import make_display
-        from hpcrun.launch.run_context import find_site
+        from hpcrun.launch.run_context import find_run_context
         from hpcrun.launch.supervisor import Supervisor
         from hpcrun.specs.rundir import find_run
-        from hpcrun.submission.prepare import prepare
+        from hpcrun.submission.prepare import prepare_job
 
         earlier = find_run(resume, use="act") if resume is not None else None
         if earlier is not None:
             _refuse_one_that_goes_on(earlier)
-        prepared = prepare(job, overrides, resume=earlier, command=command)
-        site = find_site(prepared.spec.cluster)
+        prepared = prepare_job(job, overrides, resume=earlier, command=command)
+        site = find_run_context(prepared.spec.cluster)
         display = make_display(prepared.spec.train.steps if prepared.plan else 0)
         display.note(f"{prepared.spec.name}: {prepared.describe()}")
         with closing(display):
             outcome = Supervisor(prepared, inbox, display, site=site).run()
         # The outcome stands: a late signal must not change the exit code.
-        signals.hold_back()
+        signals.block_signals()
         return outcome
 
 
@@ -170,7 +170,7 @@ def _refuse_one_that_goes_on(run: RunDir) -> None:
         )
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: AttemptOutcome) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "run": outcome.run.id,
@@ -184,7 +184,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _print_outcome(outcome: Outcome) -> None:
+def _print_outcome(outcome: AttemptOutcome) -> None:
     result = outcome.result
     print(f"run   {outcome.run.path}")
     print(f"ended {outcome.status}{'' if outcome.step is None else f' at step {outcome.step}'}")

@@ -12,15 +12,15 @@ from typing import Any
 from hpcrun.listeners import ScarceError, hang_up, listen_at, take_in
 from hpcrun.tuning.host.connectivity import sort_out
 
-_CONNECT_S = 3.0
+_CONNECT_TIMEOUT_S = 3.0
 """A lost packet is sent again after a second."""
-_AT_ONCE, _REST_S = 32, 0.1
+_MAX_PARALLEL, _REST_S = 32, 0.1
 _SHOWN = 3
-_MOST_TARGETS = 64
+_MAX_TARGETS = 64
 """In larger worlds each node tries those after it: all nodes together still try every one."""
 
 
-class Trial:
+class ConnectionTest:
     """One node's part, at its own address."""
 
     def __init__(self, address: str) -> None:
@@ -28,10 +28,10 @@ class Trial:
         self._server = listen_at(address, 0, 1024)
         self._is_over = threading.Event()
         # Where nobody took them, connections of strangers would keep those of the others out.
-        self._thread = threading.Thread(target=self._show_out, name="trial", daemon=True)
+        self._thread = threading.Thread(target=self._drop_connections, name="trial", daemon=True)
         self._thread.start()
 
-    def _show_out(self) -> None:
+    def _drop_connections(self) -> None:
         with contextlib.suppress(OSError):  # it listens no more
             while not self._is_over.is_set():
                 try:
@@ -49,8 +49,10 @@ class Trial:
 
     def failures(self, places: Mapping[str, Sequence[Any]]) -> dict[str, str]:
         """Which of the other nodes were not reached, and why, in the system's words."""
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            whys = pool.map(lambda place: why_not(self._address, place[0], int(place[1])), places.values())
+        with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
+            whys = pool.map(
+                lambda place: why_unreachable(self._address, place[0], int(place[1])), places.values()
+            )
             return {node: why for node, why in zip(places, whys, strict=True) if why}
 
     def close(self) -> None:
@@ -58,18 +60,18 @@ class Trial:
         self._is_over.set()
         # Also under the thread, which waits for somebody.
         hang_up(self._server)
-        self._thread.join(_CONNECT_S)
+        self._thread.join(_CONNECT_TIMEOUT_S)
 
 
-def why_not(own: str, host: str, port: int) -> str:
+def why_unreachable(own: str, host: str, port: int) -> str:
     """Why a connection from our own address fails, with the place; empty where it does not.
 
     In words that are not those of a connection which breaks because a rank has died.
     """
     try:
-        socket.create_connection((host, port), _CONNECT_S, source_address=(own, 0)).close()
+        socket.create_connection((host, port), _CONNECT_TIMEOUT_S, source_address=(own, 0)).close()
     except TimeoutError:
-        return f"no answer in {_CONNECT_S:g} s ({host}:{port})"
+        return f"no answer in {_CONNECT_TIMEOUT_S:g} s ({host}:{port})"
     except (ConnectionRefusedError, ConnectionResetError):
         return f"refused ({host}:{port})"
     except OSError as error:
@@ -77,15 +79,17 @@ def why_not(own: str, host: str, port: int) -> str:
     return ""
 
 
-def targets(places: Mapping[str, Sequence[Any]], node: str) -> dict[str, Sequence[Any]]:
+def choose_targets(places: Mapping[str, Sequence[Any]], node: str) -> dict[str, Sequence[Any]]:
     """The nodes that this one tries: all others, or in a large world those that come after it."""
     names = [*places]
     at = names.index(node) if node in names else 0
     others = [one for one in (*names[at:], *names[:at]) if one != node]
-    return {one: places[one] for one in others[:_MOST_TARGETS]}
+    return {one: places[one] for one in others[:_MAX_TARGETS]}
 
 
-def in_words(failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def describe_unreachable(
+    failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]
+) -> tuple[str, tuple[str, ...]]:
     """What a trial has shown, in words, and the nodes that are to blame; empty where all were reached."""
     culprits, pairs = sort_out(failed, nodes)
     told = [f"{one.failed} of {one.tried} connections of {one.node} fail: {one.why}" for one in culprits]

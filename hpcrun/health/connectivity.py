@@ -15,8 +15,8 @@ from typing import Any
 
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
-from hpcrun.health.connection_test import Trial
-from hpcrun.launcher_world import without_world
+from hpcrun.health.connection_test import ConnectionTest
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import with_our_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
@@ -31,7 +31,7 @@ def try_all(allocation: Allocation, interface: str | None) -> tuple[Finding, ...
 
     `interface` is the profile's; without one, what NCCL would take on each node.
     """
-    environ = step_environment(without_world(with_our_package(os.environ)))
+    environ = step_environment(without_rank_variables(with_our_package(os.environ)))
     steps = [_Step(node, interface or "", environ) for node in allocation.nodes]
     try:
         with ThreadPoolExecutor(len(steps)) as pool:
@@ -122,7 +122,7 @@ def take_part(interface: str) -> None:
     if address is None:
         _say({"error": f"{interface or 'none of its interfaces'} has no address"})
         return
-    with contextlib.closing(Trial(address)) as trial:
+    with contextlib.closing(ConnectionTest(address)) as trial:
         _say({"place": trial.place})
         places: dict[str, list[Any]] = json.loads(sys.stdin.readline() or "{}")
         _say({"failed": trial.failures(places)})

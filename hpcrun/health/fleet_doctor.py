@@ -13,7 +13,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.launcher_world import without_world
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import with_our_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
@@ -43,7 +43,7 @@ def doctor_command(node: str, options: Sequence[str]) -> list[str]:
 
 def visit_all(allocation: Allocation, options: Sequence[str]) -> list[Answer]:
     """Have every node looked at, a few at a time; one without a report has a finding."""
-    environ = step_environment(without_world(with_our_package(os.environ)))
+    environ = step_environment(without_rank_variables(with_our_package(os.environ)))
 
     def visit(node: str) -> Answer:
         return _visit(node, doctor_command(node, options), environ)

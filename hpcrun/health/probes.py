@@ -33,7 +33,7 @@ from hpcrun.health.gpu_health import gpu_health
 from hpcrun.health.xids import XidAction, recent_xids
 from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
-from hpcrun.runs.lease import LEADERLESS_S, is_led
+from hpcrun.runs.lease import LEADER_TIMEOUT_S, has_active_leader
 from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
@@ -230,8 +230,8 @@ def _is_dead(here: RunDir, run: RunDir) -> bool:
     with contextlib.suppress(OSError):
         now = clock_of(here.path)
         if run.exit.exists():
-            return now - run.exit.stat().st_mtime > LEADERLESS_S
-        return now - run.lease.stat().st_mtime > 10 * LEADERLESS_S and not is_led(run)
+            return now - run.exit.stat().st_mtime > LEADER_TIMEOUT_S
+        return now - run.lease.stat().st_mtime > 10 * LEADER_TIMEOUT_S and not has_active_leader(run)
     return False
 
 

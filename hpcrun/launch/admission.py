@@ -17,7 +17,7 @@ from hpcrun.hostlist import fold
 from hpcrun.launch import recovery
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import checks_of
@@ -165,7 +165,7 @@ def judge(
 
 def stopped(
     attempt: Attempt, admission: Admission, left: Collection[str], needed: int, lost: Iterable[NodeLost] = ()
-) -> Outcome:
+) -> AttemptOutcome:
     """How the attempt ends for which too few nodes are left; it names every check that failed.
 
     Another place in the queue may help where the trouble is the nodes' own, but not for ever. `lost`: the
@@ -185,10 +185,10 @@ def stopped(
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
     if _came_to_nothing(attempt.run) + 1 >= _IN_A_ROW:
         message, blamed = f"{message}; this is the {_IN_A_ROW}rd attempt in a row", ()
-    return Outcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
+    return AttemptOutcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
 
 
 def _came_to_nothing(run: RunDir) -> int:
     """How many attempts before this one have ended with their preflight."""
-    before = reversed(recovery.outcomes(run))
+    before = reversed(recovery.read_outcomes(run))
     return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_BEGIN), before)])

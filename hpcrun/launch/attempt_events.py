@@ -7,12 +7,12 @@ import signal
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-_SAME_CLOCK_S = 2.0
+_MAX_DELAY_S = 2.0
 """What is told this late may have been under way; by more than this two clocks are not the same."""
 
 
 @dataclass(frozen=True)
-class RankUp:
+class RankStarted:
     """A rank has recorded itself and takes signals."""
 
     rank: int
@@ -21,14 +21,14 @@ class RankUp:
 
 
 @dataclass(frozen=True)
-class RankMet:
+class RankConnected:
     """A rank is inside MPI; a command's rank has met the others as soon as it is up."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class RanksMet:
+class WorldReady:
     """Every rank has met the others."""
 
 
@@ -46,22 +46,22 @@ class RankEnded:
     ahead_s: float = 0.0
     """By how much the clock of its node is ahead of the supervisor's, where they are not the same."""
 
-    def by_our_clock(self, now: float) -> RankEnded:
+    def to_supervisor_clock(self, now: float) -> RankEnded:
         """The same by the supervisor's clock, which shows `now` as it hears of it."""
         ahead_s = self.time - now
-        is_same = abs(ahead_s) <= _SAME_CLOCK_S
+        is_same = abs(ahead_s) <= _MAX_DELAY_S
         return self if is_same else replace(self, time=now, ahead_s=ahead_s)
 
 
 @dataclass(frozen=True)
-class RankGaveUp:
+class RankFailed:
     """A rank has written down why it cannot go on; its process may still be there."""
 
     rank: int
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """A rank has told where it is."""
 
     rank: int
@@ -102,45 +102,47 @@ class LauncherEnded:
 
 
 @dataclass(frozen=True)
-class Finished:
+class AttemptFinished:
     """The ranks agreed that the attempt ended well, and there is a record of it."""
 
     result: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class SignalReceived:
     """Somebody sent the supervisor a signal."""
 
     number: signal.Signals
 
 
 @dataclass(frozen=True)
-class Tick:
+class Idle:
     """Nothing happened for a moment."""
 
 
-OnNode = RankUp | RankMet | RankEnded | RankStopped | Progress
+NodeEvent = RankStarted | RankConnected | RankEnded | RankStopped | RankProgress
 """What is seen on the node where it happens."""
-Happening = OnNode | RanksMet | RankGaveUp | NodeLost | LauncherEnded | Finished | Asked | Tick
+AttemptEvent = (
+    NodeEvent | WorldReady | RankFailed | NodeLost | LauncherEnded | AttemptFinished | SignalReceived | Idle
+)
 
-_KINDS: dict[str, type[OnNode]] = {
-    "up": RankUp,
-    "met": RankMet,
+_NODE_EVENTS: dict[str, type[NodeEvent]] = {
+    "up": RankStarted,
+    "met": RankConnected,
     "ended": RankEnded,
     "stopped": RankStopped,
-    "progress": Progress,
+    "progress": RankProgress,
 }
 
 
-def encode(happening: OnNode) -> str:
+def encode_node_event(happening: NodeEvent) -> str:
     """One line of JSON without its end."""
-    kind = next(name for name, known in _KINDS.items() if isinstance(happening, known))
+    kind = next(name for name, known in _NODE_EVENTS.items() if isinstance(happening, known))
     return json.dumps({"kind": kind, **asdict(happening)})
 
 
-def decode(message: dict[str, Any]) -> OnNode | None:
+def decode_node_event(message: dict[str, Any]) -> NodeEvent | None:
     """The happening in a message, or None where it is of another kind."""
     values = dict(message)
-    kind = _KINDS.get(values.pop("kind", ""))
+    kind = _NODE_EVENTS.get(values.pop("kind", ""))
     return None if kind is None else kind(**values)

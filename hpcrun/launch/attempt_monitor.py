@@ -11,37 +11,37 @@ from typing import Any, Literal, Protocol
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_SAVED
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import (
-    Asked,
-    Finished,
-    Happening,
+    AttemptEvent,
+    AttemptFinished,
     LauncherEnded,
     NodeLost,
-    Progress,
     RankEnded,
-    RankGaveUp,
-    RanksMet,
+    RankFailed,
+    RankProgress,
+    RankStarted,
     RankStopped,
-    RankUp,
+    SignalReceived,
+    WorldReady,
 )
-from hpcrun.launch.attempt_processes import RunningAttempt
-from hpcrun.launch.failure_cause import Failure, explain, explain_hang
-from hpcrun.launch.fault_class import Kind
-from hpcrun.launch.final_save import Pace
-from hpcrun.launch.launchers import Launch
-from hpcrun.launch.signal_queue import Inbox
-from hpcrun.launch.watch.stacks import Group, as_json, group, odd_ones
-from hpcrun.launch.watch.stragglers import Stragglers
-from hpcrun.launch.watch.watchdog import Hang, Watchdog
+from hpcrun.launch.attempt_processes import AttemptProcesses
+from hpcrun.launch.failure_cause import FailureCause, explain_failure, explain_hang
+from hpcrun.launch.fault_class import FaultClass
+from hpcrun.launch.final_save import SaveDurations
+from hpcrun.launch.launchers import LaunchRequest
+from hpcrun.launch.signal_queue import SignalQueue
+from hpcrun.launch.watch.stacks import StackGroup, find_outlier, group_stacks, stack_groups_as_json
+from hpcrun.launch.watch.stragglers import StragglerDetector
+from hpcrun.launch.watch.watchdog import Hang, HangWatchdog
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import LineReader, LineWriter
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.units import parse_time
 
-Status = Literal["done", "saved", "failed", "interrupted"]
+OutcomeStatus = Literal["done", "saved", "failed", "interrupted"]
 _Verdict = Literal["finished", "died", "hung", "not started", "not stopped", "killed"]
 
 
-class Observer(Protocol):
+class RunObserver(Protocol):
     """Who wants to be told how a run goes: the display of the command line, a test."""
 
     def note(self, text: str) -> None:
@@ -53,16 +53,16 @@ class Observer(Protocol):
     def step(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl: a step, an evaluation, a save."""
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: AttemptOutcome) -> None:
         """The run is over."""
 
 
-_LAST_LOOK_S = 0.3
+_LAST_POLL_S = 0.3
 """When all processes are gone, no file changes any more; the last ones are yet to be read."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class AttemptLimits:
     """How long the supervisor waits before it acts, in seconds."""
 
     start_s: float = 600.0
@@ -77,19 +77,19 @@ class Limits:
     """After the result, for the processes to end."""
 
     @classmethod
-    def of(cls, spec: JobSpec) -> Limits:
+    def of(cls, spec: JobSpec) -> AttemptLimits:
         """Those of a job: what it has asked for to save before its end, its ranks get to stop in."""
         grace = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
         return cls(stop_s=max(cls.stop_s, grace))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """How a run ended."""
 
     run: RunDir
     attempt: int
-    status: Status
+    status: OutcomeStatus
     exit_code: int
     message: str
     step: int | None
@@ -100,11 +100,11 @@ class Outcome:
     """Nodes that did not answer any more, or that were not well before the start."""
     hung: bool = False
     """Whether it was ended because its ranks made no more progress."""
-    unmet: bool = False
+    never_connected: bool = False
     """Whether its ranks have never met."""
     suspects: tuple[str, ...] = ()
     """Nodes whose ranks stood apart from the others when the run hung, or that are slow."""
-    kind: Kind = "unknown"
+    kind: FaultClass = "unknown"
     """Which kind of fault it was, where it failed."""
     rank: int | None = None
     """The rank that was the first to fall, where it is known."""
@@ -117,18 +117,18 @@ class Outcome:
         return self.run.attempt(self.attempt)
 
 
-class Course:
+class AttemptMonitor:
     """Follows one attempt from its launch to its outcome."""
 
     def __init__(
         self,
-        launch: Launch,
+        launch: LaunchRequest,
         nodes: Nodes,
-        observer: Observer,
-        limits: Limits,
+        observer: RunObserver,
+        limits: AttemptLimits,
         events: LineWriter,
         metrics: LineReader,
-        watchdog: Watchdog,
+        watchdog: HangWatchdog,
         again: Literal["train", "submit"] = "train",
         beside: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -137,17 +137,17 @@ class Course:
         self._events, self._metrics, self._watchdog, self._again = events, metrics, watchdog, again
         self._beside = beside
         watchdog.begin()
-        self._pace = Pace()
+        self._pace = SaveDurations()
         self._began = time.monotonic()
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
         gone = {*launch.placement.ranks} - {*nodes.alive}
         self._lost = [one for one in nodes.lost if one.node in gone]
-        self._told_lost: set[str] = set()
-        self._stragglers = Stragglers()
+        self._recorded_lost: set[str] = set()
+        self._stragglers = StragglerDetector()
         self._replaced: tuple[str, ...] = ()
         self._hang: Hang | None = None
-        self._groups: list[Group] = []
+        self._groups: list[StackGroup] = []
         self._unreached: tuple[str, tuple[str, ...]] = ("", ())
         self._launcher: LauncherEnded | None = None
         self._result: dict[str, Any] | None = None
@@ -161,13 +161,13 @@ class Course:
         self._settle_by: float | None = None
         self._finish_by: float | None = None
 
-    def run(self, inbox: Inbox) -> Outcome:
+    def run(self, inbox: SignalQueue) -> AttemptOutcome:
         """Start the attempt, follow it to its end, and leave nothing of it behind."""
         launch = self._launch
         if self._lost:
-            return self._not_begun()
+            return self._not_started_outcome()
         self._event("launch", ranks=launch.ranks, command=list(launch.command), job=launch.job)
-        running = RunningAttempt(self._launch, inbox, self._nodes)
+        running = AttemptProcesses(self._launch, inbox, self._nodes)
         try:
             verdict = self._follow(running)
             missing = running.missing
@@ -177,7 +177,7 @@ class Course:
                 self._dump(running)
             elif verdict == "not started":
                 self._unreached = self._nodes.try_connections()
-                self._event("not met", ranks=missing, what=self._unmet(missing))
+                self._event("not met", ranks=missing, what=self._describe_missing_ranks(missing))
                 self._dump(running)
         finally:
             stuck = running.end()
@@ -186,7 +186,7 @@ class Course:
         lost = [*self._nodes.lost][self._lost_before :]
         self._lost = [one for one in lost if one.node in self._launch.placement.ranks]
         for gone in lost:
-            self._tell_lost(gone.node, gone.why)
+            self._record_lost_node(gone.node, gone.why)
         self._read_metrics()
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
@@ -194,16 +194,18 @@ class Course:
         self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         return outcome
 
-    def _not_begun(self) -> Outcome:
+    def _not_started_outcome(self) -> AttemptOutcome:
         """A node was lost while the attempt was made ready: without it nothing is started."""
         attempt, name = self._launch.attempt, self._launch.launcher.name
         for gone in self._lost:
-            self._tell_lost(gone.node, gone.why)
-        outcome = self._failed(explain(attempt, self._launch.ranks, [], None, self._lost, name), "failed")
+            self._record_lost_node(gone.node, gone.why)
+        outcome = self._failed(
+            explain_failure(attempt, self._launch.ranks, [], None, self._lost, name), "failed"
+        )
         self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
         return outcome
 
-    def _follow(self, running: RunningAttempt) -> _Verdict:
+    def _follow(self, running: AttemptProcesses) -> _Verdict:
         for happening in running.watch():
             self._take(running, happening)
             verdict = self._verdict(running)
@@ -211,35 +213,35 @@ class Course:
                 return verdict
         raise AssertionError("watch never ends by itself")
 
-    def _take(self, running: RunningAttempt, happening: Happening) -> None:
+    def _take(self, running: AttemptProcesses, happening: AttemptEvent) -> None:
         match happening:
-            case RankUp(rank, node, pid):
+            case RankStarted(rank, node, pid):
                 self._event("rank up", rank=rank, node=node, pid=pid)
                 for number in self._asked:
                     running.signal(number, rank)
-            case RanksMet():
+            case WorldReady():
                 self._start_by = None
                 seconds = time.monotonic() - self._began
                 self._event("ranks met", seconds=seconds)
                 self._observer.ranks_ready(self._launch.ranks, seconds)
-                if not self._launch.judges_exits:
+                if not self._launch.uses_exit_records:
                     self._nodes.warm(self._launch.placement.spares)
             case RankEnded(rank, node, pid, status):
                 self._ended.append(happening)
                 self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)
                 self._settle(self._limits.leave_s if status in (0, None) else self._limits.settle_s)
-            case Progress():
+            case RankProgress():
                 self._watchdog.heard(happening, time.monotonic())
                 self._stragglers.heard(happening)
-                self._name_stragglers(running)
+                self._report_stragglers(running)
             case RankStopped(rank, node, is_stopped):
                 self._event("rank stopped" if is_stopped else "rank goes on", rank=rank, node=node)
                 self._watchdog.stopped(rank, is_stopped, time.monotonic())
-            case RankGaveUp(rank):
+            case RankFailed(rank):
                 self._event("rank gave up", rank=rank)
                 self._settle(self._limits.settle_s)
             case NodeLost(node, why):
-                self._tell_lost(node, why)
+                self._record_lost_node(node, why)
                 # A spare has no part in this attempt.
                 if node in self._launch.placement.ranks:
                     self._settle(self._limits.settle_s)
@@ -248,30 +250,30 @@ class Course:
                 self._event("launcher ended", wait_status=status)
                 self._settle(self._limits.settle_s)
                 if running.is_over:
-                    self._settle(_LAST_LOOK_S)
-            case Finished(result):
+                    self._settle(_LAST_POLL_S)
+            case AttemptFinished(result):
                 self._result = result
                 # What a program has left in the background is not waited for.
-                seconds = self._limits.leave_s if self._launch.judges_exits else self._limits.finish_s
+                seconds = self._limits.leave_s if self._launch.uses_exit_records else self._limits.finish_s
                 self._finish_by = time.monotonic() + seconds
                 self._event("result", **result)
-            case Asked(number):
+            case SignalReceived(number):
                 self._ask(running, number)
             case _:
                 self._read_metrics()
                 if self._beside() is not None and self._stop is None:
                     self._ask(running, signal.SIGTERM)
 
-    def _tell_lost(self, node: str, why: str) -> None:
-        if node not in self._told_lost:
-            self._told_lost.add(node)
+    def _record_lost_node(self, node: str, why: str) -> None:
+        if node not in self._recorded_lost:
+            self._recorded_lost.add(node)
             self._event("node lost", node=node, why=why)
 
     def _settle(self, seconds: float) -> None:
         by = time.monotonic() + seconds
         self._settle_by = by if self._settle_by is None else min(by, self._settle_by)
 
-    def _ask(self, running: RunningAttempt, number: signal.Signals) -> None:
+    def _ask(self, running: AttemptProcesses, number: signal.Signals) -> None:
         self._event("signal", signal=number.name)
         if number == signal.SIGINT:
             self._interrupts += 1
@@ -283,7 +285,7 @@ class Course:
         if number == signal.SIGUSR1:
             passed, what = signal.SIGUSR1, "save"
         else:
-            passed, what = self._word_for(number), "save and stop"
+            passed, what = self._stop_signal_for(number), "save and stop"
             if self._stop is None:
                 self._stop = number
                 self._stop_by = time.monotonic() + self._longest_stop_s
@@ -298,43 +300,43 @@ class Course:
         """Ranks that save need at least as long as saves took until now."""
         return max(self._limits.stop_s, self._pace.lead_s)
 
-    def _word_for(self, number: signal.Signals) -> signal.Signals:
+    def _stop_signal_for(self, number: signal.Signals) -> signal.Signals:
         """How ranks are told to stop: ours know one word for it, programs of others the usual ones."""
-        if not self._launch.judges_exits or number == signal.SIGUSR2:
+        if not self._launch.uses_exit_records or number == signal.SIGUSR2:
             return signal.SIGUSR2
         return signal.SIGTERM
 
-    def _verdict(self, running: RunningAttempt) -> _Verdict | None:
+    def _verdict(self, running: AttemptProcesses) -> _Verdict | None:
         now = time.monotonic()
         if self._interrupts > 1:
             return "killed"
         if self._result is not None:
-            return "finished" if running.is_over or _passed(self._finish_by, now) else None
-        if _passed(self._settle_by, now):
+            return "finished" if running.is_over or _is_past(self._finish_by, now) else None
+        if _is_past(self._settle_by, now):
             return "died"
-        if _passed(self._stop_by, now):
+        if _is_past(self._stop_by, now):
             return "not stopped"
         # A death explains a silence, and is about to be told.
         self._hang = self._watchdog.hang(now)
         if self._hang is not None and self._settle_by is None:
             return "hung"
-        return "not started" if _passed(self._start_by, now) else None
+        return "not started" if _is_past(self._start_by, now) else None
 
-    def _name_stragglers(self, running: RunningAttempt) -> None:
+    def _report_stragglers(self, running: AttemptProcesses) -> None:
         """Say which nodes have become slow; where they are to be replaced, have the ranks save for it."""
         for one in self._stragglers.new() if self._launch.stragglers != "off" else ():
             self._event("straggler", node=one.node, score=one.score, message=str(one))
             self._observer.note(str(one))
             can_replace = self._launch.placement.spares and self._stop is None and not self._replaced
-            if self._launch.stragglers == "replace" and can_replace and not self._launch.judges_exits:
+            if self._launch.stragglers == "replace" and can_replace and not self._launch.uses_exit_records:
                 self._replaced = (one.node,)
                 self._stop_by = time.monotonic() + self._longest_stop_s
                 running.signal(signal.SIGUSR2)
 
-    def _dump(self, running: RunningAttempt) -> None:
+    def _dump(self, running: AttemptProcesses) -> None:
         """Where every rank stands, before they are ended."""
-        self._groups = group(running.look_into())
-        self._event("dump", groups=as_json(self._groups))
+        self._groups = group_stacks(running.dump_stacks())
+        self._event("dump", groups=stack_groups_as_json(self._groups))
 
     def _read_metrics(self) -> None:
         for record in self._metrics.read():
@@ -344,28 +346,28 @@ class Course:
                 self._observer.step(record)
             self._pace.take(record)
 
-    def _outcome(self, verdict: _Verdict, missing: list[int]) -> Outcome:
+    def _outcome(self, verdict: _Verdict, missing: list[int]) -> AttemptOutcome:
         if verdict == "finished":
             return self._finished()
         if verdict == "killed":
             text = f"interrupted twice: the ranks were ended without a save{self._at_step()}"
-            return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
+            return self._failed(FailureCause(text, EXIT_INTERRUPTED), "interrupted")
         attempt, ranks = self._launch.attempt, self._launch.ranks
-        odd = odd_ones(self._groups)
+        odd = find_outlier(self._groups)
         # Ranks wait for a node that is gone, but no rank stands still because a node goes after it.
-        is_cut_off = verdict == "hung" and self._lost and not (odd and self._is_there(odd))
+        is_cut_off = verdict == "hung" and self._lost and not (odd and self._is_on_living_nodes(odd))
         if verdict == "died" or is_cut_off:
             name = self._launch.launcher.name
-            cause = explain(attempt, ranks, self._ended, self._launcher, self._lost, name)
-            if self._stop is not None and self._launch.judges_exits and not self._lost:
+            cause = explain_failure(attempt, ranks, self._ended, self._launcher, self._lost, name)
+            if self._stop is not None and self._launch.uses_exit_records and not self._lost:
                 text = f"stopped by {self._stop.name}, as asked, without a save (exit code 75 tells of one)"
-                return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
+                return self._failed(FailureCause(text, EXIT_INTERRUPTED), "interrupted")
             return self._failed(cause, "failed")
         if verdict == "hung":
             failure = explain_hang(attempt, str(self._hang), self._groups, odd)
             return replace(self._failed(failure, "failed"), hung=True, suspects=odd.nodes if odd else ())
         if verdict == "not started":
-            return self._not_met(missing, odd)
+            return self._never_connected_outcome(missing, odd)
         where = f"; logs: {attempt.path / 'logs'}"
         assert self._stop is not None or self._replaced
         why = self._stop.name if self._stop else "being asked to make room for a spare"
@@ -374,10 +376,10 @@ class Course:
             f"{self._at_step()}{where}"
         )
         if self._interrupts:
-            return self._failed(Failure(text, EXIT_INTERRUPTED), "interrupted")
-        return self._failed(Failure(text), "failed")
+            return self._failed(FailureCause(text, EXIT_INTERRUPTED), "interrupted")
+        return self._failed(FailureCause(text), "failed")
 
-    def _unmet(self, missing: list[int]) -> str:
+    def _describe_missing_ranks(self, missing: list[int]) -> str:
         """Who did not come, and what is in the way between the nodes, in words."""
         within = "; ".join(filter(None, (f"within {self._limits.start_s:g} s", self._unreached[0])))
         if not missing:
@@ -387,40 +389,44 @@ class Course:
         where = ", ".join([*nodes][:8]) + (", …" if len(nodes) > 8 else "")
         return f"rank{'s' * (len(missing) > 1)} {who} on {where} did not start {within}"
 
-    def _not_met(self, missing: list[int], odd: Group | None) -> Outcome:
+    def _never_connected_outcome(self, missing: list[int], odd: StackGroup | None) -> AttemptOutcome:
         """Who did not come, what is in the way between the nodes, and where the others wait."""
         blamed, placement = self._unreached[1], self._launch.placement
         late = tuple(dict.fromkeys(placement.ranks[rank] for rank in missing))
         suspects = blamed or (late if len(late) < len(placement.nodes) else ()) or (odd.nodes if odd else ())
-        failure = explain_hang(self._launch.attempt, self._unmet(missing), self._groups, odd)
+        failure = explain_hang(self._launch.attempt, self._describe_missing_ranks(missing), self._groups, odd)
         # Where somebody waits for the others is no evidence against a node.
-        return replace(self._failed(replace(failure, rank=None), "failed"), unmet=True, suspects=suspects)
+        return replace(
+            self._failed(replace(failure, rank=None), "failed"), never_connected=True, suspects=suspects
+        )
 
-    def _is_there(self, odd: Group) -> bool:
+    def _is_on_living_nodes(self, odd: StackGroup) -> bool:
         return not set(odd.nodes) & {one.node for one in self._lost}
 
-    def _finished(self) -> Outcome:
+    def _finished(self) -> AttemptOutcome:
         assert self._result is not None
         step = self._result.get("step", self._step)
         run, number = self._launch.attempt.run, self._launch.attempt.number
         at = "" if step is None else f" at step {step}"
-        status: Status
+        status: OutcomeStatus
         if self._result.get("status") != "saved":
-            return Outcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
+            return AttemptOutcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
         is_early = self._result.get("steps_done") == 0
         what = f"stopped before a step was done, with nothing new to save{at}" if is_early else f"saved{at}"
         text = f"{what}; go on with: hpcrun {self._again} --resume {run.id}"
         status, code = ("interrupted", EXIT_INTERRUPTED) if self._interrupts else ("saved", EXIT_SAVED)
         if self._replaced and self._stop is None:
             text = f"saved{at}, to go on without {self._replaced[0]}, which is slow"
-            return Outcome(run, number, status, code, text, step, self._result, suspects=self._replaced)
-        return Outcome(run, number, status, code, text, step, self._result, self._stop)
+            return AttemptOutcome(
+                run, number, status, code, text, step, self._result, suspects=self._replaced
+            )
+        return AttemptOutcome(run, number, status, code, text, step, self._result, self._stop)
 
-    def _failed(self, failure: Failure, status: Status) -> Outcome:
+    def _failed(self, failure: FailureCause, status: OutcomeStatus) -> AttemptOutcome:
         attempt = self._launch.attempt
         code, text = failure.exit_code, failure.message
         lost = tuple(one.node for one in self._lost)
-        ended = Outcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
+        ended = AttemptOutcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
         return replace(ended, lost=lost, kind=failure.kind, rank=failure.rank)
 
     def _at_step(self) -> str:
@@ -431,5 +437,5 @@ class Course:
         self._events.write(now | {"event": event} | more)
 
 
-def _passed(by: float | None, now: float) -> bool:
+def _is_past(by: float | None, now: float) -> bool:
     return by is not None and now > by

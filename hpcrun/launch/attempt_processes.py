@@ -14,51 +14,51 @@ from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import (
-    Asked,
-    Finished,
-    Happening,
+    AttemptEvent,
+    AttemptFinished,
+    Idle,
     LauncherEnded,
     NodeLost,
-    RankGaveUp,
-    RankMet,
-    RanksMet,
-    RankUp,
-    Tick,
+    RankConnected,
+    RankFailed,
+    RankStarted,
+    SignalReceived,
+    WorldReady,
 )
-from hpcrun.launch.launchers import Launch
-from hpcrun.launch.signal_queue import Inbox
-from hpcrun.launch.watch.progress import SOCKET_VARIABLE
-from hpcrun.launch.watch.stacks import RankStack, parse_lines, parse_stacks
+from hpcrun.launch.launchers import LaunchRequest
+from hpcrun.launch.signal_queue import SignalQueue
+from hpcrun.launch.watch.progress import PROGRESS_SOCKET_VARIABLE
+from hpcrun.launch.watch.stacks import RankStack, parse_stack_frames, parse_stack_lines
 from hpcrun.process import Handle
 from hpcrun.specs.records import read_json
 
-_TICK_S = 0.1
-_LOOK_AROUND_S = 0.25
+_IDLE_EVENT_S = 0.1
+_POLL_S = 0.25
 """How often files are looked at while nothing wakes us."""
-_CALM_S = 0.5
+_POLL_STEADY_S = 0.5
 """The same while all ranks train: a death wakes us at once, and ranks need the cores more than we do."""
-_STARTING_S = 0.03
+_POLL_STARTING_S = 0.03
 """The same until every rank has been seen."""
 
 
-class RunningAttempt:
+class AttemptProcesses:
     """The processes of an attempt, from their start until nothing is left of them."""
 
-    def __init__(self, launch: Launch, inbox: Inbox, nodes: Nodes) -> None:
+    def __init__(self, launch: LaunchRequest, inbox: SignalQueue, nodes: Nodes) -> None:
         self.launch = launch
-        self._inbox, self._nodes = inbox, nodes
+        self._signal_queue, self._nodes = inbox, nodes
         self._up: set[int] = set()
         self._met: set[int] = set()
         self._gave_up: set[int] = set()
         self._is_troubled = self._finished = self._launcher_ended = False
         self._looked = 0.0
-        inbox.collect_interrupts()
-        nodes.watch(launch.attempt, launch.placement, launch.environ[SOCKET_VARIABLE])
+        inbox.queue_interrupts()
+        nodes.watch(launch.attempt, launch.placement, launch.environ[PROGRESS_SOCKET_VARIABLE])
         self._launcher = process.hold(launch.launcher.start(launch, nodes))
         identity = process.identify(self._launcher.pid)
         # Until we collect it, a child keeps its pid.
         assert identity is not None
-        nodes.launched(identity)
+        nodes.launcher_started(identity)
         self._launcher_handle = Handle(identity)
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox.fileno(), selectors.EVENT_READ)
@@ -77,11 +77,11 @@ class RunningAttempt:
         """Whether the launcher and all ranks have ended."""
         return self._launcher_ended and (self._nodes.is_over or not self._nodes.is_complete)
 
-    def watch(self) -> Iterator[Happening]:
+    def watch(self) -> Iterator[AttemptEvent]:
         """What happens, as it happens, with a Tick at every look around; never ends by itself."""
         while True:
-            pause = _LOOK_AROUND_S if self._nodes.is_complete else _STARTING_S
-            self._selector.select(_CALM_S if self._is_calm() else min(pause, _TICK_S))
+            pause = _POLL_S if self._nodes.is_complete else _POLL_STARTING_S
+            self._selector.select(_POLL_STEADY_S if self._is_calm() else min(pause, _IDLE_EVENT_S))
             is_due, is_new = time.monotonic() - self._looked > pause, False
             for one in self._seen(look=is_due):
                 is_new = True
@@ -89,25 +89,25 @@ class RunningAttempt:
             if is_due or is_new:
                 yield from self._look_around()
             if is_due or not is_new:
-                yield Tick()
+                yield Idle()
 
-    def _seen(self, *, look: bool) -> Iterator[Happening]:
-        for number in self._inbox.read():
-            yield Asked(number)
+    def _seen(self, *, look: bool) -> Iterator[AttemptEvent]:
+        for number in self._signal_queue.read():
+            yield SignalReceived(number)
         yield from self._nodes.news(look=look)
         if self._has_launcher_ended():
             code = self._launcher.returncode
             yield LauncherEnded(-code if code < 0 else code << 8, time.time())
 
-    def _take(self, happening: Happening) -> Iterator[Happening]:
+    def _take(self, happening: AttemptEvent) -> Iterator[AttemptEvent]:
         match happening:
-            case RankUp(rank):
+            case RankStarted(rank):
                 self._up.add(rank)
                 yield happening
-            case RankMet(rank):
+            case RankConnected(rank):
                 self._met.add(rank)
                 if len(self._met) == self.launch.ranks:
-                    yield RanksMet()
+                    yield WorldReady()
             case _:
                 self._is_troubled |= isinstance(happening, NodeLost)
                 yield happening
@@ -129,7 +129,7 @@ class RunningAttempt:
         """Send a signal to one rank or to all that are up."""
         self._nodes.signal(number, rank)
 
-    def look_into(self, timeout_s: float = 5.0) -> list[RankStack]:
+    def dump_stacks(self, timeout_s: float = 5.0) -> list[RankStack]:
         """Where every rank stands, by its stack and by what the kernel tells, after so long at most."""
         seen = self._nodes.dump(timeout_s)
         stacks = []
@@ -139,7 +139,9 @@ class RunningAttempt:
             with contextlib.suppress(OSError):
                 text = self.launch.attempt.stack(rank).read_text(errors="replace")
             state, waits_in = told.get("state", ""), told.get("waits_in", "")
-            stacks.append(RankStack(rank, node, state, waits_in, parse_stacks(text), parse_lines(text)))
+            stacks.append(
+                RankStack(rank, node, state, waits_in, parse_stack_frames(text), parse_stack_lines(text))
+            )
         return stacks
 
     def end(self, timeout_s: float = 5.0) -> list[str]:
@@ -156,24 +158,26 @@ class RunningAttempt:
         self._launcher_handle.close()
         return stuck
 
-    def _look_around(self) -> Iterator[Happening]:
+    def _look_around(self) -> Iterator[AttemptEvent]:
         self._looked = time.monotonic()
         attempt = self.launch.attempt
         names = {entry.name for entry in os.scandir(attempt.rank_record(0).parent)}
         for rank in range(self.launch.ranks):
             if rank not in self._gave_up and attempt.error_record(rank).name in names:
                 self._gave_up.add(rank)
-                yield RankGaveUp(rank)
+                yield RankFailed(rank)
         if not self._finished:
-            result = self._judged(names) if self.launch.judges_exits else read_json(attempt.result)
+            result = (
+                self._command_result(names) if self.launch.uses_exit_records else read_json(attempt.result)
+            )
             if isinstance(result, dict) and result.get("attempt") == attempt.number:
                 self._finished = True
                 # A short attempt may be over before anyone has looked who came up.
                 for one in self._nodes.news(look=True):
                     yield from self._take(one)
-                yield Finished(result)
+                yield AttemptFinished(result)
 
-    def _judged(self, names: set[str]) -> dict[str, Any] | None:
+    def _command_result(self, names: set[str]) -> dict[str, Any] | None:
         """How a command went: well when every rank says so, saved when every rank ended with that code."""
         attempt, ranks = self.launch.attempt, range(self.launch.ranks)
         if not all(attempt.exit_record(rank).name in names for rank in ranks):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.node_environment import render_table, table_of
+from hpcrun.launch.node_environment import node_table_path, render_node_table
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -18,10 +18,10 @@ from hpcrun.specs.settings import Setting, Settings, write_settings
 from hpcrun.tuning.host.node_report import nccl_files
 from hpcrun.tuning.job_settings import advise_job, follow
 
-_GLOO = "GLOO_SOCKET_IFNAME"
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def settle(
+def choose_comm_settings(
     attempt: Attempt,
     spec: JobSpec,
     cluster: ClusterSpec | None,
@@ -45,22 +45,32 @@ def settle(
     except UsageError as error:
         settings = Settings(notes=(f"no settings: {error}",))
         note(settings.notes[0])
-    settings = _reached_at(settings, interfaces or {}, environ) if len(placement.nodes) > 1 else settings
+    settings = (
+        _with_gloo_interface(settings, interfaces or {}, environ) if len(placement.nodes) > 1 else settings
+    )
     for lost in settings.overruled:
         if lost.value != lost.ours:
             note(str(lost))
     write_settings(attempt.settings, settings)
-    write_whole(table_of(attempt), render_table(settings, placement))
+    write_whole(node_table_path(attempt), render_node_table(settings, placement))
     return settings.environment()
 
 
-def _reached_at(settings: Settings, interfaces: Mapping[str, str], environ: Mapping[str, str]) -> Settings:
+def _with_gloo_interface(
+    settings: Settings, interfaces: Mapping[str, str], environ: Mapping[str, str]
+) -> Settings:
     """The same with gloo's interface where nobody has set it: by itself gloo believes the host's own name."""
-    if _GLOO in environ or not interfaces or any(one.name == _GLOO for one in settings.all()):
+    if (
+        _GLOO_INTERFACE in environ
+        or not interfaces
+        or any(one.name == _GLOO_INTERFACE for one in settings.all())
+    ):
         return settings
 
     def setting(interface: str) -> Setting:
-        return Setting(_GLOO, interface, "where the other nodes reach this one", "the nodes themselves")
+        return Setting(
+            _GLOO_INTERFACE, interface, "where the other nodes reach this one", "the nodes themselves"
+        )
 
     if len(set(interfaces.values())) == 1:
         return replace(settings, everywhere=(*settings.everywhere, setting(next(iter(interfaces.values())))))

@@ -9,7 +9,7 @@ from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
 from hpcrun.specs.placement import Binding
 
 
-def bind(binding: Binding | None) -> dict[str, Any]:
+def bind_process(binding: Binding | None) -> dict[str, Any]:
     """Bind this process as it was decided; what was found and what holds now, for the rank's record.
 
     Nothing is changed where the rank has come up without all of its CPUs: then somebody has bound it already.

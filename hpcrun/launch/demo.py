@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.launch.attempt_monitor import Observer, Outcome
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.attempt_monitor import AttemptOutcome, RunObserver
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import last_of_each_step, read_lines
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped
-from hpcrun.submission.prepare import Prepared, prepare
+from hpcrun.submission.prepare import PreparedJob, prepare_job
 
-LEARNED_BELOW = 3.1
+LEARNED_LOSS = 3.1
 """Held-out loss, in nats a byte, that shows that the model learnt more than how often each byte occurs."""
 
-Curve = list[tuple[int, float]]
+LossCurve = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Demonstration:
     last_loss: float
     eval_before: float
     eval_after: float
-    resumed_curve: Curve
-    undisturbed_curve: Curve
+    resumed_curve: LossCurve
+    undisturbed_curve: LossCurve
 
     @property
     def learned(self) -> bool:
         """Whether the model clearly learned."""
-        return self.eval_after < LEARNED_BELOW
+        return self.eval_after < LEARNED_LOSS
 
     @property
     def same_curve(self) -> bool:
@@ -50,7 +50,7 @@ class Demonstration:
 class _StopHalfway:
     """Passes everything on, and at half of the steps asks the supervisor to stop, as a scheduler would."""
 
-    def __init__(self, observer: Observer, half: int) -> None:
+    def __init__(self, observer: RunObserver, half: int) -> None:
         self._observer, self._half = observer, half
         self.note, self.ranks_ready, self.finished = observer.note, observer.ranks_ready, observer.finished
 
@@ -62,18 +62,18 @@ class _StopHalfway:
 
 
 def demonstrate(
-    inbox: Inbox, display: Callable[[Prepared], Observer], say: Callable[[str], None]
-) -> Demonstration | Outcome:
+    inbox: SignalQueue, display: Callable[[PreparedJob], RunObserver], say: Callable[[str], None]
+) -> Demonstration | AttemptOutcome:
     """Run it; an Outcome instead of a Demonstration is the run that did not end as it should."""
     job = shipped("jobs/demo.yaml")
-    prepared = prepare(job)
+    prepared = prepare_job(job)
     half = prepared.spec.train.steps // 2
     say(f"1 of 3: train, and stop after about {half} steps")
     stopped = Supervisor(prepared, inbox, _StopHalfway(display(prepared), half)).run()
     if stopped.status != "saved" or stopped.step is None:
         return stopped
     say(f"2 of 3: resume from step {stopped.step}")
-    again = prepare(None, resume=stopped.run)
+    again = prepare_job(None, resume=stopped.run)
     resumed = Supervisor(again, inbox, display(again)).run()
     if resumed.status != "done":
         return resumed
@@ -81,7 +81,7 @@ def demonstrate(
     whole = Supervisor(prepared, inbox, display(prepared)).run()
     if whole.status != "done":
         return whole
-    curve = _curve(whole.run)
+    curve = _loss_curve(whole.run)
     return Demonstration(
         interrupted=stopped.run,
         stopped_at=stopped.step,
@@ -90,11 +90,11 @@ def demonstrate(
         last_loss=curve[-1][1],
         eval_before=whole.result["eval_loss_before"],
         eval_after=resumed.result["eval_loss_after"],
-        resumed_curve=_curve(stopped.run),
+        resumed_curve=_loss_curve(stopped.run),
         undisturbed_curve=curve,
     )
 
 
-def _curve(run: RunDir) -> Curve:
+def _loss_curve(run: RunDir) -> LossCurve:
     steps = [record for record in read_lines(run.metrics) if record.get("kind") == "step"]
     return [(record["step"], record["loss"]) for record in last_of_each_step(steps)]

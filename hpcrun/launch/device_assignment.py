@@ -7,34 +7,34 @@ from dataclasses import dataclass, replace
 
 from hpcrun.fabric.inventory import Inventory, gpus_of_job
 from hpcrun.hostlist import fold
-from hpcrun.launch.rank_command import PREFIX_VARIABLE, STEP_VARIABLE
+from hpcrun.launch.rank_command import RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement
 
-_HYDRA_BINDS = ("HYDRA_BIND", "HYDRA_TOPOLIB")
+_HYDRA_BIND_VARIABLES = ("HYDRA_BIND", "HYDRA_TOPOLIB")
 """Variables of a job that have Hydra bind the ranks; those of the shell do not reach it."""
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class BindingInputs:
     """What decides, besides the nodes themselves, which part of a node a rank can have."""
 
     bound_by: BoundBy = "rank"
     uses_gpus: bool = True
-    gpus_are_ours: bool = True
+    may_assign_gpus: bool = True
     """Not Slurm's to give out rank by rank."""
-    gpus_asked: int | None = None
+    gpus_requested: int | None = None
     in_slurm: bool = False
     environ: Mapping[str, str] | None = None
     """The ranks', for what it says of GPUs; None: Slurm makes it."""
     hcas: tuple[str, ...] = ()
 
 
-def circumstances(
+def binding_inputs(
     spec: JobSpec, cluster: ClusterSpec | None, launcher: str, environ: Mapping[str, str], *, in_slurm: bool
-) -> Circumstances:
+) -> BindingInputs:
     """Those of a job whose ranks a launcher starts with this environment."""
     bound_by: BoundBy = "rank"
     if launcher == "srun" and spec.resources.cpus_per_rank:
@@ -43,11 +43,11 @@ def circumstances(
         bound_by = "either"
     gives_out = cluster is not None and cluster.gpus.request == "gpus-per-task"
     binds = launcher == "srun" and cluster is not None and cluster.gpus.bind not in (None, "none")
-    return Circumstances(
+    return BindingInputs(
         bound_by,
         uses_gpus=spec.command is not None or spec.device != "cpu",
-        gpus_are_ours=not (gives_out or binds),
-        gpus_asked=spec.resources.gpus_per_node,
+        may_assign_gpus=not (gives_out or binds),
+        gpus_requested=spec.resources.gpus_per_node,
         in_slurm=in_slurm,
         environ=None if launcher == "srun" else dict(environ) | given(spec.env),
         hcas=tuple(cluster.network.hcas) if cluster else (),
@@ -56,12 +56,12 @@ def circumstances(
 
 def _may_be_bound(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether words before the ranks, such as a container's, or Hydra by the job's wish may bind them."""
-    before = any(environ.get(one) for one in (PREFIX_VARIABLE, STEP_VARIABLE))
-    return before or any(name.startswith(_HYDRA_BINDS) for name in given(spec.env))
+    before = any(environ.get(one) for one in (RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE))
+    return before or any(name.startswith(_HYDRA_BIND_VARIABLES) for name in given(spec.env))
 
 
-def decide(
-    placement: Placement, told: Mapping[str, Inventory], around: Circumstances
+def assign_devices(
+    placement: Placement, told: Mapping[str, Inventory], around: BindingInputs
 ) -> tuple[Placement, list[str]]:
     """The placement with what every rank uses of its node, and notes on what is odd or not known there."""
     bindings: dict[int, Binding] = {}
@@ -71,7 +71,7 @@ def decide(
             notes.setdefault("has not said what is inside it; its ranks are not bound", []).append(node)
             continue
         ranks = placement.on(node)
-        found, odd = _on_node(told[node], len(ranks), around)
+        found, odd = _assign_on_node(told[node], len(ranks), around)
         bindings.update(zip(ranks, found, strict=True))
         for text in odd:
             notes.setdefault(text, []).append(node)
@@ -80,13 +80,13 @@ def decide(
     return replace(placement, bindings=every, bound_by=around.bound_by), lines
 
 
-def _on_node(node: Inventory, ranks: int, around: Circumstances) -> tuple[list[Binding], list[str]]:
+def _assign_on_node(node: Inventory, ranks: int, around: BindingInputs) -> tuple[list[Binding], list[str]]:
     there, notes = node.inside.gpus, []
     gpus: list[int] | None = []
-    if around.uses_gpus and there and not around.gpus_are_ours:
+    if around.uses_gpus and there and not around.may_assign_gpus:
         gpus = None
     elif around.uses_gpus and there:
-        gpus = gpus_of_job(there, around.environ or {}, around.gpus_asked, in_slurm=around.in_slurm)
+        gpus = gpus_of_job(there, around.environ or {}, around.gpus_requested, in_slurm=around.in_slurm)
         if gpus is None:
             notes.append(f"which of its {len(there)} GPUs the job has is not known; ranks keep to NUMA nodes")
     found = list(node.inside.bind(ranks, gpus=gpus or (), allowed=node.cpus, hcas=around.hcas))

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpcrun.launch.heartbeat import Pulse
+from hpcrun.launch.heartbeat import Heartbeat
 from hpcrun.slurm.allocation import Allocation
 
-_EVERY_S = 60.0
+_POLL_S = 60.0
 """Slurm's controller is everybody's: one question a minute and job."""
-_PATIENCE_S = 1e9
+_NEVER_HANGS_S = 1e9
 
 
-class Drains:
+class DrainPoller:
     """Asks Slurm in a thread of its own; what it does not answer stays as it was known."""
 
-    def __init__(self, allocation: Allocation, every_s: float = _EVERY_S) -> None:
+    def __init__(self, allocation: Allocation, every_s: float = _POLL_S) -> None:
         self._allocation = allocation
         self._known: Mapping[str, str] = {}
-        self._pulse = Pulse(every_s, self._look, _PATIENCE_S)
+        self._heartbeat = Heartbeat(every_s, self._look, _NEVER_HANGS_S)
 
     def _look(self) -> None:
-        found = self._allocation.drained()
+        found = self._allocation.draining_nodes()
         if found is not None:
             self._known = found
 
@@ -32,4 +32,4 @@ class Drains:
 
     def stop(self) -> None:
         """Ask no more."""
-        self._pulse.stop()
+        self._heartbeat.stop()

@@ -9,11 +9,11 @@ from hpcrun.runs.snapshot import replicas_of
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.reduced_plan import least_ranks, shrink
 from hpcrun.specs.rundir import Attempt
-from hpcrun.submission.prepare import Prepared
+from hpcrun.submission.prepare import PreparedJob
 
 
 @dataclass(frozen=True)
-class Fit:
+class ElasticPlan:
     """What fits on the nodes that are left: by which plan (None for a command), on how many of them."""
 
     plan: Plan | None
@@ -22,7 +22,7 @@ class Fit:
     def __str__(self) -> str:
         return f" with {self.plan.replicas}" if self.plan is not None and self.plan.replicas else ""
 
-    def change(self, last: Attempt) -> dict[str, Any]:
+    def relaunch_record(self, last: Attempt) -> dict[str, Any]:
         """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
         if self.plan is None:
             return {}
@@ -33,16 +33,16 @@ class Fit:
         return {"replicas": now.degrees.dp, "replicas_before": before, "replicas_whole": whole}
 
 
-def fit_on(prepared: Prepared, per_node: int, left: int) -> Fit:
+def plan_for_nodes(prepared: PreparedJob, per_node: int, left: int) -> ElasticPlan:
     """The whole job, else what it goes on with; also the whole where the nodes are too few for anything."""
     plan = prepared.plan
     if plan is not None:
         plan = shrink(prepared.spec, plan, left * per_node) or plan
     ranks = prepared.ranks if plan is None else plan.degrees.world_size
-    return Fit(plan, -(-ranks // per_node))
+    return ElasticPlan(plan, -(-ranks // per_node))
 
 
-def least_nodes(prepared: Prepared, per_node: int) -> int:
+def min_nodes(prepared: PreparedJob, per_node: int) -> int:
     """With how many nodes the job still goes on."""
     plan = prepared.plan
     ranks = prepared.ranks if plan is None else least_ranks(prepared.spec, plan)

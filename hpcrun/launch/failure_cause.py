@@ -12,9 +12,9 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.attempt_events import LauncherEnded, NodeLost, RankEnded
-from hpcrun.launch.fault_class import Kind, kind_of_crash, kind_of_hang
-from hpcrun.launch.launchers import ended_as
-from hpcrun.launch.watch.stacks import Group
+from hpcrun.launch.fault_class import FaultClass, classify_crash, classify_hang
+from hpcrun.launch.launchers import read_rank_wait_statuses
+from hpcrun.launch.watch.stacks import StackGroup
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 
@@ -24,29 +24,29 @@ _COLLATERAL = re.compile(
     r"|peer (closed|went away)|process (has )?failed|remote (error|process exited)",
     re.IGNORECASE,
 )
-_CRASH = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
+_FATAL_ERROR = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
 _LOG_TAIL_BYTES = 65536
-_TOGETHER_S = 0.3
+_SIMULTANEOUS_S = 0.3
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureCause:
     """One line that names rank, node and cause, and the exit code that goes with it."""
 
     message: str
     exit_code: int = EXIT_RANKS_DIED
     rank: int | None = None
-    kind: Kind = "unknown"
+    kind: FaultClass = "unknown"
 
 
-def explain(
+def explain_failure(
     attempt: Attempt,
     ranks: int,
     ended: Sequence[RankEnded],
     launcher: LauncherEnded | None,
     lost: Sequence[NodeLost] = (),
     launcher_name: str = "mpiexec",
-) -> Failure:
+) -> FailureCause:
     """Find the cause among the ranks' own records and the order in which their processes ended.
 
     A rank that vanished without a word is the cause, unless another had reported a trouble of its own before;
@@ -57,7 +57,7 @@ def explain(
         first = lost[0]
         who = f"node {first.node} is lost: {first.why}"
         log = attempt.run.agent_logs / f"{first.node}.log"
-        return Failure(f"{who}; log: {log}", kind="infrastructure")
+        return FailureCause(f"{who}; log: {log}", kind="infrastructure")
     found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
     ahead_s = {one.node: one.ahead_s for one in ended}
 
@@ -71,22 +71,24 @@ def explain(
     silent = [one for one in ended if one.rank not in reported and not _ended_well(attempt, one.rank)]
     if launcher and os.WIFSIGNALED(launcher.wait_status):
         # It took with it all who had not gone before.
-        silent = [one for one in silent if one.time < launcher.time - _TOGETHER_S]
+        silent = [one for one in silent if one.time < launcher.time - _SIMULTANEOUS_S]
     if silent and not any(moment(record) <= silent[0].time for record in own):
-        return _silent(attempt, silent[0])
+        return _explain_silent_death(attempt, silent[0])
     if errors:
-        return _reported(attempt, (own or errors)[0])
-    return _no_rank(attempt, launcher, launcher_name)
+        return _explain_reported_error(attempt, (own or errors)[0])
+    return _explain_launcher_end(attempt, launcher, launcher_name)
 
 
-def explain_hang(attempt: Attempt, what: str, groups: Sequence[Group], odd: Group | None) -> Failure:
+def explain_hang(
+    attempt: Attempt, what: str, groups: Sequence[StackGroup], odd: StackGroup | None
+) -> FailureCause:
     """The line about ranks that make no more progress: who stands apart, and where the others wait."""
     others = [one for one in groups if one != odd]
     told = [str(one) for one in ([odd] if odd else []) + others[::-1]]
     where = f" on node {', '.join(odd.nodes)}" if odd else ""
     who = f"rank {odd.ranks[0]}{where} stands apart: " if odd and len(odd.ranks) == 1 else ""
     message = f"{what}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
-    return Failure(message, rank=odd.ranks[0] if odd else None, kind=kind_of_hang(odd))
+    return FailureCause(message, rank=odd.ranks[0] if odd else None, kind=classify_hang(odd))
 
 
 def _ended_well(attempt: Attempt, rank: int) -> bool:
@@ -95,12 +97,12 @@ def _ended_well(attempt: Attempt, rank: int) -> bool:
     return isinstance(record, dict) and record.get("exit_code") in (EXIT_DONE, EXIT_SAVED)
 
 
-def _silent(attempt: Attempt, death: RankEnded) -> Failure:
+def _explain_silent_death(attempt: Attempt, death: RankEnded) -> FailureCause:
     status = death.wait_status
     if status is None:
-        status = ended_as(attempt.launcher_log).get(death.rank)
+        status = read_rank_wait_statuses(attempt.launcher_log).get(death.rank)
     how = "ended" if status is None else process.describe_status(status)
-    crash = _CRASH.findall(_tail(attempt, death.rank))
+    crash = _FATAL_ERROR.findall(_log_tail(attempt, death.rank))
     if crash and (status is None or os.WIFSIGNALED(status)):
         how += f": {crash[-1]}"
     elif status is None or os.WIFEXITED(status):
@@ -109,10 +111,10 @@ def _silent(attempt: Attempt, death: RankEnded) -> Failure:
     log = attempt.log(death.rank)
     # Before the shim has moved its output, a rank's last words are in the launcher's log.
     where = log if log.exists() else attempt.launcher_log
-    return Failure(f"{who} {how}; log: {where}", rank=death.rank, kind=kind_of_crash(None, status))
+    return FailureCause(f"{who} {how}; log: {where}", rank=death.rank, kind=classify_crash(None, status))
 
 
-def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
+def _explain_reported_error(attempt: Attempt, record: dict[str, Any]) -> FailureCause:
     rank = record["rank"]
     who = f"rank {rank} on node {record['node']}"
     lines = str(record["message"]).strip().splitlines() or ["no message"]
@@ -120,18 +122,22 @@ def _reported(attempt: Attempt, record: dict[str, Any]) -> Failure:
         message = f"{who}: " + "\n".join(lines)
     else:
         message = f"{who}: {record['kind']}: {lines[0]}; log: {attempt.log(rank)}"
-    return Failure(message, record.get("exit_code") or EXIT_RANKS_DIED, rank, kind_of_crash(record))
+    return FailureCause(message, record.get("exit_code") or EXIT_RANKS_DIED, rank, classify_crash(record))
 
 
-def _no_rank(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> Failure:
+def _explain_launcher_end(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> FailureCause:
     if launcher is None:
-        return Failure(f"the ranks did not finish, and none of them said why; logs: {attempt.path / 'logs'}")
-    statuses = ended_as(attempt.launcher_log)
+        return FailureCause(
+            f"the ranks did not finish, and none of them said why; logs: {attempt.path / 'logs'}"
+        )
+    statuses = read_rank_wait_statuses(attempt.launcher_log)
     # Hydra ends the others with SIGKILL, so a rank that ended in another way is the more telling one.
     for rank, status in sorted(statuses.items(), key=lambda one: one[1] == signal.SIGKILL):
         if status:
             how = process.describe_status(status)
-            return Failure(f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank)
+            return FailureCause(
+                f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank
+            )
     how = process.describe_status(launcher.wait_status)
     said = [
         line
@@ -142,10 +148,10 @@ def _no_rank(attempt: Attempt, launcher: LauncherEnded | None, name: str) -> Fai
         )
     ]
     last = f"; it said last: {said[-1].strip()[:300]}" if said else ""
-    return Failure(f"{name} {how} before the run was done{last}; log: {attempt.launcher_log}")
+    return FailureCause(f"{name} {how} before the run was done{last}; log: {attempt.launcher_log}")
 
 
-def _tail(attempt: Attempt, rank: int) -> str:
+def _log_tail(attempt: Attempt, rank: int) -> str:
     try:
         with attempt.log(rank).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_TAIL_BYTES))

@@ -7,17 +7,17 @@ import signal
 from typing import Any, Literal
 
 from hpcrun.health.xids import is_of_the_program
-from hpcrun.launch.watch.stacks import Group
+from hpcrun.launch.watch.stacks import StackGroup
 
-Kind = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
+FaultClass = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
 """deterministic: it will happen again; data: in reading them; infrastructure: it is not the job's."""
 
-_BROKEN = re.compile(
+_HARDWARE_ERRORS = re.compile(
     r"uncorrectable|\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|nvlink error",
     re.IGNORECASE,
 )
 """What no program can bring about, except for some Xids."""
-_PROGRAM = re.compile(
+_PROGRAM_ERRORS = re.compile(
     r"out of memory|OutOfMemoryError|ALLOC_FAILED|ERROR_OUT_OF_MEMORY|device-side assert"
     r"|Assertion .{0,200}failed|no kernel image|invalid device (?:ordinal|function)|illegal memory access"
     r"|misaligned address|illegal instruction|invalid (?:argument|configuration|resource handle)"
@@ -29,7 +29,7 @@ _PROGRAM = re.compile(
     re.IGNORECASE,
 )
 """What the program, its size or its settings bring about; the words of CUDA, torch and NCCL for it."""
-_MACHINE = re.compile(
+_SYSTEM_ERRORS = re.compile(
     r"CUDA error: (?:unknown error|system |no CUDA-capable|all CUDA-capable|initialization|MPS"
     r"|the launch timed out|driver shutting down|remote procedure)|CUDA-capable devices? (?:is|are) "
     r"(?:detected|busy)|NCCL (?:error|WARN)|ncclSystemError|ncclRemoteError|Input/output error"
@@ -37,27 +37,29 @@ _MACHINE = re.compile(
     r"|mlx[0-9]_[^\n]{0,120}(?:error|fail|down|time|async|completion|status)",
     re.IGNORECASE,
 )
-_DATA = re.compile(r'File ".*/hpcrun/(?:runtime/data|specs/corpus)\.py"|DataLoader worker|in collate\b')
-_BY_OTHERS = (signal.SIGKILL, signal.SIGBUS)
+_DATA_ERRORS = re.compile(
+    r'File ".*/hpcrun/(?:runtime/data_loader|data/corpus)\.py"|DataLoader worker|in collate\b'
+)
+_EXTERNAL_SIGNALS = (signal.SIGKILL, signal.SIGBUS)
 """What nobody sends to himself: memory ran out, a file or a page behind a mapping is gone, an admin."""
 
 
-def kind_of_crash(record: dict[str, Any] | None, wait_status: int | None = None) -> Kind:
+def classify_crash(record: dict[str, Any] | None, wait_status: int | None = None) -> FaultClass:
     """The kind of a rank's death, by its own error record, else by how its process ended."""
     if record is None:
         ended_by = (wait_status or 0) & 0x7F
-        return "infrastructure" if ended_by in _BY_OTHERS else "unknown"
+        return "infrastructure" if ended_by in _EXTERNAL_SIGNALS else "unknown"
     said = f"{record.get('message', '')}\n{record.get('traceback', '')}"
-    if _BROKEN.search(said):
+    if _HARDWARE_ERRORS.search(said):
         return "unknown" if is_of_the_program(said) else "infrastructure"
-    if _PROGRAM.search(said):
-        return "data" if _DATA.search(said) else "unknown"
-    if _MACHINE.search(said):
+    if _PROGRAM_ERRORS.search(said):
+        return "data" if _DATA_ERRORS.search(said) else "unknown"
+    if _SYSTEM_ERRORS.search(said):
         return "infrastructure"
-    return "data" if _DATA.search(said) else "unknown"
+    return "data" if _DATA_ERRORS.search(said) else "unknown"
 
 
-def kind_of_hang(odd: Group | None) -> Kind:
+def classify_hang(odd: StackGroup | None) -> FaultClass:
     """The kind of a hang, by those who stand apart: stopped, waiting for a device, or without an answer."""
     place = odd.place if odd else ""
     is_machine = place.startswith(("stopped", "waits for a disk", "its node gave no answer"))

@@ -6,13 +6,13 @@ import time
 from typing import Any
 
 from hpcrun.health.lemon_nodes import Sighting
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.recovery import Cause, signature
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.recovery import RestartCause, failure_signature
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json
 
 
-def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
+def blamed(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[Sighting]:
     """What an attempt's end says of nodes: lost, slow, where a rank hung alone or died without a word."""
     attempt, now = outcome.run.attempt(outcome.attempt), time.time()
     about: dict[str, Any] = {"time": now, "run": outcome.run.id, "attempt": outcome.attempt, "job": job}
@@ -27,7 +27,7 @@ def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
         return lost
     if cause in ("hang", "straggler"):
         if cause == "hang":
-            about |= {"log": str(attempt.stacks), "signature": signature(outcome.message)}
+            about |= {"log": str(attempt.stacks), "signature": failure_signature(outcome.message)}
         return [*lost, *(Sighting(node=node, cause=cause, **about) for node in outcome.suspects)]
     placed = read_placement(attempt.placement)
     rank = outcome.rank
@@ -38,4 +38,6 @@ def blamed(outcome: Outcome, cause: Cause, job: int) -> list[Sighting]:
     if record is not None and "was killed by signal" not in str(record.get("message")):
         return []
     node, log = placed[0].ranks[rank], str(attempt.log(rank))
-    return [Sighting(node=node, cause="crash", log=log, signature=signature(outcome.message), **about)]
+    return [
+        Sighting(node=node, cause="crash", log=log, signature=failure_signature(outcome.message), **about)
+    ]

@@ -23,50 +23,52 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.units import parse_time
 
-_NEWEST = 8
+_MAX_SAVES = 8
 """So many saves are looked back on."""
-_LOOK_S = 5.0
-_PIECE_BYTES = 4 << 20
-_ASK_S = 300.0
+_POLL_S = 5.0
+_CHUNK_BYTES = 4 << 20
+_QUERY_INTERVAL_S = 300.0
 """How often Slurm is asked for the time that is left: somebody may have changed the limit."""
 
 
-def deadline(end: float, lead_s: float) -> float:
+def final_save_deadline(end: float, lead_s: float) -> float:
     """When the last save is to be asked for, for an allocation that ends then and saves that take so long."""
     return end - lead_s
 
 
-def deepest(left_s: float, takes_s: Mapping[Level, float]) -> Level | None:
+def deepest_reachable_level(left_s: float, takes_s: Mapping[Level, float]) -> Level | None:
     """The deepest level that a save reaches in the time that is left; None where it reaches none."""
     fitting = [level for level in LEVELS if level in takes_s and takes_s[level] <= left_s]
     return fitting[-1] if fitting else None
 
 
-class Pace:
+class SaveDurations:
     """How long saves of a run take until a level has them, by the lines of metrics.jsonl."""
 
     def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=_NEWEST)
+        self._steps: deque[float] = deque(maxlen=_MAX_SAVES)
         self._takes: dict[Level, deque[float]] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
         """One more line; what makes no sense is passed over."""
         kind, level = line.get("kind", "step"), line.get("level", "durable")
         if kind == "step":
-            _note(self._steps, line.get("step_time_s"))
+            _append_duration(self._steps, line.get("step_time_s"))
         elif level not in LEVELS:
             return
         elif kind == "save":
-            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), line.get("seconds"))
+            _append_duration(self._takes.setdefault(level, deque(maxlen=_MAX_SAVES)), line.get("seconds"))
         elif kind == "stored":
-            _note(self._takes.setdefault(level, deque(maxlen=_NEWEST)), _without_rests(line))
+            _append_duration(
+                self._takes.setdefault(level, deque(maxlen=_MAX_SAVES)), _without_throttling(line)
+            )
 
     def take_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Several lines."""
         for line in lines:
             self.take(line)
 
-    def takes_s(self) -> dict[Level, float]:
+    def save_times_s(self) -> dict[Level, float]:
         """With the margin and the step that has to end first: the longest of the newest saves, by level."""
         step = max(self._steps, default=0.0)
         return {
@@ -76,10 +78,10 @@ class Pace:
     @property
     def lead_s(self) -> float:
         """How long before the end the last save has to be asked for, to be durable; 0 where nobody knows."""
-        return self.takes_s().get("durable", 0.0)
+        return self.save_times_s().get("durable", 0.0)
 
 
-def _without_rests(line: Mapping[str, Any]) -> Any:
+def _without_throttling(line: Mapping[str, Any]) -> Any:
     """How long a save took but for the rests of workers: at the end there are none."""
     lag_s, facts = line.get("lag_s"), line.get("facts")
     rested_s = facts.get("rested_s") if isinstance(facts, Mapping) else None
@@ -88,41 +90,41 @@ def _without_rests(line: Mapping[str, Any]) -> Any:
     return lag_s
 
 
-def _note(values: deque[float], value: Any) -> None:
+def _append_duration(values: deque[float], value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
         values.append(float(value))
 
 
-def grace_s(run: RunDir, spec: JobSpec) -> float:
+def effective_grace_s(run: RunDir, spec: JobSpec) -> float:
     """How long before the end of the allocation the run was asked to save: by Slurm, or earlier by us."""
     told = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
-    pace, reader = Pace(), LineReader(run.metrics)
-    while lines := reader.read(_PIECE_BYTES):
+    pace, reader = SaveDurations(), LineReader(run.metrics)
+    while lines := reader.read(_CHUNK_BYTES):
         pace.take_all(lines)
     return max(told, pace.lead_s)
 
 
-class LastCall:
+class FinalSaveTimer:
     """Says when the ranks have to be asked for their last save, earlier than Slurm's signal would have it."""
 
     def __init__(self, grace_s: float, left: Callable[[], float | None], now: Callable[[], float]) -> None:
         self._grace_s, self._left, self._now = grace_s, left, now
         self._end: float | None = None
-        self._asked = -_ASK_S
-        self.pace = Pace()
+        self._asked = -_QUERY_INTERVAL_S
+        self.pace = SaveDurations()
 
-    def due(self) -> str | None:
+    def why_due(self) -> str | None:
         """Why the last save is due, or None; it is where only the signal is waited for, too."""
         now, lead = self._now(), self.pace.lead_s
         if lead <= self._grace_s:
             return None
-        if now - self._asked >= _ASK_S:
+        if now - self._asked >= _QUERY_INTERVAL_S:
             left, self._asked = self._left(), now
             self._end = None if left is None else now + left
-        if self._end is None or now < deadline(self._end, lead):
+        if self._end is None or now < final_save_deadline(self._end, lead):
             return None
         left_s = self._end - now
-        reached = deepest(left_s, self.pace.takes_s())
+        reached = deepest_reachable_level(left_s, self.pace.save_times_s())
         what = f"it is to be {reached}" if reached else "it may not arrive anywhere"
         return (
             f"{left_s:.0f} s are left, and saves take up to {lead / FINAL_SAVE_MARGIN:.0f} s, more than"
@@ -132,7 +134,7 @@ class LastCall:
 
 
 @contextmanager
-def watched(
+def watch_time_limit(
     allocation: Allocation | None, run: RunDir, spec: JobSpec, note: Callable[[str], None]
 ) -> Iterator[None]:
     """Meanwhile send ourselves what Slurm would send, where a save takes longer than its signal leaves."""
@@ -140,14 +142,14 @@ def watched(
         yield
         return
     over = threading.Event()
-    call = LastCall(parse_time(spec.retries.grace).seconds, allocation.seconds_left, time.monotonic)
+    call = FinalSaveTimer(parse_time(spec.retries.grace).seconds, allocation.seconds_left, time.monotonic)
     reader = LineReader(run.metrics)
 
     def watch() -> None:
-        while not over.wait(_LOOK_S):
-            while lines := reader.read(_PIECE_BYTES):
+        while not over.wait(_POLL_S):
+            while lines := reader.read(_CHUNK_BYTES):
                 call.pace.take_all(lines)
-            why = call.due()
+            why = call.why_due()
             if why is not None:
                 note(why)
                 os.kill(os.getpid(), signal.SIGUSR2)

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 120.0
+HANG_TIMEOUT_S = 120.0
 """A main loop that has not come by for so long hangs.
 
 Slurm's commands may take a minute, and a file system that fails over two: neither is a reason to be given up.
 """
-TICK_S = 0.5
-_LATE_S = 1.5
+CLOCK_TICK_S = 0.5
+_MAX_TICK_S = 1.5
 """Longer than this a tick takes only while the whole process stands."""
 
 
@@ -31,31 +31,31 @@ class AwakeClock:
     def __call__(self) -> float:
         """Seconds, of which only differences mean something."""
         with self._lock:
-            return min(self._clock(), self._ticked + _LATE_S) - self._stood_s
+            return min(self._clock(), self._ticked + _MAX_TICK_S) - self._stood_s
 
     def tick(self) -> None:
         """The process runs."""
         with self._lock:
             now = self._clock()
-            self._stood_s += max(0.0, now - self._ticked - _LATE_S)
+            self._stood_s += max(0.0, now - self._ticked - _MAX_TICK_S)
             self._ticked = now
 
 
-class Pulse:
+class Heartbeat:
     """Does something over and over, in a thread of its own, for as long as the main loop comes by.
 
     A thread, because the main loop waits for Slurm's commands and for the file system; and one that stops
     without the main loop, because whoever decides nothing any more must not look alive for ever.
     """
 
-    def __init__(self, every_s: float, do: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, every_s: float, do: Callable[[], None], patience_s: float = HANG_TIMEOUT_S) -> None:
         self._every_s, self._do, self._patience_s = every_s, do, patience_s
         self._came_by = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
-    def come_by(self) -> None:
+    def touch(self) -> None:
         """The main loop is here."""
         self._came_by = time.monotonic()
 

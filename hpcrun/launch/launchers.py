@@ -16,18 +16,18 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
 from hpcrun.hostlist import fold
-from hpcrun.hydra import find_mpiexec, wait_statuses
+from hpcrun.hydra import find_mpiexec, read_wait_statuses
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
 
-_PROXIES_S = 60.0
+_PROXIES_TIMEOUT_S = 60.0
 _PROXY = re.compile(r"^HYDRA_LAUNCH: (?P<command>.*--proxy-id (?P<number>\d+).*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRequest:
     """What is to be started: an attempt as a value."""
 
     attempt: Attempt
@@ -35,7 +35,7 @@ class Launch:
     command: tuple[str, ...]
     environ: Mapping[str, str]
     launcher: Launcher
-    judges_exits: bool = False
+    uses_exit_records: bool = False
     """Whether the ranks' own exit records say how it went, as a command's do, instead of rank 0's result."""
     can_save: bool = True
     """Whether the ranks know what to do when they are asked to save and stop before the time limit."""
@@ -57,11 +57,13 @@ class Launcher(Protocol):
     def name(self) -> str:
         """The command that people know it by."""
 
-    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start them; what comes back lives as long as they do."""
 
 
-def _popen(argv: Sequence[str], launch: Launch, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start_launcher(
+    argv: Sequence[str], launch: LaunchRequest, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     """Start a launcher; its own words, and the ranks' before they have logs of their own, go to its log."""
     with append_to(launch.attempt.launcher_log) as output:
         try:
@@ -72,13 +74,13 @@ def _popen(argv: Sequence[str], launch: Launch, environ: Mapping[str, str]) -> s
                 stderr=subprocess.STDOUT,
                 env=dict(environ),
                 start_new_session=True,
-                preexec_fn=_bind_to(os.getpid()),
+                preexec_fn=_die_with_supervisor(os.getpid()),
             )
         except OSError as error:
             raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
 
 
-def _bind_to(supervisor: int) -> Callable[[], None]:
+def _die_with_supervisor(supervisor: int) -> Callable[[], None]:
     """For the child between fork and exec: to end with us, however we end."""
 
     def bind() -> None:
@@ -89,7 +91,7 @@ def _bind_to(supervisor: int) -> Callable[[], None]:
     return bind
 
 
-class Hydra:
+class HydraLauncher:
     """The mpiexec of the MPICH wheel; on several nodes its proxies are started by the agents."""
 
     name = "mpiexec"
@@ -98,7 +100,7 @@ class Hydra:
         self._mpiexec = find_mpiexec()
         self._agents, self._interface = agents, interface
 
-    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start the ranks.
 
         Ours are both the clean-up (Hydra would blur who died first) and the signals (it dies of some).
@@ -106,22 +108,22 @@ class Hydra:
         argv = [str(self._mpiexec), "-disable-auto-cleanup", "-print-all-exitcodes"]
         # Inside an allocation Hydra would choose Slurm by itself.
         argv += ["-rmk", "user", "-launcher", "manual" if self._agents else "fork"]
-        hosts = _runs(launch.placement)
+        hosts = _blocks_of_ranks(launch.placement)
         if self._agents:
             argv += ["-hosts", ",".join(f"{node}:{count}" for node, count in hosts)]
         if self._interface:
             argv += ["-iface", self._interface]
-        child = _popen([*argv, "-n", str(launch.ranks), *launch.command], launch, launch.environ)
+        child = _start_launcher([*argv, "-n", str(launch.ranks), *launch.command], launch, launch.environ)
         if self._agents:
             self._start_proxies(child, launch, [node for node, _ in hosts], nodes)
         return child
 
     def _start_proxies(
-        self, child: subprocess.Popen[bytes], launch: Launch, hosts: Sequence[str], nodes: Nodes
+        self, child: subprocess.Popen[bytes], launch: LaunchRequest, hosts: Sequence[str], nodes: Nodes
     ) -> None:
         """Hydra prints what is to be started on which host, and waits until it has been."""
         log = launch.attempt.launcher_log
-        deadline = time.monotonic() + _PROXIES_S
+        deadline = time.monotonic() + _PROXIES_TIMEOUT_S
         while "HYDRA_LAUNCH_END" not in (said := log.read_text(errors="replace")):
             if child.poll() is not None or time.monotonic() > deadline:
                 # Whoever watches the launcher finds out and reads the log.
@@ -132,7 +134,7 @@ class Hydra:
             nodes.start(hosts[number], match["command"].split(), log.with_name(f"proxy-{number}.log"))
 
 
-def _runs(placement: Placement) -> list[tuple[str, int]]:
+def _blocks_of_ranks(placement: Placement) -> list[tuple[str, int]]:
     """The nodes of neighbouring ranks, and how many there are on each."""
     runs: list[tuple[str, int]] = []
     for node in placement.ranks:
@@ -143,7 +145,7 @@ def _runs(placement: Placement) -> list[tuple[str, int]]:
     return runs
 
 
-class Srun:
+class SrunLauncher:
     """A step of Slurm's, for a site's own MPI library."""
 
     name = "srun"
@@ -151,29 +153,29 @@ class Srun:
     def __init__(self, pmi: str, options: Sequence[str] = (), order: Sequence[str] = ()) -> None:
         self._pmi, self._options, self._order = pmi, tuple(options), tuple(order)
 
-    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start the ranks on their nodes alone; the agents see which of them dies, and the end is ours."""
         argv = ["srun", f"--nodes={len(launch.placement.nodes)}", f"--ntasks={launch.ranks}"]
         argv += ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
         argv += [f"--mpi={self._pmi}", "--input=none", "--unbuffered"]
         environ = step_environment(launch.environ)
-        if self._is_slurm_s_order(launch.placement):
+        if self._is_slurm_default_order(launch.placement):
             # Slurm tells the MPI library which ranks share a node only where it has chosen the order itself.
             count, listed = launch.placement.per_node, fold(launch.placement.nodes, suffixes=False)
             argv += ["--distribution=block", f"--ntasks-per-node={count}", f"--nodelist={listed}"]
         else:
             argv.append("--distribution=arbitrary")
             environ |= {"SLURM_HOSTFILE": str(launch.attempt.hosts)}
-        return _popen([*argv, *self._options, *launch.command], launch, environ)
+        return _start_launcher([*argv, *self._options, *launch.command], launch, environ)
 
-    def _is_slurm_s_order(self, placement: Placement) -> bool:
+    def _is_slurm_default_order(self, placement: Placement) -> bool:
         """Whether Slurm would put the ranks just so: equal blocks, nodes in the order of the allocation."""
         nodes, count = placement.nodes, placement.per_node
         in_order = [node for node in self._order if node in nodes]
         return in_order == list(nodes) and placement.ranks == tuple(n for n in nodes for _ in range(count))
 
 
-class Mpirun:
+class MpirunLauncher:
     """Open MPI's own launcher, which starts its daemons through Slurm."""
 
     name = "mpirun"
@@ -181,7 +183,7 @@ class Mpirun:
     def __init__(self) -> None:
         self._mpirun = _find_open_mpi()
 
-    def start(self, launch: Launch, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start the ranks, each where its line of the rank file says."""
         ranks = launch.attempt.path / "ranks.txt"
         lines = (f"rank {rank}={node} slot=*\n" for rank, node in enumerate(launch.placement.ranks))
@@ -196,7 +198,7 @@ class Mpirun:
         # It reads from Slurm's own variables which daemons to start where.
         names = ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_TASKS_PER_NODE")
         allocation = {name: os.environ[name] for name in names if name in os.environ}
-        return _popen([*argv, *launch.command], launch, {**launch.environ, **allocation})
+        return _start_launcher([*argv, *launch.command], launch, {**launch.environ, **allocation})
 
 
 def _find_open_mpi() -> str:
@@ -223,9 +225,9 @@ _SRUN_ENDED = re.compile(
 )
 
 
-def ended_as(log: Path) -> dict[int, int]:
+def read_rank_wait_statuses(log: Path) -> dict[int, int]:
     """The wait status of ranks as the launcher has printed them: of all (Hydra), or of those that failed."""
-    found = dict(enumerate(wait_statuses(log)))
+    found = dict(enumerate(read_wait_statuses(log)))
     if found:
         return found
     try:
@@ -233,7 +235,7 @@ def ended_as(log: Path) -> dict[int, int]:
     except FileNotFoundError:
         return {}
     for match in _SRUN_ENDED.finditer(text):
-        status = int(match["code"]) << 8 if match["code"] else _signal_called(match["signal"])
+        status = int(match["code"]) << 8 if match["code"] else _signal_number(match["signal"])
         for item in match["ranks"].split(",") if status is not None else ():
             first, _, last = item.partition("-")
             for rank in range(int(first), int(last or first) + 1):
@@ -241,6 +243,6 @@ def ended_as(log: Path) -> dict[int, int]:
     return found
 
 
-def _signal_called(words: str) -> int | None:
+def _signal_number(words: str) -> int | None:
     """The number of a signal by its description, as strsignal gives it."""
     return next((one.value for one in signal.Signals if signal.strsignal(one) == words), None)

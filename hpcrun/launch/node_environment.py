@@ -15,12 +15,12 @@ BINDING_VARIABLES = ("HPCRUN_CPUS", "HPCRUN_NIC", "HPCRUN_GPU_UUID")
 """What a program's rank finds of its binding: its CPUs, the adapter and the GPU that are near to them."""
 
 
-def table_of(attempt: Attempt) -> Path:
+def node_table_path(attempt: Attempt) -> Path:
     """A line a value: node or `rank:N`, variable, value there, value elsewhere. rank.sh reads it too."""
     return attempt.path / "settings.tsv"
 
 
-def render_table(settings: Settings, placement: Placement | None = None) -> str:
+def render_node_table(settings: Settings, placement: Placement | None = None) -> str:
     """The table's text, with the bindings of a placement; a value that it cannot hold is left out."""
     usual = settings.environment()
     rows = [
@@ -34,11 +34,13 @@ def render_table(settings: Settings, placement: Placement | None = None) -> str:
     return "".join("\t".join(row) + "\n" for row in rows if not any(c in "".join(row) for c in "\t\n"))
 
 
-def apply_here(attempt: Attempt, environ: MutableMapping[str, str], node: str = "") -> dict[str, Any]:
+def apply_node_environment(
+    attempt: Attempt, environ: MutableMapping[str, str], node: str = ""
+) -> dict[str, Any]:
     """Set what holds on this node, unless somebody has set it differently; what was set, for its record."""
     node = (node or os.uname().nodename).partition(".")[0]
     try:
-        lines = table_of(attempt).read_text(encoding="utf-8").splitlines()
+        lines = node_table_path(attempt).read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     done = {}

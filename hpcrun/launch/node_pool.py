@@ -7,17 +7,17 @@ from typing import Any
 
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.elastic_plan import Fit, fit_on, least_nodes
-from hpcrun.launch.run_context import Site
+from hpcrun.launch.elastic_plan import ElasticPlan, min_nodes, plan_for_nodes
+from hpcrun.launch.run_context import RunContext
 from hpcrun.specs.rundir import Attempt
-from hpcrun.submission.prepare import Prepared
+from hpcrun.submission.prepare import PreparedJob
 
 
-class Roster:
+class NodePool:
     """Who is left. A node that is refused stays out; one that was lost counts again once it answers."""
 
-    def __init__(self, prepared: Prepared, site: Site) -> None:
-        self._prepared, self._site = prepared, site
+    def __init__(self, prepared: PreparedJob, site: RunContext) -> None:
+        self._prepared, self._context = prepared, site
         self._refused: set[str] = set()
         self._lost: set[str] = set()
 
@@ -27,8 +27,8 @@ class Roster:
         One that came back after it was lost is needed only where others do not hold the whole of what fits.
         """
         fresh = [node for node in self.left(nodes) if node not in self._lost]
-        per_node = self._site.per_node(self._prepared.spec)
-        is_enough = fit_on(self._prepared, per_node, len(fresh)).plan == self.fit(nodes).plan
+        per_node = self._context.per_node(self._prepared.spec)
+        is_enough = plan_for_nodes(self._prepared, per_node, len(fresh)).plan == self.fit(nodes).plan
         is_enough &= len(fresh) >= self.fit(nodes).nodes
         return self._refused | self._lost if is_enough else set(self._refused)
 
@@ -39,11 +39,13 @@ class Roster:
     @property
     def least(self) -> int:
         """With how many nodes the job still goes on."""
-        return least_nodes(self._prepared, self._site.per_node(self._prepared.spec))
+        return min_nodes(self._prepared, self._context.per_node(self._prepared.spec))
 
-    def fit(self, nodes: Nodes) -> Fit:
+    def fit(self, nodes: Nodes) -> ElasticPlan:
         """What of the job fits on those that are left."""
-        return fit_on(self._prepared, self._site.per_node(self._prepared.spec), len(self.left(nodes)))
+        return plan_for_nodes(
+            self._prepared, self._context.per_node(self._prepared.spec), len(self.left(nodes))
+        )
 
     def refuse(self, names: Iterable[str]) -> None:
         """Leave these out from now on."""
@@ -60,7 +62,7 @@ class Roster:
         self.refuse(out)
         return out
 
-    def newly_gone(self, nodes: Nodes) -> list[NodeLost]:
+    def unreported_losses(self, nodes: Nodes) -> list[NodeLost]:
         """Nodes that were lost without anybody having said so yet."""
         return [one for one in nodes.lost if one.node not in self._refused | self._lost]
 
@@ -69,8 +71,12 @@ class Roster:
         left = len(self.left(nodes))
         return f"{self.least} nodes are needed, and {left} are left" if left < self.least else None
 
-    def change(self, nodes: Nodes, last: Attempt) -> dict[str, Any]:
+    def relaunch_record(self, nodes: Nodes, last: Attempt) -> dict[str, Any]:
         """What a relaunch after this attempt tells of its nodes and replicas."""
         fit = self.fit(nodes)
         out = sorted(self._refused | self._lost.difference(nodes.alive))
-        return {"excluded": out, "spares_left": len(self.left(nodes)) - fit.nodes, **fit.change(last)}
+        return {
+            "excluded": out,
+            "spares_left": len(self.left(nodes)) - fit.nodes,
+            **fit.relaunch_record(last),
+        }

@@ -11,46 +11,48 @@ from typing import Any
 
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recovery
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.final_save import grace_s
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.final_save import effective_grace_s
 from hpcrun.launch.requeue_exclusion import exclusion, keep_away
-from hpcrun.launch.run_context import Site
-from hpcrun.runs.lease import LeaderWriter
+from hpcrun.launch.run_context import RunContext
+from hpcrun.runs.lease import LeaderEventWriter
 from hpcrun.slurm.allocation import batch_identity
-from hpcrun.specs.io_retry import patiently
+from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
 
-class Register:
+class OutcomeRecorder:
     """Writes down how attempts and the run end; FencedError where another supervisor leads."""
 
     def __init__(
-        self, spec: JobSpec, site: Site, note: Callable[[str], None], verify: Callable[[], None]
+        self, spec: JobSpec, site: RunContext, note: Callable[[str], None], verify: Callable[[], None]
     ) -> None:
-        self._spec, self._site, self._note, self._verify = spec, site, note, verify
+        self._spec, self._context, self._note, self._verify = spec, site, note, verify
 
     def event(self, attempt: Attempt, event: str, **more: Any) -> None:
         """A line of the run's story, before an attempt begins or after it is over."""
-        events = LeaderWriter(attempt.run.events, self._verify)
+        events = LeaderEventWriter(attempt.run.events, self._verify)
         now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
         events.write(now | {"event": event} | more)
         events.close()
 
-    def attempt(self, outcome: Outcome, **after: str | None) -> None:
+    def attempt(self, outcome: AttemptOutcome, **after: str | None) -> None:
         """How an attempt has ended, and what came after it."""
         record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
         more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
         with suppress(OSError):
-            patiently(lambda: write_json(outcome.files.outcome, record | more | after))
+            retry_while_full(lambda: write_json(outcome.files.outcome, record | more | after))
 
-    def close(self, outcome: Outcome, progress: int | None, refused: str = "") -> Outcome:
+    def close(self, outcome: AttemptOutcome, progress: int | None, refused: str = "") -> AttemptOutcome:
         """Record how the last attempt ended, and queue the job again where that is called for.
 
         `progress`: see recover.refusal. `refused` says why the run does not go on in this allocation.
         """
-        fate = self._site.allocation.fate() if self._site.allocation and outcome.stop else "running"
+        fate = (
+            self._context.allocation.disposition() if self._context.allocation and outcome.stop else "running"
+        )
         if fate == "queued again":
             # A preemption, or somebody's `scontrol requeue`: the run is not over.
             self.attempt(outcome, requeued="preemption")
@@ -58,7 +60,7 @@ class Register:
             return outcome
         if fate == "time limit" and outcome.status != "saved":
             outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
-        if recovery.REPEATED in refused:
+        if recovery.REPEATED_FAILURE in refused:
             outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
         cause, told = self._queue_again(outcome, progress)
         self.attempt(outcome, requeued=cause)
@@ -68,18 +70,24 @@ class Register:
         self._verify()
         told = told or (refused if outcome.attempt > 1 else "")
         message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
-        record_exit(outcome.run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step)
+        record_run_exit(
+            outcome.run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step
+        )
         return replace(outcome, message=message)
 
-    def _queue_again(self, outcome: Outcome, progress: int | None) -> tuple[recovery.Cause | None, str]:
+    def _queue_again(
+        self, outcome: AttemptOutcome, progress: int | None
+    ) -> tuple[recovery.RestartCause | None, str]:
         """The cause for which the job was queued again, or why it was not, where one might expect it."""
-        allocation, spec = self._site.allocation, self._spec
-        if allocation is None or not self._site.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
+        allocation, spec = self._context.allocation, self._spec
+        if allocation is None or not self._context.is_batch or outcome.exit_code == EXIT_DO_NOT_RESTART:
             return None, ""
-        cause = recovery.cause_of(outcome, grace_s(outcome.run, spec), allocation.seconds_left())
-        if cause is None or (cause in recovery.FAULTS and spec.retries is None):
+        cause = recovery.restart_cause(
+            outcome, effective_grace_s(outcome.run, spec), allocation.seconds_left()
+        )
+        if cause is None or (cause in recovery.FAULT_CAUSES and spec.retries is None):
             return None, ""
-        refused = recovery.refusal(outcome.run, spec, cause, outcome, progress, in_place=False)
+        refused = recovery.why_no_retry(outcome.run, spec, cause, outcome, progress, in_place=False)
         # Where the ranks have not even started, Slurm would give the same nodes again.
         ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
         self._verify()
@@ -97,7 +105,7 @@ class Register:
         return cause, ""
 
 
-def record_exit(
+def record_run_exit(
     run: RunDir,
     status: str,
     exit_code: int,
@@ -110,4 +118,4 @@ def record_exit(
     record |= batch_identity(os.environ)
     # Where even this cannot be written, the message on the terminal says so.
     with suppress(OSError):
-        patiently(lambda: write_json(run.exit, record | {"ended": time.time()}))
+        retry_while_full(lambda: write_json(run.exit, record | {"ended": time.time()}))

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from hpcrun.errors import SiteError
 
-_REGIONS = (range(20_000, 30_000), range(10_000, 65_536), range(1_024, 65_536))
+_PORT_RANGES = (range(20_000, 30_000), range(10_000, 65_536), range(1_024, 65_536))
 """Where ports are looked for, the quietest first."""
-_ENOUGH = 256
+_MIN_PORTS = 256
 """A region with fewer ports outside the kernel's own is passed over."""
-_MOST_TRIES = 2_000
+_MAX_TRIES = 2_000
 _LISTENS, _CLOSING = "0A", "06"
-_OURS = "another run of hpcrun"
+_ANOTHER_RUN = "another run of hpcrun"
 
 
 @dataclass
@@ -45,11 +45,12 @@ class PortLease:
 def choose_port(seed: int, root: Path = Path("/")) -> PortLease:
     """A port that is free here, the first one that is tried by `seed`; SiteError where all are taken."""
     notes: tuple[str, ...] = ()
-    for port in _candidates(seed, ephemeral_ports(root)):
-        mark = _mark(port)
+    for port in _candidate_ports(seed, ephemeral_ports(root)):
+        mark = _reserve_name(port)
         if mark is None or not _is_free(port):
             if not notes:
-                notes = (f"port {port} is taken by {_OURS if mark is None else holder_of(port, root)}",)
+                holder = _ANOTHER_RUN if mark is None else describe_port_holder(port, root)
+                notes = (f"port {port} is taken by {holder}",)
             if mark is not None:
                 mark.close()
             continue
@@ -67,9 +68,9 @@ def ephemeral_ports(root: Path = Path("/")) -> range:
     return range(first, last + 1)
 
 
-def holder_of(port: int, root: Path = Path("/")) -> str:
+def describe_port_holder(port: int, root: Path = Path("/")) -> str:
     """Who has a port on this node: command and pid where they can be seen, else whose it is."""
-    inodes, is_closing = _inodes(port, root)
+    inodes, is_closing = _socket_inodes(port, root)
     if not inodes:
         return "connections that are just closing" if is_closing else "somebody who cannot be seen from here"
     for entry in sorted((root / "proc").glob("[0-9]*"), key=lambda one: int(one.name)):
@@ -77,23 +78,23 @@ def holder_of(port: int, root: Path = Path("/")) -> str:
             for descriptor in (entry / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     if str(descriptor.readlink()) in inodes:
-                        return _described(entry)
+                        return _describe_process(entry)
     uid = next(iter(inodes.values()))
-    return f"a process of {_user(uid)}, which cannot be seen from here"
+    return f"a process of {_describe_user(uid)}, which cannot be seen from here"
 
 
-def _candidates(seed: int, taken: range) -> Iterator[int]:
+def _candidate_ports(seed: int, taken: range) -> Iterator[int]:
     """Ports outside of the kernel's, in an order of the seed's own; where it has them all, any."""
-    for region in _REGIONS:
+    for region in _PORT_RANGES:
         ports = [port for port in region if port not in taken]
-        if len(ports) >= _ENOUGH:
+        if len(ports) >= _MIN_PORTS:
             break
     else:
-        ports = ports or list(_REGIONS[-1])
-    yield from random.Random(seed).sample(ports, min(_MOST_TRIES, len(ports)))
+        ports = ports or list(_PORT_RANGES[-1])
+    yield from random.Random(seed).sample(ports, min(_MAX_TRIES, len(ports)))
 
 
-def _mark(port: int) -> socket.socket | None:
+def _reserve_name(port: int) -> socket.socket | None:
     """A name that says to other runs on this node that a port is spoken for; None where it is."""
     mark = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -119,7 +120,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _inodes(port: int, root: Path) -> tuple[Mapping[str, int], bool]:
+def _socket_inodes(port: int, root: Path) -> tuple[Mapping[str, int], bool]:
     """The sockets that have a port, as /proc/PID/fd shows them, and whose they are; listeners first.
 
     And whether there are connections that are over, but for packets that may still come.
@@ -138,13 +139,13 @@ def _inodes(port: int, root: Path) -> tuple[Mapping[str, int], bool]:
     return {inode: uid for _, inode, uid in sorted(found)}, is_closing
 
 
-def _described(entry: Path) -> str:
+def _describe_process(entry: Path) -> str:
     words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
     shown = " ".join("".join(c if c.isprintable() else "?" for c in word) for word in words if word)
-    return f"{shown[:80] or 'a process'} (pid {entry.name}, {_user(entry.stat().st_uid)})"
+    return f"{shown[:80] or 'a process'} (pid {entry.name}, {_describe_user(entry.stat().st_uid)})"
 
 
-def _user(uid: int) -> str:
+def _describe_user(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

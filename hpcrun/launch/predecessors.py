@@ -11,21 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, SiteError
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.outcome import record_exit
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.outcome import record_run_exit
 from hpcrun.runs.run_state import RunState, look_at_all
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.rundir import RunDir
 
-LATE_S = 20.0
+RECORD_DELAY_S = 20.0
 """For so long a record from another host may still be hidden by the caches of a file system."""
-_LOOK_S = 4.0
+_POLL_S = 4.0
 
 
-def hold_for_others(
+def check_predecessors(
     run: RunDir, allocation: Allocation | None, note: Callable[[str], None]
-) -> Outcome | None:
+) -> AttemptOutcome | None:
     """None where a run, or an element of a sweep, may start; else how its job ends.
 
     Either it is recorded that the run was not started, or the job waits again, where a run before it was
@@ -35,38 +35,38 @@ def hold_for_others(
     # Once begun, it goes on by itself, whatever becomes of the others.
     if not known.runs or known.has_begun(run):
         return None
-    pending = _not_done(known.runs)
+    pending = _unfinished_runs(known.runs)
     if not pending:
         return None
     refused = ""
     if all(one.state in ("running", "queued") for one in pending):
         ids = ", ".join(one.run.id for one in pending)
-        refused = _wait_again(allocation, pending)
+        refused = _requeue_behind(allocation, pending)
         if not refused:
             text = f"waits again: {ids} is not over yet"
             note(text)
-            return Outcome(run, 0, "saved", EXIT_SAVED, text, None)
+            return AttemptOutcome(run, 0, "saved", EXIT_SAVED, text, None)
         refused = f", and the job cannot wait again: {refused}"
-    text = f"not started: {_why(pending[0])}{refused}"
+    text = f"not started: {_describe_state(pending[0])}{refused}"
     text += f"; to start it all the same: hpcrun submit --resume {(run.sweep_of_element or run).id}"
     note(text)
-    record_exit(run, "cancelled", EXIT_INTERRUPTED, text)
-    return Outcome(run, 0, "interrupted", EXIT_INTERRUPTED, text, None)
+    record_run_exit(run, "cancelled", EXIT_INTERRUPTED, text)
+    return AttemptOutcome(run, 0, "interrupted", EXIT_INTERRUPTED, text, None)
 
 
-def _not_done(runs: Sequence[RunDir]) -> list[RunState]:
+def _unfinished_runs(runs: Sequence[RunDir]) -> list[RunState]:
     """Those that have not ended well, the ones that never will first."""
-    until = time.monotonic() + LATE_S
+    until = time.monotonic() + RECORD_DELAY_S
     while True:
         found = [one for one in look_at_all(runs) if one.state != "done"]
         # An end on record is final; what only Slurm says may be contradicted by a record that comes late.
         failed = [one for one in found if one.is_over and one.exit_code is not None]
         if not found or failed or time.monotonic() > until:
             return sorted(found, key=lambda one: (one not in failed, not one.is_over, one.state != "unknown"))
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
-def _why(state: RunState) -> str:
+def _describe_state(state: RunState) -> str:
     message = f": {state.message}" if state.message else ""
     if not state.run.path.is_dir():
         return f"{state.run.path} is gone, so nobody knows whether it ended well"
@@ -75,7 +75,7 @@ def _why(state: RunState) -> str:
     return f"{state.run.id} is {state.state}{message}"
 
 
-def _wait_again(allocation: Allocation | None, states: Sequence[RunState]) -> str:
+def _requeue_behind(allocation: Allocation | None, states: Sequence[RunState]) -> str:
     """Put the job back into the queue, behind the newest jobs of these runs; why not, where that fails."""
     jobs = [one.job for one in states if one.job]
     if allocation is None or not allocation.is_batch or len(jobs) < len(states):

@@ -14,12 +14,12 @@ from hpcrun.specs.records import write_whole
 from hpcrun.specs.run_variables import NODE_MARK
 from hpcrun.specs.rundir import Attempt
 
-PREFIX_VARIABLE = "HPCRUN_RANK_PREFIX"
+RANK_PREFIX_VARIABLE = "HPCRUN_RANK_PREFIX"
 """Words of the template's before a rank's command, such as those of a container runtime."""
-STEP_VARIABLE = "HPCRUN_RANK_SRUN"
+SRUN_OPTIONS_VARIABLE = "HPCRUN_RANK_SRUN"
 """Words of the template's for the srun that starts the ranks, such as those of pyxis."""
 
-_SCRIPT = """\
+_RANK_SCRIPT = """\
 #!/bin/sh
 # Starts one rank of the command: says which rank it is, hands on signals, and records how it ended.
 umask 077
@@ -128,14 +128,14 @@ def rank_command(
     attempt: Attempt, spec: JobSpec, placement: Placement, environ: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The command of every rank of an attempt; the script before a user's command is written as well."""
-    prefix = template_words(environ, PREFIX_VARIABLE)
+    prefix = template_words(environ, RANK_PREFIX_VARIABLE)
     if spec.command is None:
-        in_container = prefix or template_words(environ, STEP_VARIABLE)
+        in_container = prefix or template_words(environ, SRUN_OPTIONS_VARIABLE)
         python = spec.python or "python3" if in_container else sys.executable
         # -P: a file of the user's that is called like a module must not become that module.
         return (*prefix, python, "-P", "-m", "hpcrun", "_rank", str(attempt.run.path), str(attempt.number))
     script = attempt.path / "rank.sh"
-    write_whole(script, _script(attempt, placement))
+    write_whole(script, _render_rank_script(attempt, placement))
     return ("/bin/sh", str(script), *prefix, *spec.command)
 
 
@@ -149,9 +149,9 @@ def template_words(environ: Mapping[str, str], name: str) -> list[str]:
         ) from None
 
 
-def _script(attempt: Attempt, placement: Placement) -> str:
+def _render_rank_script(attempt: Attempt, placement: Placement) -> str:
     path = str(attempt.path)
-    return _SCRIPT.format(
+    return _RANK_SCRIPT.format(
         attempt=shlex.quote(path),
         quoted=shlex.quote(json.dumps(path)[1:-1]),
         ranks=len(placement.ranks),

@@ -8,11 +8,11 @@ from zlib import crc32
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.comm_settings import settle
-from hpcrun.launch.rendezvous import MeetingPoint, MeetingRequest
-from hpcrun.launch.run_context import Site
-from hpcrun.launch.watch.hang_probe import NCCL_PIPE, NCCL_TRACE
-from hpcrun.launch.watch.progress import SOCKET_VARIABLE, STACKS_VARIABLE
+from hpcrun.launch.comm_settings import choose_comm_settings
+from hpcrun.launch.rendezvous import RendezvousPoint, RendezvousRequest
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launch.watch.hang_probe import NCCL_PIPE_PREFIX, NCCL_TRACE_PREFIX
+from hpcrun.launch.watch.progress import PROGRESS_SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.fields import given, taken_away
 from hpcrun.specs.job import JobSpec
@@ -22,10 +22,10 @@ from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.secrets import read_secrets
 
 
-def environment_of_ranks(
+def build_rank_environment(
     attempt: Attempt,
     spec: JobSpec,
-    site: Site,
+    site: RunContext,
     placement: Placement,
     nodes: Nodes,
     note: Callable[[str], None],
@@ -35,30 +35,33 @@ def environment_of_ranks(
     usual = {
         "OMP_NUM_THREADS": str(spec.resources.cpus_per_rank or cores),
         # Where torch's recorder of NCCL calls waits to be asked, and where it writes to.
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(attempt.stacks / NCCL_PIPE),
-        "TORCH_FR_DUMP_TEMP_FILE": str(attempt.stacks / NCCL_TRACE),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(attempt.stacks / NCCL_PIPE_PREFIX),
+        "TORCH_FR_DUMP_TEMP_FILE": str(attempt.stacks / NCCL_TRACE_PREFIX),
     }
     own, unset = given(spec.env), taken_away(spec.env)
-    environ = {k: v for k, v in usual.items() if k not in unset} | site.inherited(spec)
-    points = _points(attempt, spec, site, placement, nodes, note)
+    environ = {k: v for k, v in usual.items() if k not in unset} | site.inherited_environment(spec)
+    points = _collect_rendezvous_points(attempt, spec, site, placement, nodes, note)
     interfaces = {node: one.interface for node, one in points.items() if one.interface}
-    ours = settle(attempt, spec, site.cluster, placement, environ | own, note, interfaces)
-    meeting = _meeting(points, placement, nodes) if spec.command is not None else {}
+    ours = choose_comm_settings(attempt, spec, site.cluster, placement, environ | own, note, interfaces)
+    meeting = _master_address(points, placement, nodes) if spec.command is not None else {}
     marks = {RUN_ID_VARIABLE: attempt.run.run_id, RUN_DIR_VARIABLE: str(attempt.run.path)}
     marks[ATTEMPT_VARIABLE] = str(attempt.number)
     # Nobody can take a name that nobody can guess.
-    marks |= {SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}", STACKS_VARIABLE: str(attempt.stacks)}
+    marks |= {
+        PROGRESS_SOCKET_VARIABLE: f"hpcrun-{os.urandom(12).hex()}",
+        STACKS_VARIABLE: str(attempt.stacks),
+    }
     return ours | environ | own | meeting | read_secrets(spec.secrets) | marks
 
 
-def _points(
+def _collect_rendezvous_points(
     attempt: Attempt,
     spec: JobSpec,
-    site: Site,
+    site: RunContext,
     placement: Placement,
     nodes: Nodes,
     note: Callable[[str], None],
-) -> dict[str, MeetingPoint]:
+) -> dict[str, RendezvousPoint]:
     """Where the nodes of an attempt are reached; nobody is asked where there is nothing to be known."""
     is_program = spec.command is not None
     if not is_program and len(placement.nodes) < 2:
@@ -66,8 +69,8 @@ def _points(
     network = site.cluster.network if site.cluster else NetworkSpec()
     # Another job, and another attempt whose connections are just closing, hardly try the same port first.
     seed = crc32(f"{attempt.run.id}/{attempt.number}".encode())
-    points = nodes.meet(
-        MeetingRequest(
+    points = nodes.resolve_rendezvous(
+        RendezvousRequest(
             attempt.number,
             placement.nodes,
             network.interface,
@@ -82,7 +85,9 @@ def _points(
     return points
 
 
-def _meeting(points: Mapping[str, MeetingPoint], placement: Placement, nodes: Nodes) -> dict[str, str]:
+def _master_address(
+    points: Mapping[str, RendezvousPoint], placement: Placement, nodes: Nodes
+) -> dict[str, str]:
     """Where the ranks of a program meet; where rank 0's node is lost meanwhile, nothing will be started."""
     first = placement.ranks[0]
     point = points.get(first)

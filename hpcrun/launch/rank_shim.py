@@ -16,11 +16,11 @@ from typing import Any, TextIO
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SAVED
-from hpcrun.launch.cpu_binding import bind
-from hpcrun.launch.node_environment import apply_here
+from hpcrun.launch.cpu_binding import bind_process
+from hpcrun.launch.node_environment import apply_node_environment
 from hpcrun.launch.watch.progress import progress
 from hpcrun.launcher_world import World
-from hpcrun.shm_segments import segments_of
+from hpcrun.shm_segments import mapped_segments
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import (
@@ -31,11 +31,11 @@ from hpcrun.specs.run_variables import (
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.saves import saved_steps
 
-_STOPS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
-class Requests:
+class RankRequests:
     """What the rank was asked for so far; whoever has done it takes it back."""
 
     save: bool = False
@@ -49,30 +49,32 @@ class Requests:
         self.leave = None
 
 
-_entered: Requests | None = None
+_entered: RankRequests | None = None
 
 
-def enter(attempt: Attempt, world: World) -> Requests:
+def enter_rank(attempt: Attempt, world: World) -> RankRequests:
     """Make this process a well-behaved rank: from here on signals are requests. A second call does nothing.
 
     USR1 asks to save now, USR2 and TERM to save and stop, INT the same as an interruption.
     """
     global _entered
     if _entered is None:
-        _entered = Requests()
+        _entered = RankRequests()
         if is_supervised():
             _die_with_supervisor(attempt)
             _redirect_output(attempt, world.rank)
         faulthandler.enable()
         _install_handlers(_entered)
         progress(section="init")
-        _find_drain(attempt, world.rank)
-        bound = _bind(attempt, world.rank) | (apply_here(attempt, os.environ) if is_supervised() else {})
-        write_json(attempt.rank_record(world.rank), _record(world) | bound)
+        _resolve_worker_socket(attempt, world.rank)
+        bound = _bind_to_cpus(attempt, world.rank) | (
+            apply_node_environment(attempt, os.environ) if is_supervised() else {}
+        )
+        write_json(attempt.rank_record(world.rank), _rank_record(world) | bound)
     return _entered
 
 
-def leave_at_a_stop(attempt: Attempt, requests: Requests) -> None:
+def exit_at_stop(attempt: Attempt, requests: RankRequests) -> None:
     """From here until `has_begun` a stop ends this rank at once, whatever it is doing.
 
     That is importing, compiling, restoring, or waiting for other ranks in a library that returns to Python
@@ -88,7 +90,7 @@ def leave_at_a_stop(attempt: Attempt, requests: Requests) -> None:
         # Its children have the same handlers; and the handler and the thread below may come at the same time.
         if os.getpid() == owner and leaves.acquire(blocking=False):
             with contextlib.suppress(OSError):
-                write_json(attempt.result, _stopped_early(attempt))
+                write_json(attempt.result, _stopped_early_result(attempt))
             os.write(2, b"hpcrun: asked to stop before a step was done: there is nothing to save\n")
             os._exit(EXIT_SAVED)
 
@@ -96,32 +98,32 @@ def leave_at_a_stop(attempt: Attempt, requests: Requests) -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(reader, True)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    os.register_at_fork(after_in_child=lambda: _hear_no_more(owner))
-    threading.Thread(target=_hear, args=(reader, requests), name="signals", daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: _reset_wakeup_in_child(owner))
+    threading.Thread(target=_await_stop_signal, args=(reader, requests), name="signals", daemon=True).start()
     if requests.stop:
         leave()
 
 
-def _hear(reader: int, requests: Requests) -> None:
+def _await_stop_signal(reader: int, requests: RankRequests) -> None:
     """In a thread of its own, for as long as there is nothing to save."""
     while requests.leave is not None:
         for number in os.read(reader, 64):
-            if number in _STOPS and (leave := requests.leave) is not None:
+            if number in _STOP_SIGNALS and (leave := requests.leave) is not None:
                 leave()
 
 
-def _hear_no_more(owner: int) -> None:
+def _reset_wakeup_in_child(owner: int) -> None:
     if os.getpid() != owner and threading.current_thread() is threading.main_thread():
         signal.set_wakeup_fd(-1)
 
 
-def _stopped_early(attempt: Attempt) -> dict[str, Any]:
+def _stopped_early_result(attempt: Attempt) -> dict[str, Any]:
     saves = saved_steps(attempt.run.checkpoints)
     step = saves[-1].step if saves else 0
     return {"attempt": attempt.number, "status": "saved", "step": step, "steps_done": 0}
 
 
-def leave() -> None:
+def ignore_request_signals() -> None:
     """Nothing can be asked for any more: Hydra signals ranks when others end, and Python would die of it."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -132,13 +134,13 @@ def is_supervised() -> bool:
     return RUN_ID_VARIABLE in os.environ
 
 
-def note_shared_memory(attempt: Attempt, rank: int) -> None:
+def record_shared_memory(attempt: Attempt, rank: int) -> None:
     """Add to the rank's record what it maps in /dev/shm; this also tells the supervisor that MPI is up."""
     path = attempt.rank_record(rank)
-    write_json(path, read_json(path) | {"shm": sorted(segments_of())})
+    write_json(path, read_json(path) | {"shm": sorted(mapped_segments())})
 
 
-def _record(world: World) -> dict[str, Any]:
+def _rank_record(world: World) -> dict[str, Any]:
     return {
         "rank": world.rank,
         "local_rank": world.local_rank,
@@ -149,7 +151,7 @@ def _record(world: World) -> dict[str, Any]:
     }
 
 
-def _find_drain(attempt: Attempt, rank: int) -> None:
+def _resolve_worker_socket(attempt: Attempt, rank: int) -> None:
     """Put the name of this rank's node where all ranks were told the same."""
     told = os.environ.get(DRAIN_VARIABLE, "")
     found = read_placement(attempt.placement) if NODE_MARK in told else None
@@ -157,11 +159,11 @@ def _find_drain(attempt: Attempt, rank: int) -> None:
         os.environ[DRAIN_VARIABLE] = told.replace(NODE_MARK, found[0].ranks[rank])
 
 
-def _bind(attempt: Attempt, rank: int) -> dict[str, Any]:
+def _bind_to_cpus(attempt: Attempt, rank: int) -> dict[str, Any]:
     found = read_placement(attempt.placement) if is_supervised() else None
     if found is None or rank >= len(found[0].ranks):
         return {}
-    return {"binding": bind(found[0].binding(rank))}
+    return {"binding": bind_process(found[0].binding(rank))}
 
 
 def _die_with_supervisor(attempt: Attempt) -> None:
@@ -189,12 +191,12 @@ def _line_buffered(stream: TextIO) -> None:
         reconfigure(line_buffering=True)
 
 
-def _install_handlers(requests: Requests) -> None:
+def _install_handlers(requests: RankRequests) -> None:
     owner = os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:
-            _leave_child(number)
+            _handle_signal_in_child(number)
         elif number == signal.SIGUSR1:
             requests.save = True
         else:
@@ -203,11 +205,11 @@ def _install_handlers(requests: Requests) -> None:
             if requests.leave is not None:
                 requests.leave()
 
-    for number in (signal.SIGUSR1, *_STOPS):
+    for number in (signal.SIGUSR1, *_STOP_SIGNALS):
         signal.signal(number, handle)
 
 
-def _leave_child(number: int) -> None:
+def _handle_signal_in_child(number: int) -> None:
     """In a child that a rank forked (a data worker), TERM and INT end the process as they always do."""
     if number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)

@@ -10,15 +10,15 @@ from typing import Any
 
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.errors import SiteError
-from hpcrun.health.connection_test import Trial
+from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launch.ports import PortLease, choose_port
 
-KIND, TRIAL = "meeting", "trial"
+RENDEZVOUS_KIND, CONNECTION_TEST_KIND = "meeting", "trial"
 """The orders to an agent, and the kinds of its answers (of a trial, with its step)."""
 
 
 @dataclass(frozen=True)
-class MeetingRequest:
+class RendezvousRequest:
     """What a node is asked for, as it travels to the agents."""
 
     attempt: int
@@ -30,7 +30,7 @@ class MeetingRequest:
     """Of the port that is tried first."""
     wants_port: bool = False
 
-    def of(self, node: str) -> MeetingRequest:
+    def of(self, node: str) -> RendezvousRequest:
         """The same for one node: only rank 0's looks for a port."""
         return replace(self, wants_port=self.wants_port and node == self.nodes[0])
 
@@ -40,7 +40,7 @@ class MeetingRequest:
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class RendezvousPoint:
     """What a node says: where the others reach it."""
 
     address: str
@@ -60,27 +60,30 @@ class NodeRendezvous:
     def __init__(self) -> None:
         self._lease: PortLease | None = None
         self._address = ""
-        self._trial: Trial | None = None
+        self._trial: ConnectionTest | None = None
 
     def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to an order, as it travels."""
         self.close()
-        known = {name: order[name] for name in MeetingRequest.__dataclass_fields__ if name in order}
-        point = self._point(MeetingRequest(**known))
+        known = {name: order[name] for name in RendezvousRequest.__dataclass_fields__ if name in order}
+        point = self._point(RendezvousRequest(**known))
         self._address = point.address
-        return {"kind": KIND, "attempt": order["attempt"], **asdict(point)}
+        return {"kind": RENDEZVOUS_KIND, "attempt": order["attempt"], **asdict(point)}
 
-    def try_others(self, order: Mapping[str, Any]) -> dict[str, Any]:
+    def probe_peers(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a step of a trial: where this node listens, then which others it has not reached.
 
         Any other step ends it.
         """
-        said: dict[str, Any] = {"kind": f"{TRIAL} {order['step']}", "attempt": order["attempt"]}
+        said: dict[str, Any] = {
+            "kind": f"{CONNECTION_TEST_KIND} {order['step']}",
+            "attempt": order["attempt"],
+        }
         if order["step"] == "listen":
             self._end_trial()
             # Without an address it would listen at all of them.
             with contextlib.suppress(OSError):
-                self._trial = Trial(self._address) if self._address else None
+                self._trial = ConnectionTest(self._address) if self._address else None
             return said | {"place": self._trial.place if self._trial else None}
         if order["step"] == "try" and self._trial is not None:
             return said | {"failed": self._trial.failures(order["places"])}
@@ -92,19 +95,19 @@ class NodeRendezvous:
             self._trial.close()
             self._trial = None
 
-    def _point(self, request: MeetingRequest) -> MeetingPoint:
+    def _point(self, request: RendezvousRequest) -> RendezvousPoint:
         try:
             if len(request.nodes) > 1:
                 found = reachable_address(request.interface, request.nodes, request.suffix)
-                point = MeetingPoint(found.text, found.interface, warning=found.warning)
+                point = RendezvousPoint(found.text, found.interface, warning=found.warning)
             else:
-                point = MeetingPoint(LOOPBACK, "lo")
+                point = RendezvousPoint(LOOPBACK, "lo")
             if request.wants_port:
                 self._lease = choose_port(request.seed)
                 notes = tuple(f"{os.uname().nodename}: {one}" for one in self._lease.notes)
                 point = replace(point, port=self._lease.number, notes=notes)
         except SiteError as error:
-            return MeetingPoint("", problem=str(error))
+            return RendezvousPoint("", problem=str(error))
         return point
 
     def close(self) -> None:
@@ -115,8 +118,8 @@ class NodeRendezvous:
             self._lease = None
 
 
-def parse_meeting(message: Mapping[str, Any]) -> MeetingPoint:
+def parse_rendezvous_point(message: Mapping[str, Any]) -> RendezvousPoint:
     """The answer of a node."""
     notes: Sequence[str] = message.get("notes", ())
     values = {name: message[name] for name in ("address", "interface", "port", "warning", "problem")}
-    return MeetingPoint(**values, notes=tuple(notes))
+    return RendezvousPoint(**values, notes=tuple(notes))

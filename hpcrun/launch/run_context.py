@@ -14,12 +14,14 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import order
 from hpcrun.fabric.topology_reader import find_fabric, from_addresses
 from hpcrun.fabric.traffic import traffic_of
-from hpcrun.launch.agents.agent_pool import Crew
-from hpcrun.launch.agents.nodes import AgentNodes, Nodes, ThisNode
-from hpcrun.launch.failover.state import Succession, left_out
-from hpcrun.launch.launchers import Hydra, Launcher, Mpirun, Srun
-from hpcrun.launch.rank_command import STEP_VARIABLE, template_words
-from hpcrun.launcher_world import without_world
+from hpcrun.launch.agents.agent_nodes import AgentNodes
+from hpcrun.launch.agents.agent_pool import AgentPool
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.failover.state import FailoverState, read_left_out_nodes
+from hpcrun.launch.launchers import HydraLauncher, Launcher, MpirunLauncher, SrunLauncher
+from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE, template_words
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import with_our_package
 from hpcrun.runs.lease import Leadership
 from hpcrun.slurm.allocation import Allocation, find_allocation, step_environment
@@ -34,7 +36,7 @@ from hpcrun.submission.launch_checks import launcher_name, why_no_step_options
 
 
 @dataclass(frozen=True)
-class Site:
+class RunContext:
     """The place itself, as a value."""
 
     allocation: Allocation | None = None
@@ -113,7 +115,7 @@ class Site:
 
     def launcher(self, spec: JobSpec) -> Launcher:
         """What starts the ranks: by the profile between nodes, Hydra on one."""
-        cluster, step = self.cluster, template_words(os.environ, STEP_VARIABLE)
+        cluster, step = self.cluster, template_words(os.environ, SRUN_OPTIONS_VARIABLE)
         wanted = launcher_name(cluster)
         if step and (why := why_no_step_options(wanted)):
             raise SiteError(why)
@@ -125,11 +127,11 @@ class Site:
                     here = self.address_here
                     # Of an interface it takes the IPv4 address alone.
                     interface = here.interface if ":" not in here.text else None
-            return Hydra(agents=not self.is_here, interface=interface)
+            return HydraLauncher(agents=not self.is_here, interface=interface)
         if wanted == "mpirun":
-            return Mpirun()
+            return MpirunLauncher()
         pmi = cluster.mpi.pmi if cluster else "pmi2"
-        return Srun(pmi, [*self._step_options(spec), *step], self.allocation.nodes)
+        return SrunLauncher(pmi, [*self._step_options(spec), *step], self.allocation.nodes)
 
     def _step_options(self, spec: JobSpec) -> list[str]:
         cluster, resources = self.cluster, spec.resources
@@ -140,36 +142,36 @@ class Site:
             options.append(f"--gpu-bind={cluster.gpus.bind}")
         return options
 
-    def inherited(self, spec: JobSpec) -> dict[str, str]:
+    def inherited_environment(self, spec: JobSpec) -> dict[str, str]:
         """What agents and ranks inherit of our own environment: nothing that the job unsets, or denies."""
         # A batch job was submitted without what is denied, and what the site has set since then is meant.
         deny = [] if self.is_batch else [*(self.cluster.env_deny if self.cluster else ()), *spec.env_deny]
-        unset, environ = taken_away(spec.env), without_world(os.environ)
+        unset, environ = taken_away(spec.env), without_rank_variables(os.environ)
         left = {k: v for k, v in environ.items() if k not in unset and not matches(k, deny)}
         return with_our_package(left)
 
     @contextmanager
-    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: FailoverState | None = None) -> Iterator[Nodes]:
         """The nodes, with an agent on each where there are to be any, for as long as the block lasts.
 
         With a `succession` the agents are there already, and were another supervisor's.
         """
         if self.allocation is None or (self.is_here and (succession is None or succession.epoch is None)):
-            here = ThisNode(run)
+            here = LocalNode(run)
             try:
                 yield here
             finally:
                 here.close()
             return
         names = self.allocation.nodes
-        environ = step_environment(self.inherited(spec))
+        environ = step_environment(self.inherited_environment(spec))
         address = self.address_here.text
         leadership = Leadership(run, succession.epoch if succession else None)
-        missing, gone = (succession.missing, left_out(run)[0]) if succession else ("", frozenset())
-        crew = Crew(run, leadership, address, names, missing, gone)
+        missing, gone = (succession.missing, read_left_out_nodes(run)[0]) if succession else ("", frozenset())
+        crew = AgentPool(run, leadership, address, names, missing, gone)
         try:
             again = self.allocation
-            crew.call_back_with(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
+            crew.set_restart_command(lambda node: [*again.agent_steps(run, [node])[node,], "called"], environ)
             if succession is None:
                 crew.start(self.allocation.agent_steps(run, names), environ)
             else:
@@ -179,9 +181,9 @@ class Site:
             crew.close()
 
 
-def find_site(cluster: str | None) -> Site:
+def find_run_context(cluster: str | None) -> RunContext:
     """Where this process stands; in an allocation the profile of that name, or the default one, holds."""
     allocation = find_allocation(os.environ)
     if allocation is None:
-        return Site()
-    return Site(allocation, None if cluster == "local" else find_cluster(cluster))
+        return RunContext()
+    return RunContext(allocation, None if cluster == "local" else find_cluster(cluster))

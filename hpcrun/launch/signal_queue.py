@@ -8,20 +8,20 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-NUMBERS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SUPERVISOR_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def hold_back() -> None:
+def block_signals() -> None:
     """Let signals wait in the kernel until an Inbox opens: for the imports of a command that opens one."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, NUMBERS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
 
 
-def let_through() -> None:
+def unblock_signals() -> None:
     """Undo hold_back."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISOR_SIGNALS)
 
 
-class StopAsked(KeyboardInterrupt):
+class StopRequested(KeyboardInterrupt):
     """Somebody wants an end, while there is nothing yet that would have to be saved."""
 
     def __init__(self, number: signal.Signals) -> None:
@@ -29,10 +29,10 @@ class StopAsked(KeyboardInterrupt):
         self.number = number
 
 
-class Inbox:
+class SignalQueue:
     """Collects signals from its opening on; `fileno` becomes readable when there are any.
 
-    An interrupt is still a KeyboardInterrupt until `collect_interrupts`: before there are ranks it ends us.
+    An interrupt is still a KeyboardInterrupt until `queue_interrupts`: before there are ranks it ends us.
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class Inbox:
 
     def __enter__(self) -> Self:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in NUMBERS:
+        for number in SUPERVISOR_SIGNALS:
             # Whoever ignores hang-ups (nohup) wants it so.
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._handle)
-        let_through()
+        unblock_signals()
         return self
 
     def __exit__(
@@ -58,12 +58,12 @@ class Inbox:
         os.close(self._reader)
         os.close(self._writer)
 
-    def collect_interrupts(self) -> None:
+    def queue_interrupts(self) -> None:
         """From now on an interrupt is a message like the others."""
         self._collects_interrupts, self._raises_stops = True, False
 
     def raise_stops(self) -> None:
-        """From now on until `collect_interrupts` who wants an end interrupts, too; also who did before."""
+        """From now on until `queue_interrupts` who wants an end interrupts, too; also who did before."""
         self._raises_stops = True
         for number in self._waiting:
             self._raise(number)
@@ -71,7 +71,7 @@ class Inbox:
     def _raise(self, number: signal.Signals) -> None:
         if self._raises_stops and number in (signal.SIGTERM, signal.SIGHUP):
             self._raises_stops = False
-            raise StopAsked(number)
+            raise StopRequested(number)
 
     def fileno(self) -> int:
         """The descriptor to wait for."""

@@ -14,34 +14,40 @@ from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, 
 from hpcrun.health.lemon_nodes import Sighting, note_sightings
 from hpcrun.launch import admission, recovery
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.attempt_monitor import Course, Limits, Observer, Outcome, Status
-from hpcrun.launch.checkpointing.coordinator import Keeper
-from hpcrun.launch.device_assignment import circumstances, decide
-from hpcrun.launch.draining_nodes import Drains
-from hpcrun.launch.failover.state import Succession, left_out, own, stand_back
+from hpcrun.launch.attempt_monitor import (
+    AttemptLimits,
+    AttemptMonitor,
+    AttemptOutcome,
+    OutcomeStatus,
+    RunObserver,
+)
+from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
+from hpcrun.launch.device_assignment import assign_devices, binding_inputs
+from hpcrun.launch.draining_nodes import DrainPoller
+from hpcrun.launch.failover.state import FailoverState, await_run_end, own_run, read_left_out_nodes
 from hpcrun.launch.fault_nodes import blamed
-from hpcrun.launch.final_save import watched
-from hpcrun.launch.launchers import Launch, Launcher
-from hpcrun.launch.node_pool import Roster
-from hpcrun.launch.outcome import Register, record_exit
+from hpcrun.launch.final_save import watch_time_limit
+from hpcrun.launch.launchers import Launcher, LaunchRequest
+from hpcrun.launch.node_pool import NodePool
+from hpcrun.launch.outcome import OutcomeRecorder, record_run_exit
 from hpcrun.launch.rank_command import rank_command
-from hpcrun.launch.rank_environment import environment_of_ranks
-from hpcrun.launch.run_context import Site
-from hpcrun.launch.signal_queue import Inbox, StopAsked
+from hpcrun.launch.rank_environment import build_rank_environment
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launch.signal_queue import SignalQueue, StopRequested
 from hpcrun.launch.telemetry_session import told_of
-from hpcrun.launch.watch.watchdog import Watchdog
-from hpcrun.runs.lease import FencedError, LeaderWriter
-from hpcrun.runs.run_lock import succeed, sweep_leftovers
-from hpcrun.specs.io_retry import patiently
+from hpcrun.launch.watch.watchdog import HangWatchdog
+from hpcrun.runs.lease import FencedError, LeaderEventWriter
+from hpcrun.runs.run_lock import clean_up_leftovers, take_over_run_lock
+from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_origin
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, new_run
-from hpcrun.submission.prepare import Prepared
+from hpcrun.submission.prepare import PreparedJob
 
-_NAP_S = 0.2
-_SECOND_START = 0.2
+_POLL_S = 0.2
+_REPEATED_START_FACTOR = 0.2
 """Of the time to start and meet: so much is enough on nodes where it has just been in vain."""
 
 
@@ -50,43 +56,47 @@ class Supervisor:
 
     def __init__(
         self,
-        prepared: Prepared,
-        inbox: Inbox,
-        observer: Observer,
+        prepared: PreparedJob,
+        inbox: SignalQueue,
+        observer: RunObserver,
         *,
-        site: Site | None = None,
+        site: RunContext | None = None,
         command: Callable[[Attempt], Sequence[str]] | None = None,
-        limits: Limits | None = None,
-        succession: Succession | None = None,
+        limits: AttemptLimits | None = None,
+        succession: FailoverState | None = None,
     ) -> None:
-        self._prepared, self._inbox, self._observer = prepared, inbox, observer
-        self._site, self._limits = site or Site(), limits or Limits.of(prepared.spec)
-        self._succession, self._command = succession, command
-        self._roster = Roster(prepared, self._site)
-        self._watchdog = Watchdog(prepared.spec)
+        self._prepared, self._signal_queue, self._observer = prepared, inbox, observer
+        self._context, self._limits = site or RunContext(), limits or AttemptLimits.of(prepared.spec)
+        self._failover, self._command = succession, command
+        self._node_pool = NodePool(prepared, self._context)
+        self._watchdog = HangWatchdog(prepared.spec)
         self._verify: Callable[[], None] = lambda: None
-        self._register = Register(prepared.spec, self._site, observer.note, lambda: self._verify())
-        self._drains: Drains | None = None
-        self._keeper: Keeper | None = None
-        self._began_at = self._fruitless = 0
-        self._unmet_on: tuple[str, ...] = ()
+        self._outcome_recorder = OutcomeRecorder(
+            prepared.spec, self._context, observer.note, lambda: self._verify()
+        )
+        self._drains: DrainPoller | None = None
+        self._coordinator: CheckpointCoordinator | None = None
+        self._began_at = self._attempts_without_progress = 0
+        self._unconnected_nodes: tuple[str, ...] = ()
         """The nodes of the last attempt, where its ranks did not meet."""
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptOutcome:
         """Run the job; the outcome says how it ended. HpcrunError when it could not be started at all."""
         prepared = self._prepared
         # Before there is a directory: what cannot work leaves nothing behind.
-        self._site.per_node(prepared.spec)
-        launcher = self._site.launcher(prepared.spec)
+        self._context.per_node(prepared.spec)
+        launcher = self._context.launcher(prepared.spec)
         run = prepared.resume or self._new_run()
         try:
-            outcome = self._lead(run, launcher)
+            outcome = self._run_as_leader(run, launcher)
         except (HpcrunError, OSError, KeyboardInterrupt) as error:
             # A new run is nobody else's, and says how it has ended, also where it has not come to an attempt.
             if prepared.resume is None and not isinstance(error, FencedError) and run.read_exit() is None:
                 is_asked = isinstance(error, KeyboardInterrupt)
                 code = EXIT_INTERRUPTED if is_asked else getattr(error, "exit_code", EXIT_SITE)
-                record_exit(run, "interrupted" if is_asked else "failed", code, str(error) or "interrupted")
+                record_run_exit(
+                    run, "interrupted" if is_asked else "failed", code, str(error) or "interrupted"
+                )
             raise
         self._observer.finished(outcome)
         return outcome
@@ -98,60 +108,64 @@ class Supervisor:
             record_origin(run, self._prepared.spec)
         return run
 
-    def _lead(self, run: RunDir, launcher: Launcher) -> Outcome:
+    def _run_as_leader(self, run: RunDir, launcher: Launcher) -> AttemptOutcome:
         prepared, note = self._prepared, self._observer.note
-        has_epoch = self._succession is not None and self._succession.epoch is not None
-        owned = succeed(run) if has_epoch else own(run, self._site.allocation, note)
-        with owned, told_of(run, prepared.spec, self._site, note) as hand_over:
+        has_epoch = self._failover is not None and self._failover.epoch is not None
+        owned = take_over_run_lock(run) if has_epoch else own_run(run, self._context.allocation, note)
+        with owned, told_of(run, prepared.spec, self._context, note) as hand_over:
             try:
-                if self._succession is None:  # else ranks may have left something in memory
-                    self._inbox.raise_stops()
-                with self._site.nodes(run, prepared.spec, self._succession) as nodes:
+                if self._failover is None:  # else ranks may have left something in memory
+                    self._signal_queue.raise_stops()
+                with self._context.nodes(run, prepared.spec, self._failover) as nodes:
                     return self._attempts(run, launcher, nodes)
             except FencedError as fenced:
                 # The run is another's, and so is its record; our end would be the end of the job under it.
                 hand_over()
                 self._observer.note(str(fenced))
-                stand_back(run, self._is_told_to_end)
+                await_run_end(run, self._is_told_to_end)
                 raise FencedError(f"{run.id}: the other supervisor has ended it, or is gone too") from None
             except (HpcrunError, OSError) as error:
                 failure = _as_site_error(error, run) if isinstance(error, OSError) else error
-                record_exit(run, "failed", failure.exit_code, str(failure))
+                record_run_exit(run, "failed", failure.exit_code, str(failure))
                 raise failure from error
-            except StopAsked as asked:
+            except StopRequested as asked:
                 outcome = self._ended_early(run, run.attempts()[-1:], asked.number)
-                record_exit(run, outcome.status, outcome.exit_code, outcome.message, step=outcome.step)
+                record_run_exit(run, outcome.status, outcome.exit_code, outcome.message, step=outcome.step)
                 return outcome
             except KeyboardInterrupt:
-                record_exit(run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started")
+                record_run_exit(
+                    run, "interrupted", EXIT_INTERRUPTED, "interrupted before the ranks were started"
+                )
                 raise
 
     def _is_told_to_end(self) -> bool:
         """Whether we got a signal because Slurm ends the job: then nobody needs us to keep it."""
-        allocation = self._site.allocation
-        return bool(self._inbox.read()) and (allocation is None or allocation.fate() != "running")
+        allocation = self._context.allocation
+        return bool(self._signal_queue.read()) and (
+            allocation is None or allocation.disposition() != "running"
+        )
 
-    def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
+    def _attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> AttemptOutcome:
         """One attempt after the other; what Slurm says of the nodes is known meanwhile."""
         self._verify = nodes.verify
-        network = self._site.cluster.network if self._site.cluster else None
-        spec, tell, note = self._prepared.spec, self._register.event, self._observer.note
-        self._keeper = Keeper(run, spec, nodes, tell, note, network)
-        self._drains = Drains(self._site.allocation) if self._site.allocation else None
+        network = self._context.cluster.network if self._context.cluster else None
+        spec, tell, note = self._prepared.spec, self._outcome_recorder.event, self._observer.note
+        self._coordinator = CheckpointCoordinator(run, spec, nodes, tell, note, network)
+        self._drains = DrainPoller(self._context.allocation) if self._context.allocation else None
         try:
-            with watched(self._site.allocation, run, self._prepared.spec, self._observer.note):
-                return self._one_after_another(run, launcher, nodes)
+            with watch_time_limit(self._context.allocation, run, self._prepared.spec, self._observer.note):
+                return self._run_attempts(run, launcher, nodes)
         finally:
             if self._drains is not None:
                 self._drains.stop()
 
-    def _one_after_another(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> Outcome:
+    def _run_attempts(self, run: RunDir, launcher: Launcher, nodes: Nodes) -> AttemptOutcome:
         """For as long as there is reason for another attempt here."""
-        outcome = self._succession.last_attempt(run, nodes.lost) if self._succession else None
-        if self._succession:
-            lost, suspects = left_out(run)
-            self._roster.lose(lost)
-            self._roster.avoid(suspects, nodes)
+        outcome = self._failover.last_attempt(run, nodes.lost) if self._failover else None
+        if self._failover:
+            lost, suspects = read_left_out_nodes(run)
+            self._node_pool.lose(lost)
+            self._node_pool.avoid(suspects, nodes)
         while True:
             if outcome is None:
                 attempt = self._open(run)
@@ -160,43 +174,47 @@ class Supervisor:
                     return self._close(outcome)
                 outcome = self._run_attempt(attempt, launcher, nodes)
             self._verify()
-            cause = recovery.cause_of(outcome)
-            if cause not in recovery.FAULTS:
+            cause = recovery.restart_cause(outcome)
+            if cause not in recovery.FAULT_CAUSES:
                 return self._close(outcome)
             self._take_stock(outcome, cause, nodes)
-            refused = self._why_not_here(outcome, cause, nodes)
+            refused = self._why_no_retry_here(outcome, cause, nodes)
             if refused is not None:
                 return self._close(outcome, refused)
-            self._register.attempt(outcome, relaunched=cause)
-            self._register.event(outcome.files, "relaunch", **self._roster.change(nodes, outcome.files))
-            fit, step = self._roster.fit(nodes), self._newest_step(outcome)
+            self._outcome_recorder.attempt(outcome, relaunched=cause)
+            self._outcome_recorder.event(
+                outcome.files, "relaunch", **self._node_pool.relaunch_record(nodes, outcome.files)
+            )
+            fit, step = self._node_pool.fit(nodes), self._newest_step(outcome)
             # A supervisor that has just come knows only of what lies in the run directory.
-            knows = self._keeper is None or self._keeper.has_decided or not self._keeper.has_levels
+            knows = (
+                self._coordinator is None or self._coordinator.has_decided or not self._coordinator.has_levels
+            )
             newest = f"step {step}" if knows else "the newest save that is whole"
             self._observer.note(f"{outcome.message}; going on{fit} from {newest}")
-            nodes.call_back()
-            asked = self._rest(recovery.back_off_s(self._fruitless), nodes)
+            nodes.restart_lost_agents()
+            asked = self._rest(recovery.backoff_s(self._attempts_without_progress), nodes)
             if asked is not None:
                 # Near the time limit the job is to be queued again; whoever sends another one means its end.
                 stop = None if asked == signal.SIGUSR2 else asked
                 return self._close(replace(outcome, stop=stop), "it was asked to stop")
             outcome = None
 
-    def _take_stock(self, outcome: Outcome, cause: recovery.Cause, nodes: Nodes) -> None:
+    def _take_stock(self, outcome: AttemptOutcome, cause: recovery.RestartCause, nodes: Nodes) -> None:
         """After a fault: tell it, and settle which nodes may go on; those that are blamed are remembered."""
-        progress, run, allocation = self._progress(outcome), outcome.run, self._site.allocation
-        self._fruitless = 0 if progress else self._fruitless + 1
-        is_same = not progress and cause in ("crash", "hang") and recovery.is_repeated(run, outcome)
+        progress, run, allocation = self._progress(outcome), outcome.run, self._context.allocation
+        self._attempts_without_progress = 0 if progress else self._attempts_without_progress + 1
+        is_same = not progress and cause in ("crash", "hang") and recovery.is_repeated_failure(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
         more: dict[str, Any] = {"nodes": list(outcome.suspects or outcome.lost), "rank": outcome.rank}
         more |= {"cause": cause, "kind": kind, "message": outcome.message}
-        self._register.event(outcome.files, "fault", **more)
-        self._roster.lose(outcome.lost)
-        self._roster.avoid(outcome.suspects, nodes)
+        self._outcome_recorder.event(outcome.files, "fault", **more)
+        self._node_pool.lose(outcome.lost)
+        self._node_pool.avoid(outcome.suspects, nodes)
         if allocation is not None:
             self._remember(blamed(outcome, cause, allocation.job))
             drained = self._drains.known if self._drains else {}
-            for node in self._roster.avoid(drained, nodes):
+            for node in self._node_pool.avoid(drained, nodes):
                 self._observer.note(f"{node} is {drained[node]} in Slurm: a spare takes its place")
 
     def _rest(self, seconds: float, nodes: Nodes) -> signal.Signals | None:
@@ -205,36 +223,36 @@ class Supervisor:
             self._observer.note(f"waiting for {seconds:g} s before the next attempt")
         until = time.monotonic() + seconds
         while True:
-            asked = [number for number in self._inbox.read() if number != signal.SIGUSR1]
+            asked = [number for number in self._signal_queue.read() if number != signal.SIGUSR1]
             if asked:
                 return asked[0]
             left = until - time.monotonic()
             if left <= 0:
                 return None
-            nodes.rest(min(left, _NAP_S))
+            nodes.rest(min(left, _POLL_S))
 
-    def _preflight(self, attempt: Attempt, nodes: Nodes) -> Outcome | None:
+    def _preflight(self, attempt: Attempt, nodes: Nodes) -> AttemptOutcome | None:
         """Leave out the nodes that are not well; how the attempt ends where too few are left."""
-        spec, cluster, allocation = self._prepared.spec, self._site.cluster, self._site.allocation
-        ask = admission.ask_for(spec, cluster, attempt.number, nodes.alive, is_alone=self._site.is_here)
+        spec, cluster, allocation = self._prepared.spec, self._context.cluster, self._context.allocation
+        ask = admission.ask_for(spec, cluster, attempt.number, nodes.alive, is_alone=self._context.is_here)
         if ask is None:
             return None
         found = admission.admit(ask, nodes)
-        self._register.event(attempt, "preflight", **found.as_event())
+        self._outcome_recorder.event(attempt, "preflight", **found.as_event())
         for text in found.notes(warnings=allocation is not None):
             self._observer.note(text)
-        self._roster.refuse(found.refused)
-        gone = self._roster.newly_gone(nodes)
+        self._node_pool.refuse(found.refused)
+        gone = self._node_pool.unreported_losses(nodes)
         if allocation is not None:
             self._remember(found.sightings(attempt, allocation.job, time.time()))
-        if self._roster.shortage(nodes) is None or not (found.refused or gone):
+        if self._node_pool.shortage(nodes) is None or not (found.refused or gone):
             return None
-        stopped = admission.stopped(attempt, found, self._roster.left(nodes), self._roster.least, gone)
+        stopped = admission.stopped(attempt, found, self._node_pool.left(nodes), self._node_pool.least, gone)
         ended = {"status": stopped.status, "exit_code": stopped.exit_code, "message": stopped.message}
-        self._register.event(attempt, "exit", **ended)
+        self._outcome_recorder.event(attempt, "exit", **ended)
         return stopped
 
-    def _stopped_early(self, attempt: Attempt) -> Outcome | None:
+    def _stopped_early(self, attempt: Attempt) -> AttemptOutcome | None:
         """How the attempt ends where a stop was asked for before there are ranks; None where none was.
 
         What nodes hold in memory alone ranks have to save first.
@@ -242,28 +260,34 @@ class Supervisor:
         can_save = self._prepared.spec.retries is not None
         asked = [
             number
-            for number in self._inbox.peek()
+            for number in self._signal_queue.peek()
             if number != signal.SIGUSR1 and (can_save or number != signal.SIGUSR2)
         ]
-        in_memory = self._keeper is not None and self._keeper.step() > recovery.saved_step(attempt.run)
+        in_memory = self._coordinator is not None and self._coordinator.step() > recovery.newest_saved_step(
+            attempt.run
+        )
         if not asked or in_memory:
             return None
         number = signal.SIGINT if signal.SIGINT in asked else asked[0]
         return self._ended_early(attempt.run, [attempt], number)
 
-    def _ended_early(self, run: RunDir, attempts: Sequence[Attempt], number: signal.Signals) -> Outcome:
+    def _ended_early(
+        self, run: RunDir, attempts: Sequence[Attempt], number: signal.Signals
+    ) -> AttemptOutcome:
         """How a run ends that was stopped before there were ranks; in its last attempt, if it came to one."""
-        step, is_interrupt = recovery.saved_step(run), number == signal.SIGINT
-        status: Status = "interrupted" if is_interrupt else "saved"
+        step, is_interrupt = recovery.newest_saved_step(run), number == signal.SIGINT
+        status: OutcomeStatus = "interrupted" if is_interrupt else "saved"
         code = EXIT_INTERRUPTED if is_interrupt else EXIT_SAVED
         at = f" (the newest save is of step {step})" if step else ""
-        again = "submit" if self._site.is_batch else "train"
+        again = "submit" if self._context.is_batch else "train"
         text = f"{number.name}: stopped before the ranks were started{at}"
         text = f"{text}; go on with: hpcrun {again} --resume {run.id}"
         ended = {"status": status, "exit_code": code, "message": text}
         for attempt in attempts:
-            self._register.event(attempt, "exit", **ended)
-        return Outcome(run, attempts[0].number if attempts else 1, status, code, text, step, stop=number)
+            self._outcome_recorder.event(attempt, "exit", **ended)
+        return AttemptOutcome(
+            run, attempts[0].number if attempts else 1, status, code, text, step, stop=number
+        )
 
     def _remember(self, seen: Iterable[Sighting]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""
@@ -271,34 +295,36 @@ class Supervisor:
         if told:
             self._observer.note(told)
 
-    def _why_not_here(self, outcome: Outcome, cause: recovery.Cause, nodes: Nodes) -> str | None:
+    def _why_no_retry_here(
+        self, outcome: AttemptOutcome, cause: recovery.RestartCause, nodes: Nodes
+    ) -> str | None:
         """Why the run cannot go on in this allocation, or None when it can."""
         progress, spec = self._progress(outcome), self._prepared.spec
-        return self._roster.shortage(nodes) or recovery.refusal(
+        return self._node_pool.shortage(nodes) or recovery.why_no_retry(
             outcome.run, spec, cause, outcome, progress, in_place=True
         )
 
-    def _progress(self, outcome: Outcome) -> int | None:
+    def _progress(self, outcome: AttemptOutcome) -> int | None:
         """Steps that the attempt has saved; None for a command, whose steps nobody counts."""
         return None if self._prepared.spec.command else self._newest_step(outcome) - self._began_at
 
-    def _newest_step(self, outcome: Outcome) -> int:
+    def _newest_step(self, outcome: AttemptOutcome) -> int:
         """The newest step that was saved, in the run directory or, as far as is known, in memory."""
-        if self._keeper is None:
-            return recovery.saved_step(outcome.run)
-        return self._keeper.step(is_node_lost=bool(outcome.lost))
+        if self._coordinator is None:
+            return recovery.newest_saved_step(outcome.run)
+        return self._coordinator.step(is_node_lost=bool(outcome.lost))
 
-    def _close(self, outcome: Outcome, refused: str = "") -> Outcome:
+    def _close(self, outcome: AttemptOutcome, refused: str = "") -> AttemptOutcome:
         """The last attempt is over; `refused` says why there is no other one in this allocation."""
-        return self._register.close(outcome, self._progress(outcome), refused)
+        return self._outcome_recorder.close(outcome, self._progress(outcome), refused)
 
     def _open(self, run: RunDir) -> Attempt:
         """The next attempt of a run, with all that stands in its directory before the ranks start."""
         spec = self._prepared.spec
-        for note in sweep_leftovers(run):
+        for note in clean_up_leftovers(run):
             self._observer.note(note)
         attempt = run.coming_attempt()
-        self._began_at = recovery.saved_step(run)
+        self._began_at = recovery.newest_saved_step(run)
 
         def furnish() -> None:
             run.exit.unlink(missing_ok=True)
@@ -306,11 +332,11 @@ class Supervisor:
             write_whole(run.spec, render_job(spec))
             write_json(attempt.supervisor, self._identity())
 
-        patiently(furnish)
+        retry_while_full(furnish)
         return attempt
 
     def _identity(self) -> dict[str, Any]:
-        allocation = self._site.allocation
+        allocation = self._context.allocation
         return {
             "pid": os.getpid(),
             "start_ticks": process.start_ticks(os.getpid()),
@@ -318,39 +344,39 @@ class Supervisor:
             "started": time.time(),
             "slurm_job": None if allocation is None else allocation.job,
             "restarts": None if allocation is None else allocation.restarts,
-            "taken_over": self._succession.elsewhere if self._succession else None,
+            "taken_over": self._failover.elsewhere if self._failover else None,
         }
 
-    def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> Outcome:
-        spec, plan, out = self._prepared.spec, self._roster.fit(nodes).plan, self._roster.out(nodes)
+    def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> AttemptOutcome:
+        spec, plan, out = self._prepared.spec, self._node_pool.fit(nodes).plan, self._node_pool.out(nodes)
         if plan is not None:
             write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
-        placement = self._bound(self._site.place(spec, plan, nodes, out), launcher, nodes)
+        placement = self._with_devices(self._context.place(spec, plan, nodes, out), launcher, nodes)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
         write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
-        assert self._keeper is not None
+        assert self._coordinator is not None
         around = (*placement.nodes, *placement.spares)
-        domains = self._site.domains(nodes, around) if self._keeper.has_levels else {}
-        environ = self._keeper.prepare(attempt, placement, domains)
-        self._began_at = self._keeper.step()
+        domains = self._context.domains(nodes, around) if self._coordinator.has_levels else {}
+        environ = self._coordinator.prepare(attempt, placement, domains)
+        self._began_at = self._coordinator.step()
         if (stopped := self._stopped_early(attempt)) is not None:
             return stopped
         outcome = self._follow(attempt, placement, launcher, nodes, environ)
-        self._keeper.after(outcome)
-        self._unmet_on = placement.nodes if outcome.unmet else ()
+        self._coordinator.after(outcome)
+        self._unconnected_nodes = placement.nodes if outcome.never_connected else ()
         return outcome
 
-    def _limits_on(self, nodes: tuple[str, ...]) -> Limits:
+    def _limits_on(self, nodes: tuple[str, ...]) -> AttemptLimits:
         """How long an attempt there may take; what was just in vain need not take as long once more."""
-        again = self._limits.start_s * _SECOND_START
-        return replace(self._limits, start_s=again) if nodes == self._unmet_on else self._limits
+        again = self._limits.start_s * _REPEATED_START_FACTOR
+        return replace(self._limits, start_s=again) if nodes == self._unconnected_nodes else self._limits
 
-    def _bound(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
+    def _with_devices(self, placement: Placement, launcher: Launcher, nodes: Nodes) -> Placement:
         """The placement with what every rank uses of its node."""
-        spec, site = self._prepared.spec, self._site
+        spec, site = self._prepared.spec, self._context
         in_slurm = site.allocation is not None
-        around = circumstances(spec, site.cluster, launcher.name, os.environ, in_slurm=in_slurm)
-        bound, notes = decide(placement, nodes.inventories, around)
+        around = binding_inputs(spec, site.cluster, launcher.name, os.environ, in_slurm=in_slurm)
+        bound, notes = assign_devices(placement, nodes.inventories, around)
         for text in notes:
             self._observer.note(text)
         return bound
@@ -362,32 +388,32 @@ class Supervisor:
         launcher: Launcher,
         nodes: Nodes,
         levels: Mapping[str, str],
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         spec = self._prepared.spec
-        assert self._keeper is not None
+        assert self._coordinator is not None
         command = (
             tuple(self._command(attempt))
             if self._command
             else rank_command(attempt, spec, placement, os.environ)
         )
-        launch = Launch(
+        launch = LaunchRequest(
             attempt,
             placement,
             command,
-            environment_of_ranks(attempt, spec, self._site, placement, nodes, self._observer.note)
+            build_rank_environment(attempt, spec, self._context, placement, nodes, self._observer.note)
             | {**levels},
             launcher,
-            judges_exits=spec.command is not None,
+            uses_exit_records=spec.command is not None,
             can_save=spec.retries is not None,
             stragglers=spec.watch.stragglers,
-            job=self._site.allocation.job if self._site.allocation and self._site.is_batch else None,
+            job=self._context.allocation.job if self._context.allocation and self._context.is_batch else None,
         )
-        events = LeaderWriter(attempt.run.events, self._verify)
+        events = LeaderEventWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics
         reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
-            again: Literal["train", "submit"] = "submit" if self._site.is_batch else "train"
-            course = Course(
+            again: Literal["train", "submit"] = "submit" if self._context.is_batch else "train"
+            course = AttemptMonitor(
                 launch,
                 nodes,
                 self._observer,
@@ -396,9 +422,9 @@ class Supervisor:
                 reader,
                 self._watchdog,
                 again,
-                beside=self._keeper.look,
+                beside=self._coordinator.look,
             )
-            return course.run(self._inbox)
+            return course.run(self._signal_queue)
         finally:
             events.close()
 

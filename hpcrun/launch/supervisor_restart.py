@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED
-from hpcrun.launch.signal_queue import NUMBERS
-from hpcrun.specs.io_retry import say
+from hpcrun.launch.signal_queue import SUPERVISOR_SIGNALS
+from hpcrun.specs.io_retry import log_line
 
-_MOST = 3
+_MAX_IN_A_ROW = 3
 """So often in a row another one comes back here."""
-_LONG_S = 600.0
+_STABLE_S = 600.0
 """One that lived for so long begins a new row."""
-_PAUSE_S = 1.0
+_RESTART_PAUSE_S = 1.0
 
 
-class Fall(NamedTuple):
+class SupervisorCrash(NamedTuple):
     """That supervisors of this job were killed here, one after the other."""
 
     parent: int
@@ -42,10 +42,10 @@ class Fall(NamedTuple):
     @property
     def is_last(self) -> bool:
         """Whether nobody is to lead the run here any more."""
-        return self.in_a_row > _MOST
+        return self.in_a_row > _MAX_IN_A_ROW
 
 
-def keep(supervise: Callable[[Fall | None], int]) -> int:
+def supervise_with_restarts(supervise: Callable[[SupervisorCrash | None], int]) -> int:
     """Supervise in a child, and again where it is killed by a signal; the exit code, to both of them.
 
     The caller has one thread, and holds its signals back: they reach every child, from its first line on.
@@ -54,11 +54,11 @@ def keep(supervise: Callable[[Fall | None], int]) -> int:
     reader, writer = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(writer, False)
     # Caught, and not just waited for: the batch shell keeps them back until it sees that they are.
-    known = (*NUMBERS, signal.SIGCHLD)
+    known = (*SUPERVISOR_SIGNALS, signal.SIGCHLD)
     caught = [one for one in known if signal.getsignal(one) != signal.SIG_IGN or one == signal.SIGCHLD]
     before = {one: signal.signal(one, lambda _number, _frame: None) for one in caught}
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    fall: Fall | None = None
+    fall: SupervisorCrash | None = None
     told: list[int] = []
     first, parent = time.time(), os.getpid()
     while True:
@@ -69,27 +69,27 @@ def keep(supervise: Callable[[Fall | None], int]) -> int:
             signal.set_wakeup_fd(-1)
             for one, handler in before.items():
                 signal.signal(one, handler if one != signal.SIGCHLD else signal.SIG_DFL)
-            _be_child(parent)
+            _become_child(parent)
             return supervise(fall)
         for number in told:
             os.kill(child, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, known)
-        status = _follow(reader, child, told)
+        status = _forward_signals(reader, child, told)
         if not os.WIFSIGNALED(status):
             return os.waitstatus_to_exitcode(status)
         name = signal.Signals(os.WTERMSIG(status)).name
         if fall is not None and fall.is_last:
-            say(f"the supervisor (pid {child}) was killed by {name} once more")
+            log_line(f"the supervisor (pid {child}) was killed by {name} once more")
             return EXIT_RANKS_DIED
-        is_new = fall is None or time.monotonic() - began > _LONG_S
+        is_new = fall is None or time.monotonic() - began > _STABLE_S
         pids = (*(fall.pids if fall else ()), child)
-        fall = Fall(parent, pids, name, 1 if is_new or fall is None else fall.in_a_row + 1, first)
-        say(f"the supervisor (pid {child}) was killed by {name}")
+        fall = SupervisorCrash(parent, pids, name, 1 if is_new or fall is None else fall.in_a_row + 1, first)
+        log_line(f"the supervisor (pid {child}) was killed by {name}")
         # Where Slurm kills the whole job, we are next.
-        time.sleep(_PAUSE_S)
+        time.sleep(_RESTART_PAUSE_S)
 
 
-def _be_child(parent: int) -> None:
+def _become_child(parent: int) -> None:
     process.die_with_parent()
     if os.getppid() != parent:
         os._exit(EXIT_RANKS_DIED)
@@ -98,9 +98,9 @@ def _be_child(parent: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
 
-def _follow(reader: int, child: int, told: list[int]) -> int:
+def _forward_signals(reader: int, child: int, told: list[int]) -> int:
     """Hand signals on until the child ends; its wait status. `told` gets those that a next one must hear."""
-    while (status := _reaped(child)) is None:
+    while (status := _reap_child(child)) is None:
         for number in os.read(reader, 4096):
             if number == signal.SIGCHLD:
                 continue
@@ -110,7 +110,7 @@ def _follow(reader: int, child: int, told: list[int]) -> int:
     return status
 
 
-def _reaped(child: int) -> int | None:
+def _reap_child(child: int) -> int | None:
     """The wait status of the child, if it has ended; others are those that it has left behind."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -18,8 +18,8 @@ from typing import Any
 from hpcrun import process
 from hpcrun.address import LOOPBACK
 from hpcrun.errors import SiteError
-from hpcrun.launch.run_context import Site
-from hpcrun.launcher_world import without_world
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import expand_path, working_directory
 from hpcrun.masking import Masker
 from hpcrun.process import with_our_package
@@ -68,7 +68,7 @@ class _Beside:
 
 @contextmanager
 def told_of(
-    run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]
+    run: RunDir, spec: JobSpec, site: RunContext, note: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
     """Have everybody told whom the job or the site names, for as long as the block lasts.
 
@@ -89,7 +89,7 @@ def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
             [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=with_our_package(without_world(os.environ)),
+            env=with_our_package(without_rank_variables(os.environ)),
             start_new_session=True,
         )
     )
@@ -114,7 +114,7 @@ def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
         child.stdout.close()
 
 
-def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None]) -> dict[str, Any]:
+def _orders(run: RunDir, spec: JobSpec, site: RunContext, note: Callable[[str], None]) -> dict[str, Any]:
     """What each of them is to do, by its name; empty where there is nothing to be done."""
     cluster = site.cluster
     wanted = spec.telemetry.at(cluster.telemetry if cluster else None)
@@ -148,7 +148,7 @@ def _orders(run: RunDir, spec: JobSpec, site: Site, note: Callable[[str], None])
     return orders and orders | {"about": _about(run, spec, site)}
 
 
-def _about(run: RunDir, spec: JobSpec, site: Site) -> dict[str, Any]:
+def _about(run: RunDir, spec: JobSpec, site: RunContext) -> dict[str, Any]:
     job = str(site.allocation.job) if site.allocation else ""
     return {
         "run": run.id,
@@ -183,7 +183,7 @@ def _expanded(place: str | None) -> str | None:
     return None if place is None else expand_path(place)
 
 
-def _address(site: Site) -> str:
+def _address(site: RunContext) -> str:
     """Where /metrics is served: on this machine alone, and in an allocation on the interface of its jobs."""
     if site.allocation is None:
         return LOOPBACK

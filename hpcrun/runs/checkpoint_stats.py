@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.levels import LEVELS
-from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.save_text import is_durable_save
 
 Record = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class SaveSums:
         kind, now = line.get("kind", "step"), line.get("time")
         if self.undurable_since is None and kind == "step" and isinstance(now, int | float):
             self.undurable_since = float(now)
-        if is_kept(line) and isinstance(now, int | float):
+        if is_durable_save(line) and isinstance(now, int | float):
             self.undurable_since = float(now)
         level = str(line.get("level", "durable"))
         if kind not in ("save", "stored", "save_failed") or level not in LEVELS:

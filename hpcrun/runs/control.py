@@ -14,7 +14,7 @@ from hpcrun.runs.cancel import cancel
 from hpcrun.runs.follow import Pace, Watch, told
 from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
-from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.save_text import is_durable_save
 from hpcrun.runs.snapshot import View
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.slurm.client import run_client
@@ -100,7 +100,7 @@ def wait_for_saves(
 
 def _saved(reader: LineReader) -> str:
     for line in reader.read():
-        if is_kept(line):
+        if is_durable_save(line):
             seconds = line.get("lag_s", line.get("seconds"))
             took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
             return f"step {line.get('step')} was saved{took}"

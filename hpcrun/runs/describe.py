@@ -11,7 +11,7 @@ from hpcrun.masking import Masker
 from hpcrun.runs.checkpoint_stats import SaveSums
 from hpcrun.runs.follow import batch_logs
 from hpcrun.runs.ledger import Ledger, add, read_ledger
-from hpcrun.runs.level_text import spares_in_words
+from hpcrun.runs.level_text import describe_spare_replicas
 from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements, with_slurm_state
 from hpcrun.runs.snapshot import replicas_of
 from hpcrun.runs.timeline import is_moment
@@ -40,7 +40,7 @@ def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
         "attempts": [_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
         "save_levels": levels.as_json(),
-        "save_lines": levels.lines() + spares_in_words(read_lines(run.events)),
+        "save_lines": levels.lines() + describe_spare_replicas(read_lines(run.events)),
     }
     return told, account(state)
 

@@ -12,8 +12,8 @@ from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold
 from hpcrun.process import describe_status
 from hpcrun.runs.follow import Pace, until_over
-from hpcrun.runs.level_text import EVENTS, in_words
-from hpcrun.runs.save_text import describe_save, describe_weights, is_kept
+from hpcrun.runs.level_text import LEVEL_EVENTS, describe_level_event
+from hpcrun.runs.save_text import describe_save, describe_weights, is_durable_save
 from hpcrun.runs.timeline import is_count
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import LineReader
@@ -125,7 +125,9 @@ class Teller:
             "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
             "weights": describe_weights(line) if kind == "weights" else "",
             "start": f"goes on after step {step}" if step else "begins with the first step",
-            "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}" if is_kept(line) else "",
+            "save": f"step {step} saved{_seconds(line.get('seconds'), ' in {} s')}"
+            if is_durable_save(line)
+            else "",
             "eval": f"step {step}: eval loss {_figure(line.get('eval_loss'))}",
         }
         text = texts[kind] if kind in texts else "" if kind == "draining" else describe_save(line)
@@ -185,8 +187,8 @@ def _are_alike(first: Record, second: Record) -> bool:
 
 def _words(name: str, event: Record) -> str:
     """One event in words; of an event that is not known here, what it holds."""
-    if name in EVENTS:
-        return in_words(name, event)[:_WIDTH]
+    if name in LEVEL_EVENTS:
+        return describe_level_event(name, event)[:_WIDTH]
     match name:
         case "ranks met":
             return f"ranks met{_seconds(event.get('seconds'), ' after {} s')}"

@@ -18,36 +18,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcrun.runs.run_lock import TakenError
-from hpcrun.specs.io_retry import patiently
+from hpcrun.runs.run_lock import RunOwnedError
+from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.records import LineWriter, read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
-RENEW_S = 1.0
+LEASE_RENEW_S = 1.0
 """How often a supervisor says in the run directory that it is there."""
 QUIET_S = 1.5
 """An agent that has heard nothing for so long looks at the lease."""
-LEADERLESS_S = 8.0
+LEADER_TIMEOUT_S = 8.0
 """An agent that hears nothing for so long ends its ranks; where the lease stood as long, it may take over."""
-HOSTLESS_S = 4.0
+HOST_TIMEOUT_S = 4.0
 """The same, but for the ranks, where the supervisor's host has taken no connection for half of that."""
-CONFIRM_S = 2 * RENEW_S
+CONFIRM_S = 2 * LEASE_RENEW_S
 """For so long it looks again, after it has shown that the file system takes its writes."""
 STAGGER_S = 0.5
 """By so much each node lets the one before it in the allocation go first."""
-_MOST_STAGGERED = 16
-_MOVES_S, _GLANCE_S = 2.5 * RENEW_S, 0.25
+_MAX_STAGGERED = 16
+_LEASE_WATCH_S, _POLL_S = 2.5 * LEASE_RENEW_S, 0.25
 """A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
-_FRESH_S = 3.0
+_RECHECK_S = 3.0
 """A supervisor that has not looked for a newer epoch for so long looks before it acts."""
 
 
-class FencedError(TakenError):
+class FencedError(RunOwnedError):
     """Another supervisor has taken over: this one may do nothing more."""
 
 
 @dataclass(frozen=True)
-class Leader:
+class LeaderRecord:
     """What a supervisor publishes for its agents: where it listens, and the secret to be known there."""
 
     epoch: int
@@ -61,11 +61,11 @@ class Leader:
         write_json(run.leader, vars(self))
 
 
-def read_leader(run: RunDir) -> Leader | None:
+def read_leader(run: RunDir) -> LeaderRecord | None:
     """The newest supervisor that listens, or None while there is none."""
     record = read_json(run.leader)
     try:
-        return Leader(**record)
+        return LeaderRecord(**record)
     except TypeError:  # none, or of another version
         return None
 
@@ -79,7 +79,7 @@ def newest_epoch(run: RunDir) -> int:
     return max([lease if isinstance(lease, int) else 0, *(int(name) for name in names if name.isdigit())])
 
 
-def claim(run: RunDir, epoch: int) -> bool:
+def claim_epoch(run: RunDir, epoch: int) -> bool:
     """Make an epoch ours; False where another has been quicker."""
     folder = run.epochs
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -92,7 +92,7 @@ def claim(run: RunDir, epoch: int) -> bool:
     return True
 
 
-def claimed_by(run: RunDir, epoch: int) -> tuple[str, int] | None:
+def epoch_owner(run: RunDir, epoch: int) -> tuple[str, int] | None:
     """The host and the process that have made an epoch."""
     try:
         host, pid = (run.epochs / str(epoch)).read_text().split()[:2]
@@ -101,7 +101,7 @@ def claimed_by(run: RunDir, epoch: int) -> tuple[str, int] | None:
         return None
 
 
-def claimed_at(run: RunDir, epoch: int) -> float | None:
+def epoch_claim_time(run: RunDir, epoch: int) -> float | None:
     """When (wall clock of its maker) an epoch was made: that is when the leader before it was given up."""
     try:
         return float((run.epochs / str(epoch)).read_text().split()[2])
@@ -109,7 +109,7 @@ def claimed_at(run: RunDir, epoch: int) -> float | None:
         return None
 
 
-def bid(run: RunDir, node: str) -> None:
+def write_lease_probe(run: RunDir, node: str) -> None:
     """Write something, to see that the file system takes it."""
     folder = run.epochs
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -127,17 +127,17 @@ def read_lease(run: RunDir) -> dict[str, Any]:
     return {}
 
 
-def is_led(run: RunDir) -> bool:
+def has_active_leader(run: RunDir) -> bool:
     """Whether somebody leads the run at this moment: a lease that moves shows it, whatever the clocks say."""
     signs = set[str]()
-    until = time.monotonic() + _MOVES_S
+    until = time.monotonic() + _LEASE_WATCH_S
     while run.lease.exists() and time.monotonic() < until:
         # One that is being written may look empty.
         if found := read_lease(run):
             signs.add(str(found))
         if len(signs) > 1:
             return True
-        time.sleep(_GLANCE_S)
+        time.sleep(_POLL_S)
     return False
 
 
@@ -154,7 +154,7 @@ class Leadership:
         self.renew()
 
     def _next(self) -> int:
-        while not claim(self._run, epoch := newest_epoch(self._run) + 1):
+        while not claim_epoch(self._run, epoch := newest_epoch(self._run) + 1):
             pass
         return epoch
 
@@ -181,7 +181,7 @@ class Leadership:
 
     def check(self) -> None:
         """FencedError where another leads; whoever has not looked for a while looks first."""
-        if time.monotonic() - self._looked > _FRESH_S:
+        if time.monotonic() - self._looked > _RECHECK_S:
             with contextlib.suppress(OSError):
                 self._look()
         if self.is_fenced:
@@ -194,29 +194,29 @@ class Leadership:
         self.check()
 
 
-class LeaderWriter(LineWriter):
+class LeaderEventWriter(LineWriter):
     """The event log of a run that may change hands: each line names its host, and none is a fenced one's."""
 
     def __init__(self, path: Path, verify: Callable[[], None]) -> None:
         self._verify = verify
         verify()
-        patiently(lambda: super(LeaderWriter, self).__init__(path))
+        retry_while_full(lambda: super(LeaderEventWriter, self).__init__(path))
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; FencedError where another leads."""
         self._verify()
-        patiently(lambda: super(LeaderWriter, self).write(record | {"host": os.uname().nodename}))
+        retry_while_full(lambda: super(LeaderEventWriter, self).write(record | {"host": os.uname().nodename}))
 
 
-Move = Literal["wait", "bid", "claim", "withdraw"]
+LeaseAction = Literal["wait", "bid", "claim", "withdraw"]
 
 
-class Vigil:
+class LeaseMonitor:
     """What an agent makes of silence; it trusts no clock but its own."""
 
     def __init__(self, position: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._stagger_s = STAGGER_S * min(position, _MOST_STAGGERED)
+        self._stagger_s = STAGGER_S * min(position, _MAX_STAGGERED)
         self._heard = clock()
         self._sign: str | None = None
         self._still_since = self._heard
@@ -248,9 +248,9 @@ class Vigil:
     @property
     def is_orphaned(self) -> bool:
         """Whether the ranks here must end: by now others may have gone on without them."""
-        return self.quiet_s > LEADERLESS_S
+        return self.quiet_s > LEADER_TIMEOUT_S
 
-    def look(self, sign: str) -> Move:
+    def look(self, sign: str) -> LeaseAction:
         """What to do, now that the run directory shows this.
 
         `bid`: write something there, and go on looking. `withdraw`: the supervisor lives after all.
@@ -263,15 +263,15 @@ class Vigil:
                 self._bid_at = None
                 return "withdraw"
             return "wait"
-        is_dead = self._dead_since is not None and now - self._dead_since > HOSTLESS_S / 2
-        limit = HOSTLESS_S if is_dead else LEADERLESS_S
+        is_dead = self._dead_since is not None and now - self._dead_since > HOST_TIMEOUT_S / 2
+        limit = HOST_TIMEOUT_S if is_dead else LEADER_TIMEOUT_S
         if self.quiet_s < limit or now - self._still_since < limit + self._stagger_s:
             return "wait"
         if self._bid_at is None:
             return "bid"
         return "claim" if now - self._bid_at > CONFIRM_S else "wait"
 
-    def bidden(self) -> None:
+    def probe_written(self) -> None:
         """The bid stands: from now on the lease is looked at once more."""
         self._bid_at = self._clock()
 
@@ -280,6 +280,6 @@ class Vigil:
         self._bid_at, self._still_since = None, self._clock()
 
 
-def sign_of(run: RunDir) -> str:
+def leader_fingerprint(run: RunDir) -> str:
     """What stands in the run directory of its leader: as long as it stays the same, nobody leads."""
     return f"{newest_epoch(run)} {json.dumps(read_lease(run))}"

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-EVENTS = ("restore", "checkpoint", "spare copies", "erasure sets", "undurable", "drain died", "poison")
+LEVEL_EVENTS = ("restore", "checkpoint", "spare copies", "erasure sets", "undurable", "drain died", "poison")
 
 
-def in_words(name: str, event: Mapping[str, Any]) -> str:
+def describe_level_event(name: str, event: Mapping[str, Any]) -> str:
     """One of these events; empty for what is not worth a line."""
     step, generation = event.get("step"), event.get("generation")
     match name:
         case "restore":
-            return _restore(event)
+            return _describe_restore(event)
         case "checkpoint":
             level, problem = event.get("level"), event.get("problem")
             # One a level and save: only the run directory's is news, and what went wrong.
@@ -32,7 +32,7 @@ def in_words(name: str, event: Mapping[str, Any]) -> str:
     return str(event.get("message") or name).replace("\n", "; ")
 
 
-def _restore(event: Mapping[str, Any]) -> str:
+def _describe_restore(event: Mapping[str, Any]) -> str:
     step, levels, rebuilt = event.get("step"), event.get("levels"), event.get("rebuilt")
     lost, passed_over = event.get("lost_steps"), event.get("passed_over")
     if not levels:
@@ -51,7 +51,7 @@ def _restore(event: Mapping[str, Any]) -> str:
     return text
 
 
-def spares_in_words(events: Iterable[Mapping[str, Any]]) -> list[str]:
+def describe_spare_replicas(events: Iterable[Mapping[str, Any]]) -> list[str]:
     """A line for what spares hold of the newest save of which any has something, as far as events tell."""
     steps: dict[int, list[str]] = {}
     attempt = None

@@ -18,33 +18,33 @@ from hpcrun.specs.run_variables import RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 
-class TakenError(UsageError):
+class RunOwnedError(UsageError):
     """Another supervisor owns the run."""
 
 
 @contextmanager
-def hold(run: RunDir) -> Iterator[None]:
+def lock_run(run: RunDir) -> Iterator[None]:
     """Own a run directory inside the block; UsageError, with host and pid, when another supervisor does."""
-    with locked(run, run.lock, lambda: _taken(run)) as certain:
-        if not certain and is_running_here(run):
-            raise _taken(run)
+    with hold_lock_file(run, run.lock, lambda: _owned_error(run)) as certain:
+        if not certain and is_supervisor_alive_here(run):
+            raise _owned_error(run)
         yield
 
 
 @contextmanager
-def succeed(run: RunDir) -> Iterator[None]:
+def take_over_run_lock(run: RunDir) -> Iterator[None]:
     """Own a run inside the block whose supervisor has lost it, in an epoch before ours.
 
     The lock of a host that is gone may linger on a shared file system: ours is another file of that name.
     """
     aside = run.lock.with_name(f".{run.lock.name}.{os.uname().nodename}.{os.getpid()}")
-    with locked(run, aside, lambda: _taken(run)):
+    with hold_lock_file(run, aside, lambda: _owned_error(run)):
         aside.replace(run.lock)
         yield
 
 
 @contextmanager
-def locked(run: RunDir, path: Path, taken: Callable[[], UsageError]) -> Iterator[bool]:
+def hold_lock_file(run: RunDir, path: Path, taken: Callable[[], UsageError]) -> Iterator[bool]:
     """Hold the lock file of a run inside the block, or raise what `taken` makes where another does.
 
     False where the file system has no locks (Lustre without -o flock): there other evidence has to do.
@@ -66,7 +66,7 @@ def locked(run: RunDir, path: Path, taken: Callable[[], UsageError]) -> Iterator
         os.close(descriptor)
 
 
-def supervisor_of(run: RunDir) -> dict[str, Any]:
+def read_supervisor_record(run: RunDir) -> dict[str, Any]:
     """What the last supervisor of a run wrote about itself (pid, start_ticks, host, …); empty if nothing."""
     for attempt in reversed(run.attempts()):
         record = read_json(attempt.supervisor)
@@ -75,26 +75,26 @@ def supervisor_of(run: RunDir) -> dict[str, Any]:
     return {}
 
 
-def is_running_here(run: RunDir) -> bool:
+def is_supervisor_alive_here(run: RunDir) -> bool:
     """Whether the supervisor in the record is a living process of this host."""
-    job = supervisor_of(run)
+    job = read_supervisor_record(run)
     return job.get("host") == os.uname().nodename and process.is_alive(
         process.ProcessId(job["pid"], job["start_ticks"])
     )
 
 
-def sweep_leftovers(run: RunDir) -> list[str]:
+def clean_up_leftovers(run: RunDir) -> list[str]:
     """End what a killed supervisor's attempts have left on this host; a line for each thing found."""
     notes = []
     strays = process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
     if strays:
         process.kill_all(strays)
         notes.append(f"ended {len(strays)} processes that an earlier attempt had left")
-    sweep_segments(run)
+    clean_up_segments(run)
     return notes
 
 
-def sweep_segments(run: RunDir) -> None:
+def clean_up_segments(run: RunDir) -> None:
     """Remove the shared memory that ranks of earlier attempts have left on this host."""
     for attempt in run.attempts():
         records = [read_json(path) for path in attempt.rank_record(0).parent.glob("rank-*.json")]
@@ -103,9 +103,9 @@ def sweep_segments(run: RunDir) -> None:
             remove_segments(record.get("shm", ()), since=record.get("started", 0.0))
 
 
-def _taken(run: RunDir) -> TakenError:
-    job = supervisor_of(run)
+def _owned_error(run: RunDir) -> RunOwnedError:
+    job = read_supervisor_record(run)
     who = f"by hpcrun on {job['host']} (pid {job['pid']})" if job else "by another hpcrun"
-    return TakenError(
+    return RunOwnedError(
         f"{run.id} is being run {who}; wait for it, or ask it to save and stop: hpcrun cancel {run.id}"
     )

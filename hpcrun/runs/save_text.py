@@ -9,7 +9,7 @@ _QUIET_LEVELS = ("memory", "local", "parity")
 """Reached many times an hour; worth a line only where it fails."""
 
 
-def is_kept(line: Mapping[str, Any]) -> bool:
+def is_durable_save(line: Mapping[str, Any]) -> bool:
     """Whether a line says that a step is in the run directory."""
     kind, level = line.get("kind"), line.get("level")
     return (kind == "save" and level is None) or (kind == "stored" and level == "durable")
@@ -19,10 +19,10 @@ def describe_save(line: Mapping[str, Any]) -> str:
     """What a line about a save says; empty for other lines, and for what is not worth telling."""
     kind, level, step = line.get("kind"), line.get("level"), line.get("step")
     if kind == "save" and level is None:
-        return f"step {step}: saved{_seconds(line.get('seconds'), ' in')}"
+        return f"step {step}: saved{_format_seconds(line.get('seconds'), ' in')}"
     if kind == "stored" and level not in _QUIET_LEVELS:
         where = "" if level == "durable" else f" ({level})"
-        return f"step {step}: saved{where}{_seconds(line.get('lag_s'), ' after')} beside training"
+        return f"step {step}: saved{where}{_format_seconds(line.get('lag_s'), ' after')} beside training"
     if kind == "save_failed":
         return f"step {step}: was not saved ({level}): {line.get('why')}"
     if kind == "save_skipped":
@@ -36,7 +36,7 @@ def describe_save(line: Mapping[str, Any]) -> str:
         often = f"{every / 60:.0f} min" if isinstance(every, int | float) else "unknown"
         return f"saves are {often} apart from now on: {line.get('why')}"
     if kind == "draining":
-        return f"step {step}: {_how_far(line)}{_seconds(line.get('seconds'), ' after')}"
+        return f"step {step}: {_describe_flush(line)}{_format_seconds(line.get('seconds'), ' after')}"
     return ""
 
 
@@ -50,7 +50,7 @@ def describe_weights(line: Mapping[str, Any]) -> str:
     return "; ".join([text, *(map(str, notes) if isinstance(notes, list) else ())])
 
 
-def _how_far(line: Mapping[str, Any]) -> str:
+def _describe_flush(line: Mapping[str, Any]) -> str:
     done, size = line.get("done_bytes"), line.get("bytes")
     where = ", ".join(map(str, line.get("levels") or []))
     if not isinstance(size, int | float) or not size:
@@ -60,5 +60,5 @@ def _how_far(line: Mapping[str, Any]) -> str:
     return f"{done / 1e9:.2f} of {size / 1e9:.2f} GB written ({min(1.0, done / size):.0%}), to {where}"
 
 
-def _seconds(value: Any, word: str) -> str:
+def _format_seconds(value: Any, word: str) -> str:
     return f"{word} {value:.1f} s" if isinstance(value, int | float) else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
-from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.save_text import is_durable_save
 
 _SAME_CLOCK_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
@@ -79,7 +79,7 @@ class Timeline:
         for event, place in zip(self._events, self._places, strict=True):
             self.marks.setdefault(str(event.get("event")), place)
         self.lines = self._placed([line for line in lines if line.get("kind") not in _BESIDE])
-        kept = (line["step"] for line in lines if is_kept(line) and is_count(line.get("step")))
+        kept = (line["step"] for line in lines if is_durable_save(line) and is_count(line.get("step")))
         self.saved_step = max(kept, default=0)
         """The newest step that got into the run directory."""
         self.steps = [line for line in self.lines if line.kind == "step"]

@@ -24,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime.collective_verbs import VERBS, Alarm, Neighbours, of_store, on_all, parse_alarm
 from hpcrun.runtime.store_rendezvous import address_of_rank, open_store, rendezvous_of
-from hpcrun.shm_segments import unname_segments
+from hpcrun.shm_segments import unlink_mapped_segments
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -336,7 +336,7 @@ class MPIControl(Control):
         sys.stdout.flush()
         sys.stderr.flush()
         # Abort leaves MPI's shared memory lying about; whoever still maps it does so without its name.
-        unname_segments()
+        unlink_mapped_segments()
         self._comm.Abort(code)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from pathlib import Path
 
-from hpcrun.launch.rank_shim import Requests, leave_at_a_stop
+from hpcrun.launch.rank_shim import RankRequests, exit_at_stop
 from hpcrun.specs.rundir import RunDir
 
 
@@ -22,8 +22,8 @@ def load_mpi() -> None:
         importlib.import_module("mpi4py.MPI")
 
 
-def main(run_dir: str, number: int, requests: Requests) -> int:
+def main(run_dir: str, number: int, requests: RankRequests) -> int:
     """Be a rank of an attempt that our supervisor started; gives the exit code."""
-    leave_at_a_stop(RunDir(Path(run_dir)).attempt(number), requests)
+    exit_at_stop(RunDir(Path(run_dir)).attempt(number), requests)
     load_mpi()
     return int(importlib.import_module("hpcrun.runtime.rank").main(run_dir, number, requests))

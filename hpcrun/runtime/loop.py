@@ -34,8 +34,8 @@ from hpcrun.specs.records import LineWriter
 from hpcrun.specs.rundir import Attempt
 
 if TYPE_CHECKING:
-    from hpcrun.launch.attempt_monitor import Observer
-    from hpcrun.launch.rank_shim import Requests
+    from hpcrun.launch.attempt_monitor import RunObserver
+    from hpcrun.launch.rank_shim import RankRequests
 
 _SAVE, _STOP = 1, 2
 
@@ -51,8 +51,8 @@ class Trainer:
         control: Control,
         device: Device,
         source: TokenSource,
-        requests: Requests,
-        observer: Observer | None = None,
+        requests: RankRequests,
+        observer: RunObserver | None = None,
     ) -> None:
         assert job.model is not None
         self._job, self._plan, self._control, self._device = job, plan, control, device

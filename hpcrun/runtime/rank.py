@@ -21,7 +21,7 @@ from hpcrun import __version__
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.launch import rank_shim
-from hpcrun.launch.attempt_monitor import Observer
+from hpcrun.launch.attempt_monitor import RunObserver
 from hpcrun.launcher_world import World, detect_world
 from hpcrun.runtime.control import Control, connect
 from hpcrun.runtime.data_loader import TokenSource
@@ -35,10 +35,10 @@ from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.reduced_plan import read_plan
 from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
-from hpcrun.submission.prepare import Prepared, prepare
+from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 
-def main(run_dir: str, number: int, requests: rank_shim.Requests) -> int:
+def main(run_dir: str, number: int, requests: rank_shim.RankRequests) -> int:
     """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
     attempt = RunDir(Path(run_dir)).attempt(number)
     control = connect(detect_world(os.environ))
@@ -57,7 +57,7 @@ def join(
     overrides: Sequence[str],
     resume: str | None,
     world: World,
-    display: Callable[[int], Observer],
+    display: Callable[[int], RunObserver],
 ) -> int:
     """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 has the display."""
     control = connect(world)
@@ -67,7 +67,7 @@ def join(
         # Who gives a copy its own identity is one rank.
         use: Use = "act" if control.rank == 0 else "plan"
         earlier = find_run(resume, use=use) if resume is not None else None
-        prepared = prepare(job, overrides, resume=earlier, world_size=control.size, until=until)
+        prepared = prepare_job(job, overrides, resume=earlier, world_size=control.size, until=until)
         if prepared.plan is None:
             raise UsageError(
                 "command: this is already a rank of a world; start the command itself, without us"
@@ -80,8 +80,8 @@ def join(
         return _refuse(control, *problems[0])
     run_path, number = control.everywhere(lambda: _open_run(prepared))
     attempt = RunDir(Path(run_path)).attempt(number)
-    requests = rank_shim.enter(attempt, world)
-    rank_shim.leave_at_a_stop(attempt, requests)
+    requests = rank_shim.enter_rank(attempt, world)
+    rank_shim.exit_at_stop(attempt, requests)
     resolved = ResolvedJob(prepared.spec, prepared.plan)
     observer = display(prepared.spec.train.steps) if control.rank == 0 else None
     if observer is not None:
@@ -100,7 +100,7 @@ def _refuse(control: Control, rank: int, code: int, text: str) -> int:
     return code
 
 
-def _open_run(prepared: Prepared) -> list[Any]:
+def _open_run(prepared: PreparedJob) -> list[Any]:
     earlier = prepared.resume
     with new_run(prepared.spec.name) if earlier is None else contextlib.nullcontext(earlier) as run:
         attempt = run.next_attempt()
@@ -129,9 +129,9 @@ def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> i
 def _train(
     control: Control,
     attempt: Attempt,
-    requests: rank_shim.Requests,
+    requests: rank_shim.RankRequests,
     resolved: ResolvedJob,
-    observer: Observer | None = None,
+    observer: RunObserver | None = None,
 ) -> int:
     job, plan = resolved.spec, resolved.training_plan
     assert job.data is not None
@@ -145,7 +145,7 @@ def _train(
     device = choose_device(job.device, control, placed_gpu(attempt, control.rank))
     prepare_torch(job.train.seed, control)
     open_groups(control, device)
-    rank_shim.note_shared_memory(attempt, control.rank)
+    rank_shim.record_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
     trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
     check_places(control, attempt, trainer.coordinate, device)

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from hpcrun.launch.watch.progress import probed
+from hpcrun.launch.watch.progress import report_probe
 from hpcrun.runtime.device import Device
 
 _EVERY_S = 1.0
@@ -50,7 +50,7 @@ class SpeedProbe:
         with torch.no_grad():
             times = [self._round() for _ in range(max(1, rounds))]
         self._least = min(self._least or times[0], *times)
-        probed(sum(times) / len(times), step)
+        report_probe(sum(times) / len(times), step)
         self._done = time.monotonic()
 
     def _round(self) -> float:

@@ -13,7 +13,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpcrun.address import LOOPBACK, HostAddress, reachable_address
 from hpcrun.errors import RanksDiedError, SiteError
-from hpcrun.health.connection_test import Trial, in_words, targets, why_not
+from hpcrun.health.connection_test import (
+    ConnectionTest,
+    choose_targets,
+    describe_unreachable,
+    why_unreachable,
+)
 
 if TYPE_CHECKING:
     from hpcrun.launcher_world import World
@@ -57,19 +62,19 @@ def try_all_nodes(control: Control, here: HostAddress) -> None:
     with contextlib.ExitStack() as stack:
         mine: list[Any] | None = None
         if control.local_rank == 0:
-            trial = Trial(here.text)
+            trial = ConnectionTest(here.text)
             stack.callback(trial.close)
             mine = [control.node, trial.place]
         places = dict(filter(None, control.allgather(mine)))
         failed: dict[str, str] = {}
         if control.local_rank == 0:
             for _ in range(_TRIES):
-                failed = trial.failures(targets(places, control.node))
+                failed = trial.failures(choose_targets(places, control.node))
                 if not failed:
                     break
         told = control.allgather([control.node, failed, here.warning] if control.local_rank == 0 else None)
     tried = {node: one for node, one, _ in filter(None, told)}
-    words, _ = in_words(tried, [*tried])
+    words, _ = describe_unreachable(tried, [*tried])
     if words:
         names = [f"{node}: {warning}" for node, _, warning in filter(None, told) if warning]
         raise RanksDiedError("; ".join([f"the nodes do not reach each other: {words}", *names[:2]]))
@@ -83,7 +88,7 @@ def _listen(address: str) -> socket.socket:
 def _why_not_again(own: str, host: str, port: int) -> str:
     why = ""
     for _ in range(_TRIES):
-        why = why_not(own, host, port)
+        why = why_unreachable(own, host, port)
         if not why:
             break
     return why

@@ -20,8 +20,8 @@ from hpcrun.checkpoint.flush.arena import SHM, SOCKET, find_folder, remove_folde
 from hpcrun.checkpoint.flush.stale_memory import hold_run, is_held, is_served
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
-from hpcrun.launch.agents.memory_cleanup import sweep_arenas
-from hpcrun.launcher_world import without_world
+from hpcrun.launch.agents.memory_cleanup import clean_up_memory
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.stderr_notes import say
 from hpcrun.runtime.worker_client import DrainGoneError, DrainLink
@@ -268,7 +268,7 @@ def _make_way(run: RunDir, node: str, *, leads: bool) -> None:
         return
     if (earlier := _homes.get(node)) is not None:
         earlier.leave()
-    for text in sweep_arenas(run):
+    for text in clean_up_memory(run):
         say(text)
     began, is_told = time.monotonic(), False
     while is_served(SHM, run.run_id, node) and not is_held(SHM, run.run_id, node):
@@ -318,4 +318,4 @@ def find_home(
 def _environment() -> dict[str, str]:
     """The worker is no rank of anything, and must find the same hpcrun."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return without_world(os.environ) | {"PYTHONPATH": path}
+    return without_rank_variables(os.environ) | {"PYTHONPATH": path}

@@ -16,17 +16,17 @@ from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.slurm.nodes import parse_scontrol_nodes
 from hpcrun.specs.rundir import RunDir
 
-_ASK_S = 20
-_REQUEUE_S = 60
+_QUERY_TIMEOUT_S = 20
+_REQUEUE_TIMEOUT_S = 60
 _TRIES, _PAUSE_S = 3, 0.3
 _SLACK_S = 5.0
-SEPARATE_STEPS = 64
+MAX_SEPARATE_STEPS = 64
 """Up to so many nodes each agent gets a step of its own, which nothing on another node can end.
 
 Each costs an srun on the batch host, some 10 MB and a thread or two: above, one step has to do for all.
 """
-Fate = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
-_REQUEUED_ALREADY = re.compile(
+JobDisposition = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
+_ALREADY_REQUEUED = re.compile(
     r"pending execution|already pending|requeued|Job/step already completing", re.I
 )
 _STEP_OPTIONS = re.compile(
@@ -52,7 +52,9 @@ class Allocation:
     def seconds_left(self) -> float | None:
         """Until the time limit; None where Slurm does not say."""
         try:
-            answer = run_client(["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_ASK_S)
+            answer = run_client(
+                ["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_QUERY_TIMEOUT_S
+            )
         except SiteError:
             return None
         for record in parse_squeue(answer.stdout):
@@ -60,10 +62,10 @@ class Allocation:
                 return record.limit_s - record.elapsed_s
         return None
 
-    def fate(self) -> Fate:
+    def disposition(self) -> JobDisposition:
         """What Slurm means to do with the job now: a TERM alone does not say."""
         try:
-            answer = run_client(["scontrol", "show", "job", self.id], timeout_s=_ASK_S)
+            answer = run_client(["scontrol", "show", "job", self.id], timeout_s=_QUERY_TIMEOUT_S)
         except SiteError:
             return "unknown"
         record = next(iter(parse_scontrol_jobs(answer.stdout)), None)
@@ -76,14 +78,14 @@ class Allocation:
         late = record.limit_s is not None and (record.elapsed_s or 0.0) >= record.limit_s - _SLACK_S
         return "time limit" if late else "cancelled"
 
-    def drained(self) -> dict[str, str] | None:
+    def draining_nodes(self) -> dict[str, str] | None:
         """Those of the job's nodes that an admin has taken out of service, and how; None without an answer.
 
         Slurm lets their jobs go on, but a new attempt may as well do without them.
         """
         words = ["scontrol", "-o", "show", "node", fold(self.nodes, suffixes=False)]
         try:
-            records = parse_scontrol_nodes(run_client(words, timeout_s=_ASK_S).stdout)
+            records = parse_scontrol_nodes(run_client(words, timeout_s=_QUERY_TIMEOUT_S).stdout)
         except (SiteError, UsageError):
             return None
         if not records:
@@ -96,13 +98,13 @@ class Allocation:
 
     def requeue(self) -> None:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
-        done = run_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_S)
+        done = run_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_TIMEOUT_S)
         words = " ".join((done.stderr or done.stdout).split())
-        if done.exit_code == 0 or _REQUEUED_ALREADY.search(words):
+        if done.exit_code == 0 or _ALREADY_REQUEUED.search(words):
             return
         # A preemption may have been quicker, and the TERM of a requeue ends our scontrol as well: one requeue
         # is what was wanted, and whether there is one only Slurm can say.
-        if self.fate() != "queued again":
+        if self.disposition() != "queued again":
             raise SiteError(f"`scontrol requeue {self.id}`: {words}")
 
     def update(self, assignment: str) -> str:
@@ -112,7 +114,7 @@ class Allocation:
             # After a requeue its TERM may end the command before it has done anything.
             try:
                 words = ["scontrol", "update", f"JobId={self.id}", assignment]
-                done = run_client(words, timeout_s=_ASK_S)
+                done = run_client(words, timeout_s=_QUERY_TIMEOUT_S)
             except SiteError as error:
                 told = str(error)
             else:
@@ -123,7 +125,7 @@ class Allocation:
         return told
 
     def agent_steps(
-        self, run: RunDir, nodes: Sequence[str], most: int = SEPARATE_STEPS
+        self, run: RunDir, nodes: Sequence[str], most: int = MAX_SEPARATE_STEPS
     ) -> dict[tuple[str, ...], list[str]]:
         """How the agents of these nodes are started: as steps that outlive the ranks and the other nodes.
 

@@ -17,18 +17,18 @@ from typing import Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED, FunctionError, UsageError
 from hpcrun.files import Folder, open_regular, require_private
-from hpcrun.specs.io_retry import say
+from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rank_error import exit_code_of, report_error
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
-_INSTALLED = {"site-packages", "dist-packages"}
-_NOT_PICKLABLE = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
+_REQUEST_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+_INSTALL_FOLDERS = {"site-packages", "dist-packages"}
+_PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RecursionError, ValueError)
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function, its arguments, and where Python looks for the modules that they need."""
 
     function: Callable[..., Any]
@@ -45,8 +45,8 @@ class Call:
     def write(self, path: Path) -> None:
         """Put the call into a file that only the user can read; UsageError for what cannot be pickled."""
         try:
-            body = _pickled((self.function, tuple(self.args), dict(self.kwargs)))
-        except _NOT_PICKLABLE as error:
+            body = _pickle_by_value((self.function, tuple(self.args), dict(self.kwargs)))
+        except _PICKLE_ERRORS as error:
             name = getattr(self.function, "__name__", type(self.function).__name__)
             raise UsageError(
                 f"{name}: function and arguments must be picklable, to be sent to the job: {error}; leave"
@@ -55,11 +55,11 @@ class Call:
         # In two layers: where modules are found has to be known before anything of the user's is loaded.
         _write_private(path, pickle.dumps((list(self.paths), body)))
 
-    def saved(self) -> Call:
+    def saved(self) -> FunctionCall:
         """The call to go on with, as the function's `checkpoint` gives it."""
         after = self.function.checkpoint(*self.args, **self.kwargs)  # type: ignore[attr-defined]
         try:
-            return Call(after.function, after.args, after.kwargs, self.paths)
+            return FunctionCall(after.function, after.args, after.kwargs, self.paths)
         except AttributeError:
             raise UsageError(
                 f"checkpoint: gave a {type(after).__name__}; return"
@@ -67,15 +67,15 @@ class Call:
             ) from None
 
 
-def load_call(path: Path) -> Call:
+def load_call(path: Path) -> FunctionCall:
     """Load a call, and have Python find its modules; UsageError where others could have written it."""
     paths, body = pickle.loads(_read_private(path))
     sys.path[:] = list(dict.fromkeys([*paths, *sys.path]))
     function, args, kwargs = pickle.loads(body)
-    return Call(function, args, kwargs, paths)
+    return FunctionCall(function, args, kwargs, paths)
 
 
-def paths_of_modules() -> list[str]:
+def find_import_paths() -> list[str]:
     """Where this process finds modules that its interpreter alone does not, such as the script's directory.
 
     Not what is installed for this interpreter: the job's may be another one.
@@ -87,12 +87,14 @@ def paths_of_modules() -> list[str]:
             found.append(os.path.abspath(place))  # noqa: PTH100 - an empty one is the working directory
     return list(
         dict.fromkeys(
-            one for one in found if not one.startswith(own) and not _INSTALLED.intersection(Path(one).parts)
+            one
+            for one in found
+            if not one.startswith(own) and not _INSTALL_FOLDERS.intersection(Path(one).parts)
         )
     )
 
 
-def result_of(attempt: Attempt, rank: int) -> Any:
+def load_call_result(attempt: Attempt, rank: int) -> Any:
     """What the function returned on a rank; FunctionError where it raised, OSError where it said nothing."""
     value, error = pickle.loads(_read_private(attempt.call_result(rank)))
     if error is not None:
@@ -101,13 +103,13 @@ def result_of(attempt: Attempt, rank: int) -> Any:
     return value
 
 
-class _Interruptions:
+class _SignalRequests:
     """Signals that ask the function to save or to stop, answered between two lines of it."""
 
     def __init__(self, run: RunDir, rank: int) -> None:
-        self.call: Call | None = None
+        self.call: FunctionCall | None = None
         self._run, self._rank, self._owner = run, rank, os.getpid()
-        for number in _REQUESTS:
+        for number in _REQUEST_SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -122,7 +124,7 @@ class _Interruptions:
         if can_save:
             self._save()
         elif number == signal.SIGUSR1:
-            say("asked to save, but this function has no checkpoint method")
+            log_line("asked to save, but this function has no checkpoint method")
         if number != signal.SIGUSR1:
             # Not os._exit: what the function holds open is closed on the way out.
             raise SystemExit(EXIT_SAVED if can_save else 128 + number)
@@ -135,7 +137,7 @@ class _Interruptions:
 
     def ignore(self) -> None:
         """Nothing can be asked for any more."""
-        for number in _REQUESTS:
+        for number in _REQUEST_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -147,22 +149,22 @@ def main() -> int:
     except (KeyError, ValueError):
         raise UsageError("_call: is started by hpcrun, as a rank of a function's run; not by hand") from None
     attempt = run.attempt(number)
-    requests = _Interruptions(run, rank)
+    requests = _SignalRequests(run, rank)
     try:
         call = load_call(run.saved_call if run.saved_call.exists() else run.call)
         requests.call = call
-        value = _value_of(call)
+        value = _call_function(call)
         requests.ignore()
-        _write_private(attempt.call_result(rank), _pickled((value, None)))
+        _write_private(attempt.call_result(rank), _pickle_by_value((value, None)))
         return EXIT_DONE
     except SystemExit as leave:
-        return _leave(leave)
+        return _system_exit_code(leave)
     except BaseException as error:  # noqa: BLE001 - the outermost frame of the user's function
         requests.ignore()
-        return _give_up(attempt, rank, error)
+        return _record_exception(attempt, rank, error)
 
 
-def _value_of(call: Call) -> Any:
+def _call_function(call: FunctionCall) -> Any:
     try:
         return call.function(*call.args, **call.kwargs)
     except SystemExit as leave:
@@ -172,14 +174,14 @@ def _value_of(call: Call) -> Any:
         raise
 
 
-def _leave(leave: SystemExit) -> int:
+def _system_exit_code(leave: SystemExit) -> int:
     if isinstance(leave.code, int):
         return leave.code
-    say(str(leave.code))
+    log_line(str(leave.code))
     return 1
 
 
-def _give_up(attempt: Attempt, rank: int, error: BaseException) -> int:
+def _record_exception(attempt: Attempt, rank: int, error: BaseException) -> int:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # our own lines are of no interest
@@ -194,7 +196,7 @@ def _give_up(attempt: Attempt, rank: int, error: BaseException) -> int:
     return code
 
 
-def _pickled(value: object) -> bytes:
+def _pickle_by_value(value: object) -> bytes:
     found: bytes = importlib.import_module("cloudpickle").dumps(value)
     return found
 

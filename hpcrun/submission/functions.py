@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from hpcrun import local_identity
 from hpcrun.errors import FunctionError, Problem, SpecError, UsageError
 from hpcrun.specs.rundir import RunDir
-from hpcrun.submission.function_call import Call, paths_of_modules, result_of
+from hpcrun.submission.function_call import FunctionCall, find_import_paths, load_call_result
 
 if TYPE_CHECKING:
     from hpcrun.runs.run_state import RunState
@@ -78,7 +78,7 @@ class FunctionJob(Generic[R]):
             while not path.exists() and time.monotonic() < end:
                 time.sleep(_POLL_S)
             if path.exists():
-                found.append(result_of(attempts[-1], rank))
+                found.append(load_call_result(attempts[-1], rank))
         if state.state != "done" or len(found) < self.ranks:
             raise FunctionError(f"{self.run.id} is {state.state}{state.message and f': {state.message}'}")
         return found
@@ -194,7 +194,7 @@ def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bo
         document, base = Document(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
     given = document.values
     wrong = [key for key in given if key not in KEYS]
-    made = [Call(fn, args, kwargs, paths_of_modules()) for args, kwargs in calls]
+    made = [FunctionCall(fn, args, kwargs, find_import_paths()) for args, kwargs in calls]
     values = _as_command(given, made[0].can_save, len(calls) if is_array else 0)
     document = Document(values, document.places)
     problems = [

@@ -34,7 +34,7 @@ def why_no_step_options(launcher: LauncherName) -> str | None:
     return f"mpi.launcher: {launcher} starts no container of srun's; set mpi.launcher: srun in the profile"
 
 
-def problems(
+def find_launch_problems(
     job: JobSpec, cluster: ClusterSpec | None, runtime: str | None, levels: Collection[str] | None = None
 ) -> list[Problem]:
     """What of a job cannot be launched by this profile.
@@ -55,7 +55,7 @@ def problems(
     return found
 
 
-def why_not_started_here(cluster: ClusterSpec | None) -> list[str]:
+def why_not_launchable_here(cluster: ClusterSpec | None) -> list[str]:
     """What this interpreter on this host lacks to start ranks; that of a compute node may have it."""
     found = [missing_modules(cluster.python.checks if cluster else [], sys.executable, os.uname().nodename)]
     try:
@@ -77,7 +77,7 @@ def missing_modules(names: Sequence[str], python: str, host: str) -> str | None:
     )
 
 
-def check_root(root: Path, *, is_new: bool, need_bytes: int, ranks: int, runs: int = 1) -> None:
+def check_run_root(root: Path, *, is_new: bool, need_bytes: int, ranks: int, runs: int = 1) -> None:
     """Whether run directories can be made under a root, and what they hold has room.
 
     UsageError where it may not be written, SiteError where there is too little room.

@@ -21,7 +21,7 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
-from hpcrun.submission.launch_checks import check_root
+from hpcrun.submission.launch_checks import check_run_root
 
 _STATE_COPIES = 3
 """A save holds the weights and the two moments of AdamW."""
@@ -34,7 +34,7 @@ _FOLLOWS_LAYOUT = {
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A job that is ready to be launched, as a new run or as the next attempt of an old one."""
 
     spec: JobSpec
@@ -61,7 +61,7 @@ class Prepared:
         return f"{count} of {shlex.join(self.spec.command or [])}"
 
 
-def prepare(
+def prepare_job(
     job: Path | None,
     overrides: Sequence[str] = (),
     *,
@@ -69,7 +69,7 @@ def prepare(
     until: Literal["plan", "launch"] = "launch",
     world_size: int | None = None,
     command: Sequence[str] | None = None,
-) -> Prepared:
+) -> PreparedJob:
     """Resolve a job file, or the job of a run to be resumed; up to `launch` also check what it will need.
 
     `command` takes the place of the job's own. `world_size` is how many ranks there are already, where
@@ -77,14 +77,14 @@ def prepare(
     SiteError what the machine lacks.
     """
     if resume is not None:
-        resolved = _load_again(resume, overrides)
+        resolved = _load_resumed_job(resume, overrides)
     elif job is not None or command is not None:
         resolved = load_job(job, overrides, command=command)
     else:
         raise UsageError("no job file given; write `hpcrun train JOB.yaml`, or --resume RUN")
     if resolved.spec.sweep is not None:
         raise resolved.mistake("sweep", "stands for several runs; hand them over with `hpcrun submit`")
-    prepared = Prepared(resolved.spec, resolved.plan, resume)
+    prepared = PreparedJob(resolved.spec, resolved.plan, resume)
     if world_size not in (None, prepared.ranks):
         ranks, degrees = prepared.ranks, prepared.spec.degrees
         takes = f"{degrees} takes {ranks} ranks" if ranks > 1 else "takes 1 rank"
@@ -93,12 +93,12 @@ def prepare(
     if until == "launch":
         _check_secrets(resolved)
     if until == "launch" and resolved.plan is not None:
-        check_inputs(resolved, resume)
-        _check_place(prepared)
+        check_job_inputs(resolved, resume)
+        _check_storage(prepared)
     return prepared
 
 
-def _load_again(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
+def _load_resumed_job(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
     given = {text.partition("=")[0] for text in overrides}
     released = [
         f"{key}=null"
@@ -122,7 +122,7 @@ def _check_secrets(resolved: ResolvedJob) -> None:
         raise SpecError([replace(one, where=resolved.document.where(one.key)) for one in problems])
 
 
-def check_inputs(resolved: ResolvedJob, resume: RunDir | None = None) -> None:
+def check_job_inputs(resolved: ResolvedJob, resume: RunDir | None = None) -> None:
     """Whether data and weights are there and fit the model; SpecError with the key where they do not.
 
     What a container holds cannot be seen from outside.
@@ -170,11 +170,14 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
         raise resolved.mistake("model.weights", wrong)
 
 
-def _check_place(prepared: Prepared) -> None:
+def _check_storage(prepared: PreparedJob) -> None:
     """Whether a run directory can be made, and its saves fit."""
     root = prepared.resume.path if prepared.resume else runs_root()
-    check_root(
-        root, is_new=prepared.resume is None, need_bytes=save_bytes(prepared), ranks=prepared.spec.ranks
+    check_run_root(
+        root,
+        is_new=prepared.resume is None,
+        need_bytes=max_checkpoint_bytes(prepared),
+        ranks=prepared.spec.ranks,
     )
     held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
     told = look_at_place(prepared.spec, prepared.plan, root, held=held)
@@ -182,7 +185,7 @@ def _check_place(prepared: Prepared) -> None:
         raise SiteError(why_no_save(root, told.refusal))
 
 
-def save_bytes(prepared: Prepared) -> int:
+def max_checkpoint_bytes(prepared: PreparedJob) -> int:
     """What the saves of a run take at most at one time."""
     spec = prepared.spec
     assert spec.model is not None

@@ -43,7 +43,7 @@ from hpcrun.specs.secrets import check_secret_files
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import prepare
 from hpcrun.submission.batch_script import python_of, root_of, runtime_of, script_context, template_name
-from hpcrun.submission.launch_checks import check_root, problems, why_not_started_here
+from hpcrun.submission.launch_checks import check_run_root, find_launch_problems, why_not_launchable_here
 from hpcrun.submission.placement_preview import Network, forecast, look
 
 Note = Callable[[str], None]
@@ -257,7 +257,9 @@ class Job:
         runtime = runtime_of(spec, self.cluster)
         fabric = self.network.fabric
         levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
-        found += [Finding(one.key, one.text) for one in problems(spec, self.cluster, runtime, levels)]
+        found += [
+            Finding(one.key, one.text) for one in find_launch_problems(spec, self.cluster, runtime, levels)
+        ]
         return [*found, *self._python(), *self._quota()]
 
     def _python(self) -> Iterator[Finding]:
@@ -267,16 +269,18 @@ class Job:
             text = f"{python} is not on this machine; it has to be on the compute nodes"
             yield Finding("python", text, refuse=False)
         elif python == sys.executable:
-            for why in why_not_started_here(self.cluster):
+            for why in why_not_launchable_here(self.cluster):
                 yield Finding("python", f"{why} (if it is the same on the compute nodes)", refuse=False)
 
     def _room(self) -> list[Finding]:
         """Whether the files of the run, or of all elements, have room where they are written."""
         jobs = self.jobs()
-        need = sum(prepare.save_bytes(prepare.Prepared(one.spec, one.plan)) for one in jobs if one.plan)
+        need = sum(
+            prepare.max_checkpoint_bytes(prepare.PreparedJob(one.spec, one.plan)) for one in jobs if one.plan
+        )
         is_new, ranks = self.resume is None, self.resolved.spec.ranks
         try:
-            check_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
+            check_run_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
         except (UsageError, SiteError) as error:
             return [Finding("", str(error))]
         return []
@@ -377,7 +381,7 @@ def _load(request: Request, note: Note) -> ResolvedJob:
     if not sweep.sweep.exists():
         if request.only_failed:
             raise UsageError(f"{run.id} is no sweep, so --only-failed does not apply; leave it out")
-        prepared = prepare.prepare(None, request.overrides, resume=run, until="plan")
+        prepared = prepare.prepare_job(None, request.overrides, resume=run, until="plan")
         return ResolvedJob(prepared.spec, prepared.plan)
     resolved = load_job_of(sweep, request.overrides)
     if [one.overrides for one in resolved.elements] != read_sweep(sweep):
@@ -398,7 +402,7 @@ def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
             continue
         seen.add(inputs)
         try:
-            prepare.check_inputs(job)
+            prepare.check_job_inputs(job)
         except SpecError as error:
             found += [Finding(one.key, one.text) for one in error.problems]
     return found

@@ -141,7 +141,7 @@ def _alone(resumed: RunDir | None) -> Iterator[None]:
         return
     run = resumed.sweep_of_element or resumed
     text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
-    with run_lock.locked(run, run.path / "submission.lock", lambda: UsageError(text)):
+    with run_lock.hold_lock_file(run, run.path / "submission.lock", lambda: UsageError(text)):
         yield
 
 

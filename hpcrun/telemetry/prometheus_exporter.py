@@ -17,7 +17,7 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.listeners import Crowd, ScarceError, take_in
 from hpcrun.runs.heartbeat_age import heard_s
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import look_at
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
@@ -183,7 +183,7 @@ def figures_of(run: RunDir) -> Figures:
         nodes = _Nodes(run).of(tally)
     with contextlib.suppress(UsageError):
         origin = read_provenance(run.sweep_of_element or run)
-        told, name = supervisor_of(run), origin.name if origin else ""
+        told, name = read_supervisor_record(run), origin.name if origin else ""
     job, host = (str(told.get(key) or "") for key in ("slurm_job", "host"))
     ages = heard_s(run) if is_alive else {}
     now = time.time() if is_alive else None

@@ -15,7 +15,7 @@ from typing import Any
 from hpcrun.errors import EXIT_NOT_A_NUMBER, EXIT_RANKS_DIED
 from hpcrun.runs.checkpoint_stats import SaveSums, parse_sums
 from hpcrun.runs.ledger import BUCKETS
-from hpcrun.runs.save_text import is_kept
+from hpcrun.runs.save_text import is_durable_save
 from hpcrun.runs.timeline import gap_between, is_count, job_of, own_seconds
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
@@ -110,7 +110,7 @@ class Tally:
     def _line(self, line: Record, kind: str) -> None:
         step, now = line.get("step"), float(line["time"])
         self.saves.take(line)
-        if is_count(step) and is_kept(line):
+        if is_count(step) and is_durable_save(line):
             self.saved_step, self.saved_at = step, now
         if not is_count(step) or kind not in ("start", "step", "save", "eval"):
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcrun.errors import UsageError
 from hpcrun.files import Folder, clock_of
-from hpcrun.runs.run_lock import is_running_here
+from hpcrun.runs.run_lock import is_supervisor_alive_here
 from hpcrun.specs.rundir import RunDir, runs_roots
 
 _STALE_S = 86400.0
@@ -99,6 +99,6 @@ def _may_live(run: RunDir, identity: str) -> bool:
             return False
         signs = (run.lease, run.events, run.metrics, run.telemetry / "exporter.json")
         moments = [path.stat().st_mtime for path in signs if path.exists()]
-        return clock_of(run.path) - max(moments, default=0.0) < _STALE_S or is_running_here(run)
+        return clock_of(run.path) - max(moments, default=0.0) < _STALE_S or is_supervisor_alive_here(run)
     except (OSError, UsageError):
         return True

@@ -16,7 +16,7 @@ import pytest
 from hpcrun import __version__
 from hpcrun.cli.display import describe_step, duration, make_display, short
 from hpcrun.cli.main import main
-from hpcrun.launch.signal_queue import let_through
+from hpcrun.launch.signal_queue import unblock_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,15 +28,15 @@ stub = types.ModuleType("hpcrun.runtime.rank")
 def main(run_dir, number, requests):
     from pathlib import Path
     from hpcrun.errors import NotANumberError
-    from hpcrun.launch import shim
+    from hpcrun.launch import rank_shim
     from hpcrun.launcher_world import detect_world
     from hpcrun.specs.records import LineWriter, write_json
     from hpcrun.specs.rundir import RunDir
     attempt, world = RunDir(Path(run_dir)).attempt(number), detect_world(os.environ)
-    assert "torch" not in sys.modules and shim.enter(attempt, world) is requests
+    assert "torch" not in sys.modules and rank_shim.enter_rank(attempt, world) is requests
     from mpi4py import MPI
     comm, mode = MPI.COMM_WORLD, os.environ["STUB"]
-    shim.note_shared_memory(attempt, world.rank)
+    rank_shim.record_shared_memory(attempt, world.rank)
     if mode == "nan":
         if world.rank == 1:
             raise NotANumberError("step 2: loss is nan")
@@ -92,7 +92,7 @@ def job(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def signals_flow() -> Iterator[None]:
     yield
-    let_through()
+    unblock_signals()
 
 
 def start(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
@@ -37,7 +37,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     assert desk.ended(plain, 200)["status"] == "done", story(plain)
     run = desk.submit(*asked)
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
-    first = supervisor_of(run)
+    first = read_supervisor_record(run)
     desk.hpcrun("chaos", "kill-supervisor", run.id)
     ended = desk.ended(run)
     assert (ended["status"], ended["attempt"]) == ("done", 2), story(run)
@@ -45,7 +45,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     (restored,) = events(run, "restore")
     assert restored["levels"] == ["memory"], story(run)
     assert events(run, "node lost") == []
-    second = supervisor_of(run)
+    second = read_supervisor_record(run)
     assert (second["host"], second["slurm_job"]) == (first["host"], first["slurm_job"])
     assert second["pid"] != first["pid"]
     nodes = [records(run, f"attempts/{attempt}/placement.json")[0]["nodes"] for attempt in (1, 2)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.runs.lease import LEADERLESS_S
+from hpcrun.runs.lease import LEADER_TIMEOUT_S
 from hpcrun.runs.ledger import read_ledger
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
@@ -166,14 +166,14 @@ import os, sys
 from pathlib import Path
 from hpcrun.address import reachable_address
 from hpcrun.slurm.allocation import find_allocation
-from hpcrun.launch.agents.agent_pool import Crew
+from hpcrun.launch.agents.agent_pool import AgentPool
 from hpcrun.launch.launchers import step_environment
 from hpcrun.runs.lease import Leadership
 from hpcrun.specs.rundir import RunDir
 
 run, allocation = RunDir(Path(sys.argv[1])), find_allocation(os.environ)
 address = reachable_address(None, allocation.nodes).text
-crew = Crew(run, Leadership(run), address, allocation.nodes)
+crew = AgentPool(run, Leadership(run), address, allocation.nodes)
 steps = allocation.agent_steps(run, allocation.nodes, most=2)
 crew.start(steps, step_environment(os.environ))
 print(len(steps), *sorted(one.node for one in crew.living))
@@ -215,7 +215,7 @@ def test_a_job_that_is_suspended_goes_on_where_it_stood(desk: Desk) -> None:
     desk.until(lambda: len(steps(run)) > 6, run)
     job = str(json.loads(run.job.read_text())["submissions"][-1]["job"])
     desk.lab.run(["scontrol", "suspend", job]).require()
-    time.sleep(LEADERLESS_S + 4)
+    time.sleep(LEADER_TIMEOUT_S + 4)
     seen = max(steps(run))
     desk.lab.run(["scontrol", "resume", job]).require()
     desk.until(lambda: max(steps(run)) > seen + 5, run)

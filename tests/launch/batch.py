@@ -17,7 +17,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpcrun import process
 from hpcrun.launch import batch_task
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_origin
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def supervisor(self) -> int:
-        return int(supervisor_of(self.run)["pid"])
+        return int(read_supervisor_record(self.run)["pid"])
 
     def is_up(self, attempt: int) -> bool:
         return self.run.attempt(attempt).rank_record(0).exists()

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.attempt_monitor import Limits, Outcome
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.shm_segments import mpi_segments, unmapped
+from hpcrun.shm_segments import mpi_segments, unmapped_segments
 from hpcrun.specs.rundir import RunDir
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
-LIMITS = Limits(start_s=30, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=5)
+LIMITS = AttemptLimits(start_s=30, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=5)
 JOB = """\
 name: t
 model: tiny
@@ -39,7 +39,7 @@ class Recorder:
     notes: list[str] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     ready: int = 0
-    outcome: Outcome | None = None
+    outcome: AttemptOutcome | None = None
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -52,7 +52,7 @@ class Recorder:
     def step(self, record: dict[str, Any]) -> None:
         self.steps.append(record)
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: AttemptOutcome) -> None:
         self.outcome = outcome
 
 
@@ -78,19 +78,19 @@ class Site:
         ranks: int = 2,
         observer: Recorder | None = None,
         resume: RunDir | None = None,
-        limits: Limits = LIMITS,
+        limits: AttemptLimits = LIMITS,
         before: Callable[[], None] = lambda: None,
         at_launch: Callable[[], None] = lambda: None,
-    ) -> Outcome:
+    ) -> AttemptOutcome:
         """Run a world of rank_program.py in this mode; `before` is called when the inbox is open."""
         given = [] if resume else [f"parallel.dp_replicate={ranks}"]
-        prepared = prepare(self.job, [*given, *overrides], resume=resume)
+        prepared = prepare_job(self.job, [*given, *overrides], resume=resume)
 
         def command(attempt: Any) -> list[str]:
             at_launch()
             return [sys.executable, str(PROGRAM), mode, str(attempt.run.path), str(attempt.number)]
 
-        with Inbox() as inbox:
+        with SignalQueue() as inbox:
             before()
             return Supervisor(prepared, inbox, observer or Recorder(), command=command, limits=limits).run()
 
@@ -108,7 +108,7 @@ def nothing_left() -> Iterator[None]:
     segments, handler = mpi_segments(), signal.getsignal(signal.SIGTERM)
     yield
     assert process.descendants(os.getpid()) == []
-    assert unmapped(mpi_segments() - segments) == set()
+    assert unmapped_segments(mpi_segments() - segments) == set()
     assert signal.getsignal(signal.SIGTERM) == handler
 
 

@@ -13,25 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.health.preflight import Ask
-from hpcrun.launch.agents.nodes import Nodes, ThisNode
-from hpcrun.launch.attempt_events import Happening, NodeLost
-from hpcrun.launch.attempt_monitor import Limits, Outcome
-from hpcrun.launch.failover.state import Succession
-from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.run_context import Site
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.attempt_events import AttemptEvent, NodeLost
+from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
+from hpcrun.launch.failover.state import FailoverState
+from hpcrun.launch.launchers import HydraLauncher, Launcher
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement, in_blocks
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.submission.prepare import Prepared
+from hpcrun.submission.prepare import PreparedJob
 
-LIMITS = Limits(start_s=120, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=20)
+LIMITS = AttemptLimits(start_s=120, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=20)
 
 
-class PretendedNodes(ThisNode):
+class PretendedNodes(LocalNode):
     """Nodes by their names alone."""
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -69,7 +70,7 @@ class PretendedNodes(ThisNode):
         """Nodes of one letter each answer again."""
         self._gone -= set(nodes)
 
-    def news(self, *, look: bool) -> Iterator[Happening]:
+    def news(self, *, look: bool) -> Iterator[AttemptEvent]:
         yield from self._lost[self._told :]
         self._told = len(self._lost)
         yield from super().news(look=look)
@@ -83,16 +84,16 @@ class PretendedPlacement(Placement):
 
 
 @dataclass(frozen=True)
-class PretendedSite(Site):
+class PretendedSite(RunContext):
     """A place with such nodes."""
 
     pretended: PretendedNodes = field(default_factory=lambda: PretendedNodes(()))
 
     def launcher(self, spec: JobSpec) -> Launcher:
-        return Hydra(agents=False, interface=None)
+        return HydraLauncher(agents=False, interface=None)
 
     @contextmanager
-    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: FailoverState | None = None) -> Iterator[Nodes]:
         yield self.pretended
 
     def place(
@@ -109,12 +110,14 @@ def pretend(names: Sequence[str]) -> PretendedSite:
     return PretendedSite(Allocation(1, tuple(names), "1", is_batch=False), pretended=PretendedNodes(names))
 
 
-def supervise(site: PretendedSite, prepared: Prepared, observer: Any, program: Sequence[str] = ()) -> Outcome:
+def supervise(
+    site: PretendedSite, prepared: PreparedJob, observer: Any, program: Sequence[str] = ()
+) -> AttemptOutcome:
     """Run a job there: its own ranks, or `program` RUN_DIR ATTEMPT as each of them."""
 
     def command(attempt: Attempt) -> list[str]:
         return [sys.executable, *program, str(attempt.run.path), str(attempt.number)]
 
-    with Inbox() as inbox:
+    with SignalQueue() as inbox:
         given = command if program else None
         return Supervisor(prepared, inbox, observer, site=site, command=given, limits=LIMITS).run()

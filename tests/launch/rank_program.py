@@ -27,7 +27,7 @@ def main(mode: str, run_dir: str, number: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "slow-to-come-up":
         time.sleep(0.6)
-    requests = rank_shim.enter(attempt, world)
+    requests = rank_shim.enter_rank(attempt, world)
     print(f"hello from rank {rank}")
     if mode == "never-meets":
         time.sleep(GIVE_UP_S)
@@ -35,7 +35,7 @@ def main(mode: str, run_dir: str, number: str) -> None:
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
-    rank_shim.note_shared_memory(attempt, rank)
+    rank_shim.record_shared_memory(attempt, rank)
     comm.Barrier()
 
     def result(status: str, step: int) -> None:
@@ -132,7 +132,7 @@ def fail(mode: str, attempt: Attempt) -> None:
     os._exit(0)
 
 
-def wait(mode: str, requests: rank_shim.Requests, result: Callable[[str, int], None]) -> None:
+def wait(mode: str, requests: rank_shim.RankRequests, result: Callable[[str, int], None]) -> None:
     """Until asked to stop; a stubborn rank does not care."""
     end = time.monotonic() + GIVE_UP_S
     told = False

@@ -17,15 +17,16 @@ from hpcrun.health.lemon_nodes import Sighting, load_sightings, sightings_file
 from hpcrun.health.preflight import Ask
 from hpcrun.launch import run_context as places
 from hpcrun.launch.admission import Admission, ask_for, judge
-from hpcrun.launch.agents.nodes import Nodes, ThisNode
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.failover.state import Succession
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.failover.state import FailoverState
 from hpcrun.launch.fault_nodes import blamed
-from hpcrun.launch.launchers import Hydra, Launcher
-from hpcrun.launch.recovery import cause_of
+from hpcrun.launch.launchers import HydraLauncher, Launcher
+from hpcrun.launch.recovery import restart_cause
 from hpcrun.launch.requeue_exclusion import exclusion, keep_away
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.event_text import story
 from hpcrun.runs.ledger import read_ledger
@@ -36,7 +37,7 @@ from hpcrun.specs.load import load_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 
 FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}
@@ -135,7 +136,7 @@ def test_the_job_and_the_profile_say_what_is_looked_at() -> None:
     assert ask_for(spec(), None, 1, is_alone=True) is not None
 
 
-class Pretended(ThisNode):
+class Pretended(LocalNode):
     """Nodes with names of their own, all on this host, that answer as they are told, attempt by attempt."""
 
     def __init__(self, run: RunDir, names: Sequence[str], answers: list[Answers]) -> None:
@@ -153,16 +154,16 @@ class Pretended(ThisNode):
 
 
 @dataclass(frozen=True)
-class Rack(places.Site):
+class Rack(places.RunContext):
     """An allocation of such nodes."""
 
     answers: list[Answers] = field(default_factory=list)
 
     def launcher(self, spec: JobSpec) -> Launcher:
-        return Hydra()
+        return HydraLauncher()
 
     @contextmanager
-    def nodes(self, run: RunDir, spec: JobSpec, succession: Succession | None = None) -> Iterator[Nodes]:
+    def nodes(self, run: RunDir, spec: JobSpec, succession: FailoverState | None = None) -> Iterator[Nodes]:
         assert self.allocation is not None
         yield Pretended(run, self.allocation.nodes, self.answers)
 
@@ -191,17 +192,17 @@ def requeues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(
     site: Site, *answers: Answers, mode: str = "done", resume: RunDir | None = None, words: Sequence[str] = ()
-) -> tuple[Outcome, Recorder]:
+) -> tuple[AttemptOutcome, Recorder]:
     """Two ranks on three nodes."""
     wanted = ["resources={nodes: 2, spares: 1}", "parallel.dp_replicate=2", "retry={}", *words]
-    prepared = prepare(site.job, [] if resume else wanted, resume=resume)
+    prepared = prepare_job(site.job, [] if resume else wanted, resume=resume)
     rack = Rack(JOB, answers=list(answers))
     observer = Recorder()
 
     def command(attempt: Any) -> list[str]:
         return [sys.executable, str(PROGRAM), mode, str(attempt.run.path), str(attempt.number)]
 
-    with Inbox() as inbox:
+    with SignalQueue() as inbox:
         supervisor = Supervisor(prepared, inbox, observer, site=rack, command=command, limits=LIMITS)
         return supervisor.run(), observer
 
@@ -281,8 +282,10 @@ def test_a_list_that_cannot_be_written_stops_no_run(site: Site, requeues: Path, 
     assert [note for note in observer.notes if "what was seen of the nodes is not kept" in note]
 
 
-def outcome_of(run: RunDir, message: str, rank: int | None = None, lost: tuple[str, ...] = ()) -> Outcome:
-    return Outcome(run, 1, "failed", 5, message, None, lost=lost, rank=rank)
+def outcome_of(
+    run: RunDir, message: str, rank: int | None = None, lost: tuple[str, ...] = ()
+) -> AttemptOutcome:
+    return AttemptOutcome(run, 1, "failed", 5, message, None, lost=lost, rank=rank)
 
 
 @pytest.fixture
@@ -329,7 +332,7 @@ def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir)
     gone = [NodeLost("n02", "its agent ended", 0.0)]
     outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)
     assert outcome.message == ("preflight: 2 nodes are needed, and 1 is left: n02: is lost: its agent ended")
-    assert cause_of(outcome) == "node"
+    assert restart_cause(outcome) == "node"
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_what_slurm_means_to_do_with_the_job(
     scontrol: Path, state: str, restarts: int, ran: str, fate: str
 ) -> None:
     shown(scontrol, state, restarts, ran)
-    assert JOB.fate() == fate
+    assert JOB.disposition() == fate
 
 
 def test_the_requeue_that_ends_our_own_command_is_one(scontrol: Path) -> None:
@@ -104,7 +104,7 @@ def test_nodes_that_an_admin_drains_are_known_with_the_reason(scontrol: Path) ->
         "NodeName=n03 State=MIXED+DRAIN Partitions=main",
     )
     (scontrol / "job").write_text("\n".join(nodes) + "\n")
-    drained = JOB.drained()
+    drained = JOB.draining_nodes()
     assert drained is not None
     assert list(drained) == ["n02", "n03"]
     assert drained["n02"].startswith("draining (ECC errors")
@@ -112,4 +112,4 @@ def test_nodes_that_an_admin_drains_are_known_with_the_reason(scontrol: Path) ->
     # What Slurm does not say changes nothing.
     for said in ("", "slurm_load_node error: Unable to contact slurm controller\n"):
         (scontrol / "job").write_text(said)
-        assert JOB.drained() is None
+        assert JOB.draining_nodes() is None

@@ -17,8 +17,8 @@ import pytest
 from hpcrun.fabric import inventory
 from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory, try_inventory
 from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
-from hpcrun.launch.device_assignment import Circumstances, circumstances, decide
-from hpcrun.launch.node_environment import render_table, table_of
+from hpcrun.launch.device_assignment import BindingInputs, assign_devices, binding_inputs
+from hpcrun.launch.node_environment import node_table_path, render_node_table
 from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -46,8 +46,8 @@ def two_sockets(root: Path, *, gpus: int = 4, cpus: str = "0-15") -> Inventory:
     return replace(take_inventory(root), cpus=frozenset(parse_cpus(cpus)))
 
 
-def decided(node: Inventory, ranks: int, around: Circumstances | None = None) -> tuple[Placement, list[str]]:
-    return decide(Placement(("n1",) * ranks), {"n1": node}, around or Circumstances())
+def decided(node: Inventory, ranks: int, around: BindingInputs | None = None) -> tuple[Placement, list[str]]:
+    return assign_devices(Placement(("n1",) * ranks), {"n1": node}, around or BindingInputs())
 
 
 def cpus(placed: Placement) -> list[str]:
@@ -141,7 +141,7 @@ def test_several_ranks_of_a_gpu_stay_with_it(tmp_path: Path) -> None:
 
 
 def test_a_node_that_says_nothing_leaves_its_ranks_unbound(tmp_path: Path) -> None:
-    placed, notes = decide(Placement(("n1", "n2")), {"n1": two_sockets(tmp_path)}, Circumstances())
+    placed, notes = assign_devices(Placement(("n1", "n2")), {"n1": two_sockets(tmp_path)}, BindingInputs())
     assert placed.binding(0) is not None
     assert placed.binding(1) is None
     assert notes == ["n2: has not said what is inside it; its ranks are not bound"]
@@ -180,7 +180,7 @@ def test_which_gpus_are_the_job_s(
 
 
 def test_gpus_that_are_not_known_are_told_and_nothing_is_guessed(tmp_path: Path) -> None:
-    around = Circumstances(in_slurm=True, gpus_asked=2)
+    around = BindingInputs(in_slurm=True, gpus_requested=2)
     placed, notes = decided(two_sockets(tmp_path), 2, around)
     assert placed.bindings == (Binding(0, cpus="0-7"), Binding(1, cpus="8-15"))
     assert notes == ["n1: which of its 4 GPUs the job has is not known; ranks keep to NUMA nodes"]
@@ -192,27 +192,27 @@ def job(**keys: object) -> JobSpec:
 
 def test_who_binds() -> None:
     cluster = ClusterSpec.model_validate({"name": "c", "gpus": {"bind": "closest"}})
-    own = circumstances(job(), cluster, "mpiexec", {}, in_slurm=True)
-    assert (own.bound_by, own.gpus_are_ours, own.environ) == ("rank", True, {})
+    own = binding_inputs(job(), cluster, "mpiexec", {}, in_slurm=True)
+    assert (own.bound_by, own.may_assign_gpus, own.environ) == ("rank", True, {})
     dealt = ClusterSpec.model_validate({"name": "c", "gpus": {"request": "gpus-per-task"}})
-    assert not circumstances(job(), dealt, "mpiexec", {}, in_slurm=True).gpus_are_ours
-    srun = circumstances(job(), cluster, "srun", {}, in_slurm=True)
-    assert (srun.bound_by, srun.gpus_are_ours, srun.environ) == ("either", False, None)
+    assert not binding_inputs(job(), dealt, "mpiexec", {}, in_slurm=True).may_assign_gpus
+    srun = binding_inputs(job(), cluster, "srun", {}, in_slurm=True)
+    assert (srun.bound_by, srun.may_assign_gpus, srun.environ) == ("either", False, None)
     asked = job(resources={"cpus_per_rank": 2})
-    assert circumstances(asked, None, "srun", {}, in_slurm=True).bound_by == "launcher"
-    assert circumstances(asked, None, "mpiexec", {}, in_slurm=True).bound_by == "rank"
-    assert circumstances(job(), None, "mpirun", {}, in_slurm=True).bound_by == "either"
+    assert binding_inputs(asked, None, "srun", {}, in_slurm=True).bound_by == "launcher"
+    assert binding_inputs(asked, None, "mpiexec", {}, in_slurm=True).bound_by == "rank"
+    assert binding_inputs(job(), None, "mpirun", {}, in_slurm=True).bound_by == "either"
     wanted = job(env={"HYDRA_BINDING": "core"})
-    assert circumstances(wanted, None, "mpiexec", {}, in_slurm=False).bound_by == "either"
+    assert binding_inputs(wanted, None, "mpiexec", {}, in_slurm=False).bound_by == "either"
     inside = {"HPCRUN_RANK_PREFIX": "apptainer exec it.sif"}
-    assert circumstances(job(), None, "mpiexec", inside, in_slurm=True).bound_by == "either"
+    assert binding_inputs(job(), None, "mpiexec", inside, in_slurm=True).bound_by == "either"
 
 
 def test_what_the_launcher_binds_is_not_placed(tmp_path: Path) -> None:
     node = two_sockets(tmp_path)
-    placed, _ = decided(node, 2, Circumstances("launcher", gpus_are_ours=False))
+    placed, _ = decided(node, 2, BindingInputs("launcher", may_assign_gpus=False))
     assert placed.bindings == (Binding(0), Binding(1))
-    placed, notes = decided(node, 2, Circumstances(uses_gpus=False))
+    placed, notes = decided(node, 2, BindingInputs(uses_gpus=False))
     assert (cpus(placed), notes) == (["0-7", "8-15"], [])
 
 
@@ -223,8 +223,9 @@ def in_a_child(binding: Binding | None, *before: str) -> dict[str, str]:
     """What a process that binds itself writes into its record."""
     said = "None" if binding is None else f"Binding(**{asdict(binding)!r})"
     program = (
-        "import json; from hpcrun.launch.cpu_binding import bind; from hpcrun.specs.placement import Binding;"
-        f"print(json.dumps(bind({said})))"
+        "import json; from hpcrun.launch.cpu_binding import bind_process;"
+        " from hpcrun.specs.placement import Binding;"
+        f"print(json.dumps(bind_process({said})))"
     )
     run = subprocess.run(
         [*before, sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
@@ -259,7 +260,7 @@ def run_script(
 ) -> tuple[int, str]:
     """Start a rank of a program as the launcher would; its exit code and what it printed."""
     placed = replace(Placement((HERE,), bindings=(binding,)), bound_by=bound_by)
-    table_of(attempt).write_text(render_table(Settings(), placed))
+    node_table_path(attempt).write_text(render_node_table(Settings(), placed))
     attempt.hosts.write_text(f"{HERE}\n")
     words = rank_command(attempt, JobSpec(command=list(PROGRAM)), placed, {})
     environ = {"PATH": path or os.environ["PATH"], "PMI_RANK": "0"}

@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from hpcrun.launch.fault_class import kind_of_crash, kind_of_hang
-from hpcrun.launch.recovery import back_off_s
-from hpcrun.launch.watch.stacks import RankStack, group, odd_ones
+from hpcrun.launch.fault_class import classify_crash, classify_hang
+from hpcrun.launch.recovery import backoff_s
+from hpcrun.launch.watch.stacks import RankStack, find_outlier, group_stacks
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from hpcrun.launch.watch.stacks import RankStack, group, odd_ones
     ],
 )
 def test_by_what_a_rank_has_written_down(message: str, kind: str) -> None:
-    assert kind_of_crash({"message": message, "traceback": ""}) == kind
+    assert classify_crash({"message": message, "traceback": ""}) == kind
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_the_program_or_its_settings_bring_about_is_no_fault_of_the_machine
         {"message": message, "traceback": ""},
         {"message": text or kind, "traceback": f"Traceback (most recent call last):\n{message}"},
     ):
-        assert kind_of_crash(record) in ("deterministic", "unknown")
+        assert classify_crash(record) in ("deterministic", "unknown")
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_what_the_program_or_its_settings_bring_about_is_no_fault_of_the_machine
     ],
 )
 def test_what_the_machine_brings_about(message: str) -> None:
-    assert kind_of_crash({"message": message, "traceback": ""}) == "infrastructure"
+    assert classify_crash({"message": message, "traceback": ""}) == "infrastructure"
 
 
 def test_by_the_place_of_an_error() -> None:
     place = '  File "/opt/x/hpcrun/runtime/data.py", line 88, in __next__\n'
-    assert kind_of_crash({"message": "index 9 is out of bounds", "traceback": place}) == "data"
+    assert classify_crash({"message": "index 9 is out of bounds", "traceback": place}) == "data"
 
 
 @pytest.mark.parametrize(
@@ -106,17 +106,17 @@ def test_by_the_place_of_an_error() -> None:
     ],
 )
 def test_by_how_a_process_ended(status: int | None, kind: str) -> None:
-    assert kind_of_crash(None, status) == kind
+    assert classify_crash(None, status) == kind
 
 
 def test_of_a_hang() -> None:
     many = [RankStack(rank, "a", "S", "", (("x.py", "reduce"),)) for rank in range(3)]
     for state, kind in (("T", "infrastructure"), ("D", "infrastructure"), ("", "infrastructure")):
-        assert kind_of_hang(odd_ones(group([*many, RankStack(3, "b", state)]))) == kind
+        assert classify_hang(find_outlier(group_stacks([*many, RankStack(3, "b", state)]))) == kind
     reading = RankStack(3, "b", "R", "", (("x.py", "read"),))
-    assert kind_of_hang(odd_ones(group([*many, reading]))) == "unknown"
-    assert kind_of_hang(None) == "unknown"
+    assert classify_hang(find_outlier(group_stacks([*many, reading]))) == "unknown"
+    assert classify_hang(None) == "unknown"
 
 
 def test_the_pause_grows_with_attempts_that_save_nothing() -> None:
-    assert [back_off_s(count) for count in range(7)] == [0, 0, 2, 8, 32, 60, 60]
+    assert [backoff_s(count) for count in range(7)] == [0, 0, 2, 8, 32, 60, 60]

@@ -20,14 +20,14 @@ import pytest
 from hpcrun import process
 from hpcrun.checkpoint.flush.arena import SHM, arena_folder
 from hpcrun.launch.agents import agent_pool as crews
-from hpcrun.launch.agents.agent_pool import Crew
-from hpcrun.launch.agents.connection import Badge, WireError, join
-from hpcrun.launch.agents.nodes import AgentNodes
+from hpcrun.launch.agents.agent_nodes import AgentNodes
+from hpcrun.launch.agents.agent_pool import AgentPool
+from hpcrun.launch.agents.connection import AgentConnectionError, AgentIdentity, connect_to_supervisor
 from hpcrun.launch.attempt_events import NodeLost, RankEnded
 from hpcrun.launch.ports import choose_port
-from hpcrun.launch.rendezvous import MeetingRequest
+from hpcrun.launch.rendezvous import RendezvousRequest
 from hpcrun.process import with_our_package
-from hpcrun.runs.lease import LEADERLESS_S, FencedError, Leadership, claim, read_leader
+from hpcrun.runs.lease import LEADER_TIMEOUT_S, FencedError, Leadership, claim_epoch, read_leader
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
 
@@ -41,7 +41,7 @@ class Place:
 
     run: RunDir
     agents: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
-    opened: list[Crew] = field(default_factory=list)
+    opened: list[AgentPool] = field(default_factory=list)
 
     def command(self) -> list[str]:
         return [sys.executable, "-P", "-m", "hpcrun", "_agent", str(self.run.path)]
@@ -59,7 +59,7 @@ class Place:
     def lead(
         self, *nodes: str, missing: str = "", gone: tuple[str, ...] = (), epoch: int | None = None
     ) -> AgentNodes:
-        crew = Crew(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing, gone)
+        crew = AgentPool(self.run, Leadership(self.run, epoch), "127.0.0.1", nodes, missing, gone)
         self.opened.append(crew)
         crew.adopt()
         return AgentNodes(crew, self.run)
@@ -114,10 +114,10 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(crews, "_SILENCE_S", 5.0)
-    monkeypatch.setattr(crews, "_GRACE_S", 4.0)
-    monkeypatch.setattr(crews, "_DOUBT_S", 2.5)
-    monkeypatch.setattr(crews, "_SUCCESSOR_S", 2.0)
+    monkeypatch.setattr(crews, "_SILENCE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(crews, "_RECONNECT_S", 4.0)
+    monkeypatch.setattr(crews, "_SUSPECT_PARTITION_S", 2.5)
+    monkeypatch.setattr(crews, "_FAILOVER_S", 2.0)
     made = Place(RunDir(tmp_path / "run"))
     made.run.path.mkdir()
     yield made
@@ -218,8 +218,10 @@ def test_of_two_agents_of_a_node_the_newest_stays(place: Place) -> None:
 
     def come_late() -> None:
         try:
-            join((leader.address, leader.port), leader.secret, Badge(place.run.id, 1, "n01", late, 0))
-        except WireError as error:
+            connect_to_supervisor(
+                (leader.address, leader.port), leader.secret, AgentIdentity(place.run.id, 1, "n01", late, 0)
+            )
+        except AgentConnectionError as error:
             refused.append(str(error))
 
     caller = threading.Thread(target=come_late)
@@ -234,7 +236,7 @@ def test_a_new_supervisor_finds_cleared_nodes_and_the_old_one_stops(place: Place
         place.agent(node)
     old = place.lead(*NODES[:2])
     pids = place.launch(old, 1, "n01", "n02")
-    assert claim(place.run, 2)
+    assert claim_epoch(place.run, 2)
     with pytest.raises(FencedError):
         old.verify()
     new = place.lead(*NODES, missing="n03", epoch=2)
@@ -250,7 +252,7 @@ def test_a_new_supervisor_finds_cleared_nodes_and_the_old_one_stops(place: Place
 def test_nodes_that_were_lost_before_are_not_waited_for_nor_lost_again(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(crews, "_ADOPT_S", 600.0)
+    monkeypatch.setattr(crews, "_ADOPT_TIMEOUT_S", 600.0)
     place.agent("n02")
     nodes = place.lead(*NODES, missing="n01", gone=("n01", "n03"), epoch=2)
     assert nodes.alive == ("n02",)
@@ -315,7 +317,7 @@ def test_a_supervisor_in_doubt_steps_back_when_another_has_come(place: Place) ->
     nodes = place.lead(*NODES)
     for node in NODES[1:]:
         place.agents[node][0].send_signal(signal.SIGSTOP)
-    assert claim(place.run, 2)
+    assert claim_epoch(place.run, 2)
     with pytest.raises(FencedError):
         until(lambda: [one for one in news(nodes) if isinstance(one, NodeLost)])
     assert nodes.lost == []
@@ -340,9 +342,9 @@ def test_where_slurm_ends_the_job_ranks_without_a_supervisor_end_at_once(place: 
     agent.send_signal(signal.SIGTERM)
     time.sleep(1)
     assert is_alive(pid)  # what the signal means is the supervisor's to say
-    for pulse in place.opened[0]._pulses:
+    for pulse in place.opened[0]._heartbeats:
         pulse.stop()
-    until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+    until(lambda: not is_alive(pid), LEADER_TIMEOUT_S - 2)
 
 
 def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_back(
@@ -362,18 +364,18 @@ def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_bac
     nodes = place.lead("n01")
     (pid,) = place.launch(nodes, 1, "n01")
     arena = arena_folder(SHM, place.run.run_id, "n01")
-    nodes.drain("n01", {"do": "inventory", "id": 1})
+    nodes.send_to_worker("n01", {"do": "inventory", "id": 1})
 
     def told() -> list[Any]:
         nodes.rest(0.1)
-        return nodes.drained()
+        return nodes.worker_messages()
 
     until(told)
     arena.mkdir(parents=True, exist_ok=True)
-    for pulse in place.opened[0]._pulses:
+    for pulse in place.opened[0]._heartbeats:
         pulse.stop()
     agent.send_signal(signal.SIGTERM)
-    until(lambda: not is_alive(pid), LEADERLESS_S - 2)
+    until(lambda: not is_alive(pid), LEADER_TIMEOUT_S - 2)
     assert agent.poll() is None  # the job runs: somebody may take over
     (tmp_path / "job").write_text(record.format("CANCELLED"))
     agent.send_signal(signal.SIGTERM)
@@ -399,8 +401,8 @@ def test_agents_say_where_they_are_reached_and_try_each_other(place: Place) -> N
     for node in NODES[:2]:
         place.agent(node)
     nodes = place.lead(*NODES[:2])
-    request = MeetingRequest(1, NODES[:2], "lo", seed=7, wants_port=True)
-    points = nodes.meet(request)
+    request = RendezvousRequest(1, NODES[:2], "lo", seed=7, wants_port=True)
+    points = nodes.resolve_rendezvous(request)
     assert {node: (one.address, one.interface) for node, one in points.items()} == dict.fromkeys(
         NODES[:2], ("127.0.0.1", "lo")
     )

@@ -15,19 +15,26 @@ import pytest
 
 from hpcrun.checkpoint.levels import Level
 from hpcrun.launch import final_save as last
-from hpcrun.launch.attempt_monitor import Limits, Outcome
-from hpcrun.launch.final_save import LastCall, Pace, deadline, deepest, grace_s, watched
-from hpcrun.launch.outcome import Register
-from hpcrun.launch.recovery import cause_of
-from hpcrun.launch.run_context import Site
-from hpcrun.slurm.allocation import Allocation, Fate
+from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
+from hpcrun.launch.final_save import (
+    FinalSaveTimer,
+    SaveDurations,
+    deepest_reachable_level,
+    effective_grace_s,
+    final_save_deadline,
+    watch_time_limit,
+)
+from hpcrun.launch.outcome import OutcomeRecorder
+from hpcrun.launch.recovery import restart_cause
+from hpcrun.launch.run_context import RunContext
+from hpcrun.slurm.allocation import Allocation, JobDisposition
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import create_run
 
 
-def pace_of(*lines: Mapping[str, object]) -> Pace:
-    pace = Pace()
+def pace_of(*lines: Mapping[str, object]) -> SaveDurations:
+    pace = SaveDurations()
     pace.take_all(lines)
     return pace
 
@@ -45,7 +52,7 @@ def test_how_long_a_save_takes_is_until_it_is_durable() -> None:
         {"kind": "stored", "level": "durable", "lag_s": "long"},
         {"kind": "stored", "level": "attic", "lag_s": 1e5},
     )
-    assert behind.takes_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
+    assert behind.save_times_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
     assert behind.lead_s == 332.0
 
 
@@ -64,10 +71,10 @@ def test_only_the_newest_saves_count() -> None:
 
 def test_the_deepest_level_that_fits() -> None:
     takes: dict[Level, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
-    assert [deepest(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
+    assert [deepest_reachable_level(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
         *(None, "memory", "memory", "durable", "object")
     ]
-    assert deadline(1000.0, 330.0) == 670.0
+    assert final_save_deadline(1000.0, 330.0) == 670.0
 
 
 def test_it_is_called_when_the_signal_would_come_too_late() -> None:
@@ -78,16 +85,16 @@ def test_it_is_called_when_the_signal_would_come_too_late() -> None:
         asked += 1
         return left - now
 
-    call = LastCall(120.0, seconds_left, lambda: now)
+    call = FinalSaveTimer(120.0, seconds_left, lambda: now)
     call.pace.take({"kind": "save", "seconds": 60.0})
-    assert call.due() is None
+    assert call.why_due() is None
     assert asked == 0, "for a save that fits into the grace nobody asks Slurm"
     call.pace.take({"kind": "save", "seconds": 200.0})
     while now < 700:
-        assert call.due() is None
+        assert call.why_due() is None
         now += 5
     assert asked == 3, "once in five minutes"
-    assert call.due() == (
+    assert call.why_due() == (
         "300 s are left, and saves take up to 200 s, more than retry.grace (120 s) leaves room for: the last"
         " save begins now; it is to be durable"
     )
@@ -96,13 +103,13 @@ def test_it_is_called_when_the_signal_would_come_too_late() -> None:
 def test_a_limit_that_is_not_known_or_is_raised() -> None:
     lefts = iter([None, 1000.0, 100_000.0])
     now = 0.0
-    call = LastCall(60.0, lambda: next(lefts), lambda: now)
+    call = FinalSaveTimer(60.0, lambda: next(lefts), lambda: now)
     call.pace.take({"kind": "save", "seconds": 100.0})
-    assert call.due() is None
+    assert call.why_due() is None
     now = 300.0
-    assert call.due() is None
+    assert call.why_due() is None
     now = 1150.0
-    assert call.due() is None, "somebody has raised the limit meanwhile"
+    assert call.why_due() is None, "somebody has raised the limit meanwhile"
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class _Ending(Allocation):
     def seconds_left(self) -> float | None:
         return self.left_s
 
-    def fate(self) -> Fate:
+    def disposition(self) -> JobDisposition:
         return "running"
 
     def requeue(self) -> None:
@@ -130,37 +137,37 @@ def test_the_supervisor_gets_the_signal_by_itself(
     def hear(number: int, frame: FrameType | None) -> None:
         heard.set()
 
-    true = LastCall.due
+    true = FinalSaveTimer.why_due
 
-    def due(call: LastCall) -> str | None:
+    def due(call: FinalSaveTimer) -> str | None:
         looked.set()
         return true(call)
 
-    monkeypatch.setattr(LastCall, "due", due)
-    monkeypatch.setattr(last, "_LOOK_S", 0.01)
+    monkeypatch.setattr(FinalSaveTimer, "why_due", due)
+    monkeypatch.setattr(last, "_POLL_S", 0.01)
     before = signal.signal(signal.SIGUSR2, hear)
     try:
-        with watched(_Ending(1, ("n01",), "1", True, left_s=600.0), run, spec, notes.append):
+        with watch_time_limit(_Ending(1, ("n01",), "1", True, left_s=600.0), run, spec, notes.append):
             assert looked.wait(20)
             assert heard.wait(20 if takes > 100 else 0.1) is (takes > 100)
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert [note[:15] for note in notes] == (["600 s are left,"] if takes > 100 else [])
-    assert grace_s(run, spec) == max(120.0, takes * 1.5)
+    assert effective_grace_s(run, spec) == max(120.0, takes * 1.5)
 
 
 def test_an_early_save_is_still_one_for_the_time_limit(runs_root: Path) -> None:
-    outcome = Outcome(create_run("early"), 1, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
-    assert cause_of(outcome, 120.0, 700.0) == "preemption"
-    assert cause_of(outcome, 750.0, 700.0) == "time_limit"
+    outcome = AttemptOutcome(create_run("early"), 1, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
+    assert restart_cause(outcome, 120.0, 700.0) == "preemption"
+    assert restart_cause(outcome, 750.0, 700.0) == "time_limit"
 
 
 def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Path) -> None:
     run, spec = create_run("early"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
     run.metrics.write_text(json.dumps({"kind": "save", "step": 5, "seconds": 500.0}) + "\n")
-    outcome = Outcome(run, run.next_attempt().number, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
-    site = Site(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
-    Register(spec, site, lambda text: None, lambda: None).close(outcome, 5)
+    outcome = AttemptOutcome(run, run.next_attempt().number, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
+    site = RunContext(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
+    OutcomeRecorder(spec, site, lambda text: None, lambda: None).close(outcome, 5)
     assert read_json(run.attempt(1).outcome)["requeued"] == "time_limit"
 
 
@@ -169,4 +176,4 @@ def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Pa
     [([], 120), (["retry.grace=30s"], 120), (["retry.grace=2m"], 120), (["retry.grace=10m"], 600)],
 )
 def test_ranks_may_take_as_long_to_stop_as_the_job_asks_for(overrides: list[str], seconds: int) -> None:
-    assert Limits.of(load_job(None, command=["true"], overrides=overrides).spec).stop_s == seconds
+    assert AttemptLimits.of(load_job(None, command=["true"], overrides=overrides).spec).stop_s == seconds

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.elastic_plan import fit_on, least_nodes
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.elastic_plan import min_nodes, plan_for_nodes
 from hpcrun.runs import run_state
 from hpcrun.runs.describe import describe
 from hpcrun.runs.event_text import story
 from hpcrun.specs.records import read_json, read_lines
-from hpcrun.submission.prepare import Prepared, prepare
+from hpcrun.submission.prepare import PreparedJob, prepare_job
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
 
 
-def prepared(site: Site, *overrides: str) -> Prepared:
-    return prepare(site.job, ["retry={node: 5, crash: 1}", *overrides])
+def prepared(site: Site, *overrides: str) -> PreparedJob:
+    return prepare_job(site.job, ["retry={node: 5, crash: 1}", *overrides])
 
 
-def run(site: Site, nodes: str, losses: Sequence[str], *overrides: str) -> Outcome:
+def run(site: Site, nodes: str, losses: Sequence[str], *overrides: str) -> AttemptOutcome:
     """Run on these nodes; with each attempt one of `losses` goes, the one after them is done.
 
     Of `a>b` node a is lost while b is back; where no node is lost, a rank is.
@@ -39,7 +39,7 @@ def run(site: Site, nodes: str, losses: Sequence[str], *overrides: str) -> Outco
     return supervise(there, job, observer, [str(PROGRAM), f"wait-until-{last}"])
 
 
-def plans(outcome: Outcome) -> list[tuple[int, int, int, int | None]]:
+def plans(outcome: AttemptOutcome) -> list[tuple[int, int, int, int | None]]:
     """Of every attempt the ranks placed, the replicas planned, the batch, and how many replicas are meant."""
     found = []
     for attempt in outcome.run.attempts():
@@ -120,16 +120,14 @@ def test_so_many_nodes_hold_so_many_replicas(
     job = prepared(site, f"parallel={layout}", "elastic={}")
     for left, replicas, nodes in fits:
         if replicas is None:
-            assert left < least_nodes(job, per_node)
+            assert left < min_nodes(job, per_node)
             continue
-        found = fit_on(job, per_node, left)
+        found = plan_for_nodes(job, per_node, left)
         assert found.plan is not None
         assert (found.plan.degrees.dp, found.nodes) == (replicas, nodes)
-        assert left >= least_nodes(job, per_node)
+        assert left >= min_nodes(job, per_node)
 
 
 def test_so_many_nodes_are_needed_at_least(site: Site) -> None:
-    assert (
-        least_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}", "elastic={min_replicas: 3}"), 2) == 3
-    )
-    assert least_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}"), 2) == 4
+    assert min_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}", "elastic={min_replicas: 3}"), 2) == 3
+    assert min_nodes(prepared(site, "parallel={dp_replicate: 4, pp: 2}"), 2) == 4

@@ -16,7 +16,7 @@ from hpcrun.launch import batch_task, outcome
 from hpcrun.launch import supervisor as supervisors
 from hpcrun.runs import lease
 from hpcrun.specs import io_retry
-from hpcrun.specs.io_retry import patiently
+from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.records import LineWriter, read_json, read_lines, write_json
 from tests.launch.conftest import Site
 
@@ -35,20 +35,20 @@ class Full:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_retry, "_EVERY_S", 0.01)
+    monkeypatch.setattr(io_retry, "_RETRY_INTERVAL_S", 0.01)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
 def test_what_passes_is_waited_for(number: int) -> None:
-    patiently(Full(number).pass_through)
+    retry_while_full(Full(number).pass_through)
 
 
 def test_what_stays_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match="Permission denied"):
-        patiently(Full(errno.EACCES).pass_through)
-    monkeypatch.setattr(io_retry, "PATIENCE_S", -1.0)
+        retry_while_full(Full(errno.EACCES).pass_through)
+    monkeypatch.setattr(io_retry, "RETRY_WHILE_FULL_S", -1.0)
     with pytest.raises(OSError, match="No space left"):
-        patiently(Full().pass_through)
+        retry_while_full(Full().pass_through)
 
 
 def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its_record(
@@ -81,11 +81,11 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
 def test_a_job_whose_result_submitit_cannot_write_ends_as_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
     def process_job(folder: str) -> None:
         if folder == "ran":
-            batch_task._codes.append(75)
+            batch_task._exit_codes.append(75)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setitem(sys.modules, "submitit.core.submission", SimpleNamespace(process_job=process_job))
-    for check in ("why_stray", "_prove_pickle"):  # as in a job that hpcrun has submitted
+    for check in ("why_foreign_job", "_await_private_pickle"):  # as in a job that hpcrun has submitted
         monkeypatch.setattr(batch_task, check, lambda _: None)
     assert batch_task.run_submitted("ran") == 75
     with pytest.raises(OSError, match="No space"):
@@ -107,7 +107,7 @@ def test_a_leader_s_line_waits_for_room(tmp_path: Path, monkeypatch: pytest.Monk
         whole(writer, record)
 
     monkeypatch.setattr(LineWriter, "write", append)
-    writer = lease.LeaderWriter(tmp_path / "events.jsonl", lambda: None)
+    writer = lease.LeaderEventWriter(tmp_path / "events.jsonl", lambda: None)
     writer.write({"event": "launch"})
     assert [one["event"] for one in read_lines(tmp_path / "events.jsonl")] == ["launch"]
     writer.close()

@@ -15,8 +15,8 @@ from hpcrun.checkpoint.objects.catalogue import list_saves
 from hpcrun.checkpoint.objects.store import open_store
 from hpcrun.checkpoint.objects.upload import upload
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.checkpointing.coordinator import Keeper
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -44,8 +44,8 @@ class Far:
         def tell(attempt: Any, event: str, **more: Any) -> None:
             self.events.append({"event": event, **more})
 
-        nodes = ThisNode(self.run)
-        self.keeper = Keeper(self.run, spec, nodes, tell, self.notes.append)
+        nodes = LocalNode(self.run)
+        self.keeper = CheckpointCoordinator(self.run, spec, nodes, tell, self.notes.append)
         self.keeper.prepare(self.run.attempt(number).create(), Placement(nodes.alive), {})
         nodes.close()
 

@@ -15,7 +15,7 @@ from hpcrun.chaos.faults import Fault
 from hpcrun.chaos.inject import aim, inflict
 from hpcrun.runs.event_text import story
 from hpcrun.runs.lease import read_leader
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.records import read_json, read_lines
 from tests.launch.batch import HOST, LOOP, ROOT, Job, over, pretended_nodes, spec_of, submitted
 
@@ -148,7 +148,7 @@ def test_agents_come_to_the_supervisor_that_comes_back_and_no_node_is_lost(sprea
     assert spread.end() == 0
     assert spread.relaunches() == ["supervisor lost", None]
     assert [one for one in read_lines(spread.run.events) if one["event"] == "node lost"] == []
-    record = supervisor_of(spread.run)
+    record = read_supervisor_record(spread.run)
     assert record["taken_over"] is None
 
 

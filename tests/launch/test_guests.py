@@ -12,9 +12,9 @@ import pytest
 
 from hpcrun.checkpoint.levels import HeldPart, Holding
 from hpcrun.launch.agents import worker_process as hosts
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.checkpointing.spare_replicas import divide
-from hpcrun.runs.level_text import in_words, spares_in_words
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
+from hpcrun.runs.level_text import describe_level_event, describe_spare_replicas
 from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
 assert site  # the fixture
@@ -82,11 +82,11 @@ def test_what_came_of_it_is_told_and_worth_a_line_when_it_is_about_other_nodes(s
         1.5,
     )
     told = "spare spare holds what a, b had in memory at step 5 (3 GB in 1.5 s); no room for c"
-    assert in_words("spare copies", first) == told
-    assert [bool(in_words("spare copies", one)) for one in others] == [False, True, False]
+    assert describe_level_event("spare copies", first) == told
+    assert [bool(describe_level_event("spare copies", one)) for one in others] == [False, True, False]
     noted = [one for one in site.notes if "has no copy" in one]
     assert noted == ["spare: has no copy of step 15 of b, c: b: is gone"], "each node is named once"
-    assert spares_in_words(site.events) == ["spares: copies of step 20: a on spare"]
+    assert describe_spare_replicas(site.events) == ["spares: copies of step 20: a on spare"]
 
 
 def test_copies_count_as_progress_where_they_cover_what_was_lost(site: Site) -> None:
@@ -112,7 +112,7 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     assert [one.node for one in plan.sources] == ["a", "spare", "c"], "c has its own still"
     (event,) = site.named("restore")
     assert (event["levels"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
-    assert in_words("restore", event) == (
+    assert describe_level_event("restore", event) == (
         "goes on from step 20, out of memory; 1 part from the memory of spares"
     )
     # Of its guests the spare keeps what there is nowhere else, until that is of no use any more.
@@ -129,14 +129,14 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     seal_again(30)
     assert site.orders("spare", "dismiss")[-1]["numbers"] == []
     assert site.orders("spare", "copy") == [], "it is no spare any more"
-    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", 31))
+    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 31))
 
 
 @pytest.mark.parametrize("section", [{"spares": False}, {"memory": 0, "spares": None}])
 def test_a_job_that_wants_none_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(hosts, "COMMAND", (sys.executable, str(PROGRAM), str(tmp_path)))
+    monkeypatch.setattr(hosts, "WORKER_COMMAND", (sys.executable, str(PROGRAM), str(tmp_path)))
     site = Site(tmp_path, **section)
     try:
         site.prepare()
@@ -152,7 +152,7 @@ def test_a_job_that_wants_none_has_none(
 def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
     site.prepare()
     seal(site, 5)
-    site.nodes.drain("spare", {"do": "die"})
+    site.nodes.send_to_worker("spare", {"do": "die"})
     deadline = time.monotonic() + 20
     while not site.named("drain died") or "spare" not in site.keeper._workers.ready:
         assert time.monotonic() < deadline
@@ -163,7 +163,7 @@ def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
 
 
 def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrun.launch.checkpointing.spare_replicas._LONG_MIN", -1.0)
+    monkeypatch.setattr("hpcrun.launch.checkpointing.spare_replicas._SLOW_COPY_MIN", -1.0)
     site.prepare()
     for step in (5, 10, 15):
         seal(site, step)
@@ -203,7 +203,7 @@ RACKS = {"leaf": {"a": "1", "b": "1", "c": "2", "d": "2", "s": "1", "t": "2", "f
 
 
 def held_by(spares: str, nodes: str, domains: Any = RACKS) -> dict[str, str]:
-    return {spare: "".join(of) for spare, of in divide(list(spares), list(nodes), domains).items()}
+    return {spare: "".join(of) for spare, of in assign_replicas(list(spares), list(nodes), domains).items()}
 
 
 def test_spares_divide_the_nodes_their_own_rack_first_and_cover_none_twice_before_all_are_once() -> None:
@@ -218,7 +218,7 @@ def test_spares_divide_the_nodes_their_own_rack_first_and_cover_none_twice_befor
 @pytest.mark.parametrize(("spares", "nodes"), [(1, 1), (1, 7), (2, 5), (3, 8), (5, 3), (4, 100)])
 def test_every_node_is_covered_once_and_then_once_more_by_another(spares: int, nodes: int) -> None:
     names = [f"n{number}" for number in range(nodes)]
-    shares = divide([f"s{number}" for number in range(spares)], names, {})
+    shares = assign_replicas([f"s{number}" for number in range(spares)], names, {})
     covered = [node for of in shares.values() for node in of]
     assert sorted(covered) == sorted(names * min(2, spares))
     assert all(len(set(of)) == len(of) for of in shares.values())

@@ -14,11 +14,11 @@ import hpcrun
 from hpcrun import process
 from hpcrun.errors import HpcrunError
 from hpcrun.launch.batch_task import BatchLog
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.follow import wait
 from hpcrun.specs.rundir import RunDir
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from hpcrun.submission.request import Request
 from hpcrun.submission.submit import submit
 
@@ -105,8 +105,8 @@ def test_a_run_here_is_not_begun_or_says_how_it_ended(
     begun = 0
     for number in (1, 2, 3, 4, 5, 6, 8, 11):
         known = {*(runs_root.iterdir() if runs_root.exists() else ())}
-        with Inbox() as inbox:
-            prepared = prepare(None, command=["true"])
+        with SignalQueue() as inbox:
+            prepared = prepare_job(None, command=["true"])
             cut.left = number
             try:
                 Supervisor(prepared, inbox, BatchLog()).run()

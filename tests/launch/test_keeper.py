@@ -19,14 +19,14 @@ from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stam
 from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents import worker_process as hosts
-from hpcrun.launch.agents.local_workers import Hosts
-from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.agents.local_workers import LocalWorkers
+from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing import worker_client
-from hpcrun.launch.checkpointing.coordinator import Keeper
-from hpcrun.launch.checkpointing.durability_watchdog import Undurable
-from hpcrun.launch.checkpointing.level_tracker import Story
-from hpcrun.launch.checkpointing.suspect_saves import note_doubt, read_poison, tells_against
-from hpcrun.runs.level_text import in_words
+from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
+from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
+from hpcrun.launch.checkpointing.level_tracker import LevelTracker
+from hpcrun.launch.checkpointing.suspect_saves import implicates_save, read_suspect_saves, record_load_failure
+from hpcrun.runs.level_text import describe_level_event
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -66,12 +66,12 @@ class Site:
         self.run = RunDir(path / "run")
         self.run.path.mkdir()
         self.nodes = PretendedNodes([*NODES, "spare"])
-        self.nodes._hosts = Hosts(self.run)
+        self.nodes._hosts = LocalWorkers(self.run)
         self.notes: list[str] = []
         self.events: list[dict[str, Any]] = []
         checkpoint = CheckpointSpec.model_validate({"memory": 2, **section})
         spec = JobSpec.model_construct(checkpoint=checkpoint)
-        self.keeper = Keeper(self.run, spec, self.nodes, self.tell, self.notes.append)
+        self.keeper = CheckpointCoordinator(self.run, spec, self.nodes, self.tell, self.notes.append)
 
     def tell(self, attempt: Any, event: str, **more: Any) -> None:
         self.events.append({"event": event, "attempt": attempt.number, **more})
@@ -95,7 +95,7 @@ class Site:
 
     def say(self, node: str, **message: Any) -> None:
         """Have a node's worker say something, and the keeper hear it."""
-        self.nodes.drain(node, {"do": "say", "message": message})
+        self.nodes.send_to_worker(node, {"do": "say", "message": message})
         self.keeper._workers.inventory([node])
         self.keeper.look()
 
@@ -105,7 +105,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(hosts, "COMMAND", (sys.executable, str(PROGRAM), str(tmp_path)))
+    monkeypatch.setattr(hosts, "WORKER_COMMAND", (sys.executable, str(PROGRAM), str(tmp_path)))
     monkeypatch.setattr(hosts, "_FIRST_PAUSE_S", 0.05)
     made = Site(tmp_path)
     yield made
@@ -162,8 +162,8 @@ def test_what_cannot_be_rebuilt_is_done_without(site: Site) -> None:
 
 
 def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_client.Workers.inventory, "__defaults__", (0.5,))
-    monkeypatch.setattr(worker_client.Workers.open, "__defaults__", (1.5,))
+    monkeypatch.setattr(worker_client.WorkerClient.inventory, "__defaults__", (0.5,))
+    monkeypatch.setattr(worker_client.WorkerClient.open, "__defaults__", (1.5,))
     site.holds(*(held(20, n) for n in range(3)))
     (site.path / "b.silent").touch()
     (site.path / "c.late").touch()
@@ -176,7 +176,7 @@ def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.Monke
 def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_client.Workers.open, "__defaults__", (600.0,))
+    monkeypatch.setattr(worker_client.WorkerClient.open, "__defaults__", (600.0,))
     (site.path / "c.refuses").touch()
     site.prepare()
     site.keeper.look()
@@ -224,7 +224,7 @@ def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> Non
     told = asdict(stamp(5))
     site.say("a", kind="sealed", **told)
     configured = len(site.orders("c", "configure"))
-    site.nodes.drain("b", {"do": "die"})
+    site.nodes.send_to_worker("b", {"do": "die"})
     deadline = time.monotonic() + 20
     while len(site.orders("c", "configure")) == configured and time.monotonic() < deadline:
         site.nodes.rest(0.05)
@@ -242,15 +242,15 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     site.holds(*(held(20, n) for n in range(3)))
     site.prepare(2)
 
-    def ended(number: int, step: int | None, **more: Any) -> Outcome:
-        return Outcome(site.run, number, "failed", 5, "it fell", step, **more)
+    def ended(number: int, step: int | None, **more: Any) -> AttemptOutcome:
+        return AttemptOutcome(site.run, number, "failed", 5, "it fell", step, **more)
 
     site.keeper.after(ended(2, 21))
-    assert read_poison(site.run) == {stamp(20).generation: 1}
+    assert read_suspect_saves(site.run) == {stamp(20).generation: 1}
     site.prepare(3)
     site.keeper.after(ended(3, 20, lost=("a",)))
     site.keeper.after(ended(3, 24))
-    assert read_poison(site.run) == {stamp(20).generation: 1}
+    assert read_suspect_saves(site.run) == {stamp(20).generation: 1}
     site.keeper.after(ended(3, None))
     assert [one["count"] for one in site.named("poison")] == [1, 2]
     site.holds(*(held(20, n) for n in range(3)), *(held(15, n) for n in range(3)))
@@ -261,12 +261,12 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
     # It is given up when it fails again although nodes have read what they hold of it.
-    assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 1
+    assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 1
     site.prepare(5)
     assert site.orders("b", "inventory")[-2]["prove"] == [stamp(15).generation]
     site.run.attempt(5).unrestored.write_text(unrestored.read_text())
     site.keeper.after(ended(5, None))
-    assert read_poison(site.run)[f"near:{stamp(15).generation}"] == 2
+    assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 2
 
 
 def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(site: Site) -> None:
@@ -279,7 +279,7 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
     site.run.attempt(2).unrestored.write_text(
         json.dumps({"generation": stamp(20).generation, "why": "a byte"})
     )
-    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", None))
+    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
@@ -316,7 +316,7 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     assert plan.stamp == owner
     unrestored = {"generation": saved.generation, "why": "a byte"}
     site.run.attempt(4).unrestored.write_text(json.dumps(unrestored))
-    site.keeper.after(Outcome(site.run, 4, "failed", 5, "it fell", None))
+    site.keeper.after(AttemptOutcome(site.run, 4, "failed", 5, "it fell", None))
     with pytest.raises(SiteError, match="part 2 of 3 is on no node that answers"):
         site.prepare(5)
 
@@ -328,30 +328,30 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     owner = Stamp(saved.generation, 20, saved.position, 3, 1)
     held_parts = [HeldPart(n, f"/arena/{NODES[n]}", 0, parts[n]) for n in (0, 1)]
     site.holds(*(Holding(owner, "memory", NODES[one.number], (one,)) for one in held_parts))
-    note_doubt(site.run, saved.generation)  # a third part was in memory, and damaged
+    record_load_failure(site.run, saved.generation)  # a third part was in memory, and damaged
     plan = site.prepare(2)
     assert plan is not None
     assert plan.is_mendable
     unrestored = {"generation": saved.generation, "why": "a byte"}
     site.run.attempt(2).unrestored.write_text(json.dumps(unrestored))
-    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", None))
+    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     set_aside(saved.path)
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.levels) == (owner, ("memory", "durable"))
     # What then fails again is given up.
     site.run.attempt(3).unrestored.write_text(json.dumps(unrestored))
-    site.keeper.after(Outcome(site.run, 3, "failed", 5, "it fell", None))
-    assert read_poison(site.run)[f"near:{saved.generation}"] == 2
+    site.keeper.after(AttemptOutcome(site.run, 3, "failed", 5, "it fell", None))
+    assert read_suspect_saves(site.run)[f"near:{saved.generation}"] == 2
 
 
 def test_what_tells_against_a_state(tmp_path: Path) -> None:
-    def failed(step: int | None, status: Any = "failed") -> Outcome:
-        return Outcome(RunDir(tmp_path), 1, status, 5, "", step)
+    def failed(step: int | None, status: Any = "failed") -> AttemptOutcome:
+        return AttemptOutcome(RunDir(tmp_path), 1, status, 5, "", step)
 
-    assert [tells_against(failed(step), 20, 20) for step in (None, 20, 23, 24)] == [True, True, True, False]
-    assert not tells_against(failed(22), 20, 22)
-    assert not tells_against(failed(22, "interrupted"), 20, 20)
+    assert [implicates_save(failed(step), 20, 20) for step in (None, 20, 23, 24)] == [True, True, True, False]
+    assert not implicates_save(failed(22), 20, 22)
+    assert not implicates_save(failed(22, "interrupted"), 20, 20)
 
 
 def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
@@ -359,7 +359,7 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
 ) -> None:
     now = [1000.0]
     run = RunDir(tmp_path)
-    watch = Undurable(run, CheckpointSpec(max_undurable="10m"), lambda: now[0])
+    watch = DurabilityWatchdog(run, CheckpointSpec(max_undurable="10m"), lambda: now[0])
     watch.begin()
     now[0] += 599
     assert watch.look() is None
@@ -382,11 +382,11 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
     watch.begin()
     now[0] += 601
     assert "the newest is of step 6" in str(watch.look()), "it was there before"
-    assert Undurable(run, CheckpointSpec(), lambda: now[0] + 1e9).look() is None
+    assert DurabilityWatchdog(run, CheckpointSpec(), lambda: now[0] + 1e9).look() is None
 
 
 def test_only_so_many_generations_are_followed() -> None:
-    story = Story(["a"])
+    story = LevelTracker(["a"])
     for step in range(1, 100):
         assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
     assert len(story._shares) == 16
@@ -397,11 +397,11 @@ def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(s
     site.holds(*(held(20, n, "local") for n in range(3)))
     site.prepare(2)
     before = len(site.orders("a", "release"))
-    site.keeper.after(Outcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
-    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
+    site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
     assert len(site.orders("a", "release")) == before
     save(site.run.checkpoints, 40)
-    site.keeper.after(Outcome(site.run, 2, "done", 0, "", 40))
+    site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
     assert site.orders("a", "release")[before:] == [{"do": "release", "keep": []}]
 
 
@@ -416,14 +416,20 @@ def test_events_of_levels_in_words() -> None:
     told = (
         "goes on from step 20, out of memory and parity; 1 part rebuilt; 5 steps of saves lost: x and 1 more"
     )
-    assert in_words("restore", lost) == told
-    assert in_words("restore", {"step": 0, "levels": [], "lost_steps": 0}) == "starts from the beginning"
-    assert in_words("checkpoint", {"step": 5, "level": "memory"}) == ""
-    assert in_words("checkpoint", {"step": 5, "level": "durable"}) == "step 5 is in the run directory"
+    assert describe_level_event("restore", lost) == told
+    assert (
+        describe_level_event("restore", {"step": 0, "levels": [], "lost_steps": 0})
+        == "starts from the beginning"
+    )
+    assert describe_level_event("checkpoint", {"step": 5, "level": "memory"}) == ""
+    assert (
+        describe_level_event("checkpoint", {"step": 5, "level": "durable"})
+        == "step 5 is in the run directory"
+    )
     failed = {"step": 5, "level": "parity", "problem": "a: no room"}
-    assert in_words("checkpoint", failed) == "step 5 is not stored (parity): a: no room"
-    assert in_words("poison", {"step": 5, "generation": "ab", "count": 2}).endswith(
+    assert describe_level_event("checkpoint", failed) == "step 5 is not stored (parity): a: no room"
+    assert describe_level_event("poison", {"step": 5, "generation": "ab", "count": 2}).endswith(
         "(generation ab) has failed 2 times"
     )
-    assert in_words("erasure sets", {"message": "one\ntwo"}) == "one; two"
-    assert in_words("drain died", {"node": "a"}).startswith("the drain worker on a died")
+    assert describe_level_event("erasure sets", {"message": "one\ntwo"}) == "one; two"
+    assert describe_level_event("drain died", {"node": "a"}).startswith("the drain worker on a died")

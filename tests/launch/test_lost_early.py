@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.checkpointing.coordinator import Keeper
-from hpcrun.launch.rendezvous import MeetingPoint, MeetingRequest
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
+from hpcrun.launch.rendezvous import RendezvousPoint, RendezvousRequest
 from hpcrun.specs.records import read_lines
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
 
@@ -20,17 +20,17 @@ def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = pretend("abc")
-    usual = Keeper.prepare
+    usual = CheckpointCoordinator.prepare
 
-    def lose_one(keeper: Keeper, *words: Any) -> dict[str, str]:
+    def lose_one(keeper: CheckpointCoordinator, *words: Any) -> dict[str, str]:
         if there.pretended.alive == ("a", "b", "c"):
             there.pretended.where = ()  # no rank is there yet
             there.pretended.lose("b")
         return usual(keeper, *words)
 
-    monkeypatch.setattr(Keeper, "prepare", lose_one)
+    monkeypatch.setattr(CheckpointCoordinator, "prepare", lose_one)
     overrides = ("resources={nodes: 2, spares: 1}", "parallel.dp_shard=2", "retry={node: 1, crash: 0}")
-    job = prepare(site.job, overrides)
+    job = prepare_job(site.job, overrides)
     outcome = supervise(there, job, Recorder(), [str(PROGRAM), "wait-until-2"])
     assert outcome.status == "done", outcome.message
     events = list(read_lines(outcome.run.events))
@@ -45,17 +45,17 @@ def test_nor_is_a_program_whose_first_node_cannot_say_where_to_meet(
     runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = pretend("abc")
-    usual = ThisNode.meet
+    usual = LocalNode.resolve_rendezvous
 
-    def lose_one(nodes: ThisNode, request: MeetingRequest) -> dict[str, MeetingPoint]:
+    def lose_one(nodes: LocalNode, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
         if request.attempt == 1:
             there.pretended.where = ()
             there.pretended.lose("a")
         return {node: one for node, one in usual(nodes, request).items() if node in nodes.alive}
 
-    monkeypatch.setattr(ThisNode, "meet", lose_one)
+    monkeypatch.setattr(LocalNode, "resolve_rendezvous", lose_one)
     words = ("resources={nodes: 2, spares: 1}", "retry={node: 1, crash: 0}", "name=t", "preflight=[]")
-    outcome = supervise(there, prepare(None, words, command=["true"]), Recorder())
+    outcome = supervise(there, prepare_job(None, words, command=["true"]), Recorder())
     events = list(read_lines(outcome.run.events))
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2], outcome.message
     assert next(one["node"] for one in events if one["event"] == "node lost") == "a"

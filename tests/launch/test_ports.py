@@ -12,11 +12,11 @@ import pytest
 
 from hpcrun.errors import SiteError
 from hpcrun.launch import ports
-from hpcrun.launch.ports import choose_port, ephemeral_ports, holder_of
-from hpcrun.launch.rendezvous import MeetingRequest, NodeRendezvous, parse_meeting
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.ports import choose_port, describe_port_holder, ephemeral_ports
+from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest, parse_rendezvous_point
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, Recorder
 from tests.security.users import ATTACKER, as_user, in_namespace, needs_root
 
@@ -96,7 +96,7 @@ def test_two_runs_on_a_node_never_have_the_same(stack: ExitStack) -> None:
 def test_where_all_are_taken_that_is_said(monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
     lease = choose_port(SEED)
     stack.callback(lease.close)
-    monkeypatch.setattr(ports, "_REGIONS", (range(lease.number, lease.number + 1),))
+    monkeypatch.setattr(ports, "_PORT_RANGES", (range(lease.number, lease.number + 1),))
     with pytest.raises(
         SiteError, match=f"no TCP port is free .* port {lease.number} is taken by another run"
     ):
@@ -111,10 +111,10 @@ def test_of_another_user_s_process_whose_it_is() -> None:
 
             def ask() -> None:
                 taken.close()  # what the child has of it
-                assert holder_of(port) == "a process of user root, which cannot be seen from here"
+                assert describe_port_holder(port) == "a process of user root, which cannot be seen from here"
 
             as_user(ATTACKER, ask)
-        assert holder_of(1) == "somebody who cannot be seen from here"
+        assert describe_port_holder(1) == "somebody who cannot be seen from here"
 
     in_namespace(body)
 
@@ -126,24 +126,24 @@ def test_connections_that_are_just_closing_are_told_as_such() -> None:
         accepted, _ = server.accept()
         accepted.close()
         client.close()
-    assert holder_of(port) == "connections that are just closing"
+    assert describe_port_holder(port) == "connections that are just closing"
 
 
 def test_a_node_says_where_it_is_reached_and_holds_the_port() -> None:
     with closing(NodeRendezvous()) as desk, closing(NodeRendezvous()) as other:
-        request = MeetingRequest(3, ("n1",), seed=SEED, wants_port=True)
+        request = RendezvousRequest(3, ("n1",), seed=SEED, wants_port=True)
         answer = desk.answer(request.of("n1").as_json())
         assert (answer["kind"], answer["attempt"]) == ("meeting", 3)
-        point = parse_meeting(answer)
+        point = parse_rendezvous_point(answer)
         assert (point.address, point.problem, point.notes) == ("127.0.0.1", "", ())
-        second = parse_meeting(other.answer(request.as_json()))
+        second = parse_rendezvous_point(other.answer(request.as_json()))
         assert second.port != point.port
         assert f"port {point.port} is taken by another run of hpcrun" in second.notes[0]
         # The next attempt has let go of the port of the one before.
-        assert parse_meeting(desk.answer(request.as_json())).port == point.port
-        two = MeetingRequest(4, ("n1", "n2"), "lo", wants_port=True)
-        assert parse_meeting(desk.answer(two.of("n2").as_json())).port == 0
-        assert parse_meeting(desk.answer(two.of("n2").as_json())).address == "127.0.0.1"
+        assert parse_rendezvous_point(desk.answer(request.as_json())).port == point.port
+        two = RendezvousRequest(4, ("n1", "n2"), "lo", wants_port=True)
+        assert parse_rendezvous_point(desk.answer(two.of("n2").as_json())).port == 0
+        assert parse_rendezvous_point(desk.answer(two.of("n2").as_json())).address == "127.0.0.1"
 
 
 def test_a_program_on_one_node_is_told_of_loopback_and_of_a_port_that_is_free(
@@ -151,9 +151,9 @@ def test_a_program_on_one_node_is_told_of_loopback_and_of_a_port_that_is_free(
 ) -> None:
     says = 'echo "$MASTER_ADDR $MASTER_PORT"'
     first = _first_of_run(monkeypatch)
-    prepared = prepare(None, ["parallel.dp_replicate=2", "name=t"], command=["sh", "-c", says])
+    prepared = prepare_job(None, ["parallel.dp_replicate=2", "name=t"], command=["sh", "-c", says])
     observer = Recorder()
-    with closing(listener("127.0.0.1", first)), Inbox() as inbox:
+    with closing(listener("127.0.0.1", first)), SignalQueue() as inbox:
         outcome = Supervisor(prepared, inbox, observer, limits=LIMITS).run()
     assert outcome.status == "done", outcome.message
     (told,) = {outcome.files.log(rank).read_text() for rank in range(2)}

@@ -12,8 +12,8 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.launch import batch_task, predecessors
-from hpcrun.launch.predecessors import hold_for_others
-from hpcrun.launch.signal_queue import let_through
+from hpcrun.launch.predecessors import check_predecessors
+from hpcrun.launch.signal_queue import unblock_signals
 from hpcrun.runs.run_state import look_at
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
@@ -42,8 +42,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "runs"))
     monkeypatch.setenv("SLURM_JOB_ID", "20")
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    monkeypatch.setattr(predecessors, "LATE_S", 0.0)
-    monkeypatch.setattr(predecessors, "_LOOK_S", 0.01)
+    monkeypatch.setattr(predecessors, "RECORD_DELAY_S", 0.0)
+    monkeypatch.setattr(predecessors, "_POLL_S", 0.01)
     return put
 
 
@@ -73,8 +73,8 @@ def behind(*runs: RunDir, job: int = 20) -> RunDir:
 def test_a_run_that_ended_well_lets_the_next_one_start_whatever_slurm_says_of_its_job(slurm: Fake) -> None:
     asked = slurm("squeue", "10|CANCELLED|None|N/A|n01|main|0:00|5:00|first")
     notes: list[str] = []
-    assert hold_for_others(behind(ended(made("first", 10))), JOB, notes.append) is None
-    assert hold_for_others(made("alone", 20), JOB, notes.append) is None
+    assert check_predecessors(behind(ended(made("first", 10))), JOB, notes.append) is None
+    assert check_predecessors(made("alone", 20), JOB, notes.append) is None
     assert (notes, calls(asked)) == ([], []), "its own record is enough"
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_did_not_end_well_starts_nothing_whatever_slurm_says(
     slurm("squeue", f"10|{says}|None|N/A|n01|main|0:00|5:00|first")
     first = ended(made("first", 10), status)
     run, notes = behind(ended(made("well", 9)), first), list[str]()
-    outcome = hold_for_others(run, JOB, notes.append)
+    outcome = check_predecessors(run, JOB, notes.append)
     assert outcome is not None
     assert outcome.exit_code == 130
     state = look_at(run)
@@ -104,7 +104,7 @@ def test_a_run_that_did_not_end_well_starts_nothing_whatever_slurm_says(
     )
     assert notes == [state.message]
     third = behind(run, job=30)
-    assert hold_for_others(third, JOB, notes.append) is not None
+    assert check_predecessors(third, JOB, notes.append) is not None
     assert f"not started: {run.id} is cancelled: not started: {first.id}" in str(third.read_exit())
 
 
@@ -125,7 +125,7 @@ def test_without_a_record_nothing_starts_and_the_reason_is_told(
     slurm("squeue", queue)
     slurm("sacct", accounts)
     run = behind(made("first", 10))
-    assert hold_for_others(run, JOB, lambda _: None) is not None
+    assert check_predecessors(run, JOB, lambda _: None) is not None
     record = run.read_exit()
     assert record
     assert says in record["message"]
@@ -133,7 +133,7 @@ def test_without_a_record_nothing_starts_and_the_reason_is_told(
 
 
 def test_a_record_that_comes_late_is_waited_for(slurm: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predecessors, "LATE_S", 60.0)
+    monkeypatch.setattr(predecessors, "RECORD_DELAY_S", 60.0)
     first = made("first", 10)
     run, looks = behind(first), list[float]()
 
@@ -143,7 +143,7 @@ def test_a_record_that_comes_late_is_waited_for(slurm: Fake, monkeypatch: pytest
             ended(first)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    assert hold_for_others(run, JOB, lambda _: None) is None
+    assert check_predecessors(run, JOB, lambda _: None) is None
     assert len(looks) == 3
 
 
@@ -151,7 +151,7 @@ def test_a_run_that_is_gone_starts_nothing(slurm: Fake) -> None:
     first = made("first", 10)
     run = behind(first)
     shutil.rmtree(first.path)
-    assert hold_for_others(run, JOB, lambda _: None) is not None
+    assert check_predecessors(run, JOB, lambda _: None) is not None
     assert f"not started: {first.path} is gone, so nobody knows" in str(run.read_exit())
 
 
@@ -164,7 +164,7 @@ def test_a_run_that_was_resumed_meanwhile_is_waited_for_again(slurm: Fake) -> No
     slurm("squeue", "11|PENDING|Priority|N/A||main|0:00|5:00|first")
     said = slurm("scontrol", "")
     run = behind(first)
-    outcome = hold_for_others(run, JOB, lambda _: None)
+    outcome = check_predecessors(run, JOB, lambda _: None)
     assert outcome is not None
     assert (outcome.exit_code, run.exit.exists()) == (75, False)
     assert calls(said) == [
@@ -173,7 +173,7 @@ def test_a_run_that_was_resumed_meanwhile_is_waited_for_again(slurm: Fake) -> No
         "update JobId=20 Dependency=afterany:11",
     ]
     slurm("scontrol", "!Requested operation is presently disabled")
-    assert hold_for_others(run, JOB, lambda _: None) is not None
+    assert check_predecessors(run, JOB, lambda _: None) is not None
     assert "the job cannot wait again: Requested operation is presently disabled" in str(run.read_exit())
 
 
@@ -183,16 +183,16 @@ def test_of_a_sweep_every_element_has_to_end_well_and_each_is_told_of_by_itself(
     for number, status in enumerate(("done", "failed")):
         sweep.element(number).path.mkdir(parents=True)
         ended(sweep.element(number), status)
-    assert hold_for_others(behind(sweep), JOB, lambda _: None) is not None
-    assert hold_for_others(behind(sweep.element(0)), JOB, lambda _: None) is None
-    assert hold_for_others(behind(sweep.element(1)), JOB, lambda _: None) is not None
+    assert check_predecessors(behind(sweep), JOB, lambda _: None) is not None
+    assert check_predecessors(behind(sweep.element(0)), JOB, lambda _: None) is None
+    assert check_predecessors(behind(sweep.element(1)), JOB, lambda _: None) is not None
     later = behind(sweep, job=20)
     write_sweep(later, [{"train.seed": 0}, {"train.seed": 1}])
     later.element(0).path.mkdir(parents=True)
-    assert hold_for_others(later.element(0), JOB, lambda _: None) is not None
+    assert check_predecessors(later.element(0), JOB, lambda _: None) is not None
     assert (later.element(0).exit.exists(), later.exit.exists()) == (True, False)
     ended(sweep.element(1))
-    assert hold_for_others(later.element(0), JOB, lambda _: None) is None
+    assert check_predecessors(later.element(0), JOB, lambda _: None) is None
 
 
 def test_a_run_that_has_begun_goes_on_whatever_became_of_those_before_it(slurm: Fake) -> None:
@@ -200,9 +200,9 @@ def test_a_run_that_has_begun_goes_on_whatever_became_of_those_before_it(slurm: 
     run.attempt(1).create()
     first = ended(made("first", 10), "failed")
     write_predecessors(run, [first], attempts_of(run))
-    assert hold_for_others(run, JOB, lambda _: None) is not None, "that attempt was before"
+    assert check_predecessors(run, JOB, lambda _: None) is not None, "that attempt was before"
     run.attempt(2).create()
-    assert hold_for_others(run, JOB, lambda _: None) is None
+    assert check_predecessors(run, JOB, lambda _: None) is None
 
 
 @pytest.mark.parametrize("text", ["[]", '{"runs": 4, "attempts": {}}', '{"runs": [3], "attempts": {}}', "{"])
@@ -210,13 +210,13 @@ def test_a_damaged_record_of_what_comes_before_is_told(text: str) -> None:
     run = made("next", 20)
     run.after.write_text(text)
     with pytest.raises(UsageError, match=r"after\.json: is damaged"):
-        hold_for_others(run, JOB, lambda _: None)
+        check_predecessors(run, JOB, lambda _: None)
 
 
 def test_the_batch_job_runs_nothing_when_it_may_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID")
     run = behind(ended(made("first", 10), "failed"))
     assert batch_task.run_task(str(run.path)) == 130
-    let_through()
+    unblock_signals()
     assert run.attempts() == []
     assert json.loads(run.exit.read_text())["status"] == "cancelled"

@@ -8,12 +8,12 @@ from typing import cast
 
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.node_pool import Roster
-from hpcrun.launch.run_context import Site
+from hpcrun.launch.node_pool import NodePool
+from hpcrun.launch.run_context import RunContext
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.rundir import create_run
-from hpcrun.submission.prepare import Prepared
+from hpcrun.submission.prepare import PreparedJob
 
 NAMES = ("a", "b", "c", "d")
 
@@ -26,9 +26,9 @@ class Some:
     lost: list[NodeLost] = field(default_factory=list)
 
 
-def roster(nodes: int) -> Roster:
+def roster(nodes: int) -> NodePool:
     spec = parse_job(f"name: r\ncommand: [x]\nresources: {{nodes: {nodes}}}\n", "job.yaml").spec
-    return Roster(Prepared(spec, None), Site(Allocation(1, NAMES, "1", is_batch=False)))
+    return NodePool(PreparedJob(spec, None), RunContext(Allocation(1, NAMES, "1", is_batch=False)))
 
 
 def some(*alive: str, lost: str = "") -> Nodes:
@@ -51,8 +51,11 @@ def test_a_lost_node_counts_again_once_it_answers_and_a_refused_one_does_not() -
     two.lose(["a"])
     two.refuse(["b"])
     last = create_run("r").next_attempt()
-    assert two.change(some("b", "c", "d", lost="a"), last) == {"excluded": ["a", "b"], "spares_left": 0}
-    assert two.change(some(lost="a"), last) == {"excluded": ["b"], "spares_left": 1}
+    assert two.relaunch_record(some("b", "c", "d", lost="a"), last) == {
+        "excluded": ["a", "b"],
+        "spares_left": 0,
+    }
+    assert two.relaunch_record(some(lost="a"), last) == {"excluded": ["b"], "spares_left": 1}
 
 
 def test_a_node_that_came_back_has_ranks_only_where_it_is_needed() -> None:
@@ -67,6 +70,6 @@ def test_a_node_that_came_back_has_ranks_only_where_it_is_needed() -> None:
 def test_what_was_lost_and_told_is_not_told_again() -> None:
     two = roster(2)
     nodes = some("c", "d", lost="ab")
-    assert [one.node for one in two.newly_gone(nodes)] == ["a", "b"]
+    assert [one.node for one in two.unreported_losses(nodes)] == ["a", "b"]
     two.lose(["a"])
-    assert [one.node for one in two.newly_gone(nodes)] == ["b"]
+    assert [one.node for one in two.unreported_losses(nodes)] == ["b"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.runs.save_text import describe_save, is_kept
+from hpcrun.runs.save_text import describe_save, is_durable_save
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ from hpcrun.runs.save_text import describe_save, is_kept
 )
 def test_lines_of_saves(line: dict[str, Any], text: str, kept: bool) -> None:
     assert describe_save({"step": 7, **line}) == text
-    assert is_kept(line) is kept
+    assert is_durable_save(line) is kept

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launch.comm_settings import settle
-from hpcrun.launch.node_environment import apply_here, render_table, table_of
+from hpcrun.launch.comm_settings import choose_comm_settings
+from hpcrun.launch.node_environment import apply_node_environment, node_table_path, render_node_table
 from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
@@ -41,7 +41,9 @@ def job(**env: str | None) -> JobSpec:
 
 
 def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
-    given = settle(attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), Placement(NODES), {})
+    given = choose_comm_settings(
+        attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), Placement(NODES), {}
+    )
     assert given == {"NCCL_IB_HCA": "=mlx5_0", "NCCL_IB_TC": "106"}
     record = read_settings(attempt.settings)
     assert record is not None
@@ -55,7 +57,7 @@ def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
 def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
     network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
     notes: list[str] = []
-    given = settle(
+    given = choose_comm_settings(
         attempt, job(NCCL_IB_TC="96"), network, Placement(NODES), {"NCCL_IB_HCA": "=mlx5_0"}, notes.append
     )
     assert given == {}
@@ -66,8 +68,10 @@ def test_what_the_job_or_the_shell_has_set_stands(attempt: Attempt) -> None:
 
 def test_what_the_job_unsets_is_not_set_in_its_place(attempt: Attempt) -> None:
     network = cluster("{hcas: [mlx5_0], traffic_class: 106}")
-    assert settle(attempt, job(NCCL_IB_TC=None), network, Placement(NODES), {}) == {"NCCL_IB_HCA": "=mlx5_0"}
-    assert "NCCL_IB_TC" not in table_of(attempt).read_text()
+    assert choose_comm_settings(attempt, job(NCCL_IB_TC=None), network, Placement(NODES), {}) == {
+        "NCCL_IB_HCA": "=mlx5_0"
+    }
+    assert "NCCL_IB_TC" not in node_table_path(attempt).read_text()
     site = network.model_copy(update={"env": {"NCCL_IB_TC": None}})
     two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
     assert foresee(two, site, {}).environment() == {"NCCL_IB_HCA": "=mlx5_0"}
@@ -76,7 +80,7 @@ def test_what_the_job_unsets_is_not_set_in_its_place(attempt: Attempt) -> None:
 def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
     (tmp_path / "nccl.conf").write_text("NCCL_IB_TC=41\n")
     environ = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
-    given = settle(
+    given = choose_comm_settings(
         attempt, job(), cluster("{traffic_class: 106, service_level: 1}"), Placement((HERE, "n2")), environ
     )
     assert given == {"NCCL_IB_SL": "1"}
@@ -89,7 +93,9 @@ def test_mpi_goes_along_with_a_class_that_somebody_has_set_for_nccl(attempt: Att
         "mpi: {library: openmpi, launcher: srun, pmi: pmix}\n",
         "c.yaml",
     )
-    given = settle(attempt, job(NCCL_IB_TC="96"), profile, Placement(NODES), {"NCCL_IB_SL": "x"})
+    given = choose_comm_settings(
+        attempt, job(NCCL_IB_TC="96"), profile, Placement(NODES), {"NCCL_IB_SL": "x"}
+    )
     assert given == {"UCX_IB_TRAFFIC_CLASS": "96", "UCX_IB_SL": "1"}
     record = read_settings(attempt.settings)
     assert record is not None
@@ -116,14 +122,16 @@ def test_mpi_goes_along_with_a_class_that_somebody_has_set_for_nccl(attempt: Att
 def test_what_is_wrong_costs_the_settings_and_not_the_job(
     attempt: Attempt, network: str, nodes: tuple[str, ...], note: str
 ) -> None:
-    assert settle(attempt, job(), cluster(network), Placement(nodes), {}) == {}
+    assert choose_comm_settings(attempt, job(), cluster(network), Placement(nodes), {}) == {}
     assert any(text.startswith(note) for text in read_json(attempt.settings)["notes"])
-    assert table_of(attempt).read_text() == ""
+    assert node_table_path(attempt).read_text() == ""
 
 
 def test_an_interface_is_judged_only_where_this_is_one_of_the_nodes(attempt: Attempt) -> None:
     assert (
-        settle(attempt, job(), cluster("{interface: ib7}"), Placement(NODES), {})["GLOO_SOCKET_IFNAME"]
+        choose_comm_settings(attempt, job(), cluster("{interface: ib7}"), Placement(NODES), {})[
+            "GLOO_SOCKET_IFNAME"
+        ]
         == "ib7"
     )
 
@@ -137,12 +145,14 @@ def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_pat
     nodes += [{"node": "n2", "ports": [PORT, PORT | {"device": "mlx5_1", "state": "DOWN"}]}]
     write_json(path, {"nodes": [nodes[0] | {"ports": [PORT, PORT | {"device": "mlx5_1"}]}, nodes[2]]})
     profile = cluster(f"{{hcas: [mlx5_0, mlx5_1], reports: {path}}}")
-    assert settle(attempt, job(), profile, Placement(NODES), {}) == {"NCCL_IB_HCA": "=mlx5_0,mlx5_1"}
-    assert table_of(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
+    assert choose_comm_settings(attempt, job(), profile, Placement(NODES), {}) == {
+        "NCCL_IB_HCA": "=mlx5_0,mlx5_1"
+    }
+    assert node_table_path(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
     assert advise_job(job(), profile, ("n1", "n3")).by_node == {}
     assert list(advise_job(job(), profile, ("n1", "n2.some.domain")).by_node) == ["n2"]
-    settle(attempt, job(NCCL_IB_HCA="mlx5"), profile, Placement(NODES), {})
-    assert table_of(attempt).read_text() == ""
+    choose_comm_settings(attempt, job(NCCL_IB_HCA="mlx5"), profile, Placement(NODES), {})
+    assert node_table_path(attempt).read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -173,25 +183,25 @@ def by_node(node: str, value: str = "=a b;$(touch x)") -> Settings:
 def test_a_node_s_own_values_reach_programs_and_our_ranks(
     attempt: Attempt, node: str, environ: dict[str, str], hca: str, index: str
 ) -> None:
-    table_of(attempt).write_text(render_table(by_node(f"{node}.some.domain")))
+    node_table_path(attempt).write_text(render_node_table(by_node(f"{node}.some.domain")))
     attempt.hosts.write_text(f"{os.uname().nodename}\n")
     program = ["sh", "-c", 'printf "%s|%s" "$NCCL_IB_HCA" "$NCCL_IB_GID_INDEX"']
     words = rank_command(attempt, JobSpec(command=program), Placement((os.uname().nodename,)), {})
     subprocess.run(words, env={"PATH": os.environ["PATH"], **environ}, cwd=attempt.path, check=True)
     assert attempt.log(0).read_text() == f"{hca}|{index}"
     ours = dict(environ)
-    done = apply_here(attempt, ours, os.uname().nodename)
+    done = apply_node_environment(attempt, ours, os.uname().nodename)
     assert (ours.get("NCCL_IB_HCA"), ours.get("NCCL_IB_GID_INDEX", "")) == (hca or None, index)
     assert bool(done) == (ours != environ)
     assert not (attempt.path / "x").exists()
 
 
 def test_a_value_that_the_table_cannot_hold_is_left_out() -> None:
-    assert render_table(by_node("n1", "a\tb")) == "n1\tNCCL_IB_GID_INDEX\t3\t\n"
+    assert render_node_table(by_node("n1", "a\tb")) == "n1\tNCCL_IB_GID_INDEX\t3\t\n"
 
 
 def test_no_table_no_values(attempt: Attempt) -> None:
-    assert apply_here(attempt, {}) == {}
+    assert apply_node_environment(attempt, {}) == {}
 
 
 def test_the_measured_policy_reaches_the_attempt_with_its_figures(attempt: Attempt, tmp_path: Path) -> None:
@@ -209,7 +219,7 @@ def test_the_measured_policy_reaches_the_attempt_with_its_figures(attempt: Attem
     assert advise_job(job(), profile, NODES, nccl=(2, 28, 3)).environment() == {}
     stood = advise_job(job(**{name: "2"}), profile, NODES, nccl=(2, 27, 5))
     assert [(one.name, one.value, one.ours) for one in stood.overruled] == [(name, "2", "4")]
-    settle(attempt, job(), profile, Placement(NODES), {})
+    choose_comm_settings(attempt, job(), profile, Placement(NODES), {})
     told = read_json(attempt.settings)
     assert name in [one["name"] for one in told["settings"]] or any(name in note for note in told["notes"])
 
@@ -218,7 +228,7 @@ def test_gloo_is_given_the_interface_that_others_reach(attempt: Attempt) -> None
     def given(
         reached: dict[str, str], network: str = "{}", nodes: tuple[str, ...] = NODES, **env: str
     ) -> str:
-        settle(attempt, job(**env), cluster(network), Placement(nodes), env, interfaces=reached)
+        choose_comm_settings(attempt, job(**env), cluster(network), Placement(nodes), env, interfaces=reached)
         settings = read_settings(attempt.settings)
         assert settings is not None
         shown = [f"{one.value}" for one in settings.everywhere if one.name == "GLOO_SOCKET_IFNAME"]
@@ -227,7 +237,7 @@ def test_gloo_is_given_the_interface_that_others_reach(attempt: Attempt) -> None
 
     assert given({"n1": "eth0", "n2": "eth0"}) == "eth0"
     assert given({"n1": "eth0", "n2": "ens3"}) == "n1=eth0 n2=ens3"
-    assert "n2\tGLOO_SOCKET_IFNAME\tens3\t\n" in table_of(attempt).read_text()
+    assert "n2\tGLOO_SOCKET_IFNAME\tens3\t\n" in node_table_path(attempt).read_text()
     # What the profile, the job or the shell names stands, and one node needs none.
     assert given({"n1": "eth0", "n2": "eth0"}, "{interface: ib7}") == "ib7"
     assert given({"n1": "eth0", "n2": "eth0"}, GLOO_SOCKET_IFNAME="eth5") == ""

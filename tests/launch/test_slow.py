@@ -13,11 +13,11 @@ import pytest
 
 from hpcrun.chaos.faults import Fault
 from hpcrun.chaos.inject import Aim, Strike
-from hpcrun.launch.attempt_events import Happening, Progress
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.launch.attempt_events import AttemptEvent, RankProgress
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_lines
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 
@@ -28,9 +28,9 @@ UNDISTURBED_S = 12.0
 class NamedNodes(PretendedNodes):
     """The ranks speak from the nodes that they are said to stand on."""
 
-    def news(self, *, look: bool) -> Iterator[Happening]:
+    def news(self, *, look: bool) -> Iterator[AttemptEvent]:
         for one in super().news(look=look):
-            yield replace(one, node=self.where[one.rank]) if isinstance(one, Progress) else one
+            yield replace(one, node=self.where[one.rank]) if isinstance(one, RankProgress) else one
 
 
 def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +43,7 @@ def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: 
         slowed.append(time.monotonic())
         run = site.only_run
         fault = Fault("slow", node=HOST, share=0.6, for_s=60.0)
-        strikes.append(Strike(Aim(run, fault, 1, HOST, (1,), supervisor_of(run))))
+        strikes.append(Strike(Aim(run, fault, 1, HOST, (1,), read_supervisor_record(run))))
 
     def note(text: str) -> None:
         if text.startswith("node "):
@@ -55,7 +55,7 @@ def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: 
     observer = Recorder(on_ready=lambda: [timer.start() for timer in timers], on_note=note)  # type: ignore
     there = PretendedSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, pretended=NamedNodes("ab"))
     words = ("resources={nodes: 2, ranks_per_node: 1}", "parallel.dp_replicate=2", "train.steps=1000000")
-    outcome = supervise(there, prepare(site.job, [*words, "checkpoint.at_end=false"]), observer)
+    outcome = supervise(there, prepare_job(site.job, [*words, "checkpoint.at_end=false"]), observer)
     for timer in timers:
         timer.cancel()
     for strike in strikes:

@@ -19,10 +19,10 @@ from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import choose_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.launch.agents.nodes import ThisNode
-from hpcrun.launch.rank_command import STEP_VARIABLE
-from hpcrun.launch.rank_environment import environment_of_ranks
-from hpcrun.launch.run_context import Site
+from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE
+from hpcrun.launch.rank_environment import build_rank_environment
+from hpcrun.launch.run_context import RunContext
 from hpcrun.process import ProcessId
 from hpcrun.runs.run_state import look_at_elements
 from hpcrun.slurm.allocation import Allocation
@@ -35,7 +35,7 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import request as requests
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from hpcrun.submission.request import Request
 from hpcrun.submission.submit import Submitted, dry_run, submit
 from tests.slurm.fakes import Fake, calls, environment, stand_ins
@@ -954,16 +954,16 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
     attempt.create()
     here = Placement((os.uname().nodename,))
 
-    def found_at(site: Site) -> dict[str, str]:
-        with closing(ThisNode(attempt.run)) as nodes:
-            return environment_of_ranks(attempt, spec, site, here, nodes, lambda _: None)
+    def found_at(site: RunContext) -> dict[str, str]:
+        with closing(LocalNode(attempt.run)) as nodes:
+            return build_rank_environment(attempt, spec, site, here, nodes, lambda _: None)
 
-    found = found_at(Site())
+    found = found_at(RunContext())
     assert not {"NCCL_DEBUG", "OMP_NUM_THREADS"} & set(found)
     assert "TRITON_CACHE_DIR" not in found
     assert found["OWN"] == "mine", "what the job sets is not inherited"
     # Where a batch job stands it was submitted without; what the site has set since then is meant.
-    batch = Site(Allocation(7, (os.uname().nodename,), "7", is_batch=True))
+    batch = RunContext(Allocation(7, (os.uname().nodename,), "7", is_batch=True))
     found = found_at(batch)
     assert (found.get("TRITON_CACHE_DIR"), found.get("NCCL_DEBUG")) == ("inherited", None)
 
@@ -989,10 +989,10 @@ def test_a_launcher_that_cannot_start_the_container_is_refused_as_on_the_node(
     profile(tmp_path, f"name: here\nmpi: {{launcher: {launcher}}}\n")
     (told,) = findings(ask(kind + PYXIS))
     assert f"mpi.launcher: {launcher} starts no container of srun's" in told
-    monkeypatch.setenv(STEP_VARIABLE, "--container-image=img.sqsh")
+    monkeypatch.setenv(SRUN_OPTIONS_VARIABLE, "--container-image=img.sqsh")
     cluster = load_cluster(tmp_path / "site" / "profiles" / "here.yaml")
     with pytest.raises(SiteError) as late:
-        Site(None, cluster).launcher(parse_job('command: ["true"]', "job.yaml").spec)
+        RunContext(None, cluster).launcher(parse_job('command: ["true"]', "job.yaml").spec)
     assert str(late.value) in told
 
 
@@ -1024,7 +1024,7 @@ def test_a_root_that_may_not_be_written_is_refused_as_on_the_node(
     monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "file" / "runs"))
     (told,) = findings(ask())
     with pytest.raises(UsageError) as late:
-        prepare(Path("job.yaml"))
+        prepare_job(Path("job.yaml"))
     assert str(late.value) == told
 
 
@@ -1033,7 +1033,7 @@ def test_what_a_container_holds_is_not_looked_for_outside(slurm: Fake, tmp_path:
     inside = "model: tiny\ndata: {text: /in/the/image.txt}\n" + PYXIS
     done = handed_over(ask(inside))
     # As the supervisor on the node, outside of the container, looks again.
-    assert prepare(None, resume=done.run).spec.container is not None
+    assert prepare_job(None, resume=done.run).spec.container is not None
 
 
 def test_modules_that_this_interpreter_lacks_are_told(

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.failover import state
-from hpcrun.launch.failover.local_recovery import ComeBack
-from hpcrun.launch.failover.state import Succession, left_out, own
-from hpcrun.launch.failover.takeover import run_taken_over
-from hpcrun.launch.heartbeat import Pulse
-from hpcrun.launch.recovery import cause_of
-from hpcrun.launch.run_context import Site
-from hpcrun.launch.signal_queue import Inbox
-from hpcrun.launch.supervisor_restart import Fall
+from hpcrun.launch.failover.local_recovery import LocalRecovery
+from hpcrun.launch.failover.state import FailoverState, own_run, read_left_out_nodes
+from hpcrun.launch.failover.takeover import run_failover
+from hpcrun.launch.heartbeat import Heartbeat
+from hpcrun.launch.recovery import restart_cause
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launch.signal_queue import SignalQueue
+from hpcrun.launch.supervisor_restart import SupervisorCrash
 from hpcrun.runs import lease
 from hpcrun.runs.lease import FencedError, Leadership
-from hpcrun.runs.run_lock import TakenError, hold
+from hpcrun.runs.run_lock import RunOwnedError, lock_run
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
@@ -52,7 +52,7 @@ def test_who_is_left_out(
     run = RunDir(tmp_path)
     lines = [{"attempt": attempt, "event": event} | more for attempt, event, more in events]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [*map(set, left_out(run))] == [lost, suspect]
+    assert [*map(set, read_left_out_nodes(run))] == [lost, suspect]
 
 
 def job(number: int, restarts: int) -> Allocation:
@@ -62,40 +62,40 @@ def job(number: int, restarts: int) -> Allocation:
 def test_a_job_that_slurm_queued_again_takes_its_run_from_a_node_that_lives_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_ENDS_S", 0.1)
+    monkeypatch.setattr(state, "_FENCED_RANKS_S", 0.1)
     said: list[str] = []
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
-    with hold(run):
+    with lock_run(run):
         old = Leadership(run)
-        pulse = Pulse(0.1, old.renew)
+        pulse = Heartbeat(0.1, old.renew)
         for other in (job(7, 0), job(8, 1), None):  # itself, somebody's resume, and a laptop
-            with pytest.raises(TakenError), own(run, other, said.append):
+            with pytest.raises(RunOwnedError), own_run(run, other, said.append):
                 pass
         old.verify()
-        with own(run, job(7, 1), said.append):
+        with own_run(run, job(7, 1), said.append):
             with pytest.raises(FencedError):
                 old.verify()
-            with pytest.raises(TakenError), hold(run):
+            with pytest.raises(RunOwnedError), lock_run(run):
                 pass
         pulse.stop()
     assert said == ["the supervisor on n1, from before the job was queued again, lives; it is fenced"]
     # One that is gone is waited for in vain.
-    with own(run, job(7, 2), said.append):
+    with own_run(run, job(7, 2), said.append):
         assert len(said) == 1
 
 
 def test_a_lease_that_is_read_while_it_is_written_is_one_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_ENDS_S", 0.1)
+    monkeypatch.setattr(state, "_FENCED_RANKS_S", 0.1)
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"host": "n1", "pid": 1, "slurm_job": 7, "restarts": 0})
     found = chain([{}, {"count": 1}, {}, {"count": 2}], repeat({}))
-    with hold(run):
+    with lock_run(run):
         Leadership(run)
         monkeypatch.setattr(lease, "read_lease", lambda _run: next(found))
-        with own(run, job(7, 1), lambda _text: None):
+        with own_run(run, job(7, 1), lambda _text: None):
             pass
 
 
@@ -109,11 +109,11 @@ def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path,
         # By the clock of a login node, hours from ours.
         wish = {"time": 7e3, "attempt": None} if way == "before" else {"time": 1.0, "attempt": 1}
         write_json(run.wish, wish)
-    outcome = Succession(2, "n1").last_attempt(run, ())
+    outcome = FailoverState(2, "n1").last_attempt(run, ())
     assert outcome is not None
     wanted = way in ("heard", "not heard")
     assert (outcome.stop is not None, "asked to save and stop" in outcome.message) == (wanted, wanted)
-    assert (cause_of(outcome) is None) == wanted
+    assert (restart_cause(outcome) is None) == wanted
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
@@ -125,15 +125,15 @@ def test_an_end_that_another_node_has_written_counts_whatever_its_clock_says(
     for name, value in (("JOB_ID", "9"), ("ARRAY_JOB_ID", "7"), ("RESTART_COUNT", "1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    fall = Fall(os.getpid(), (1,), "SIGKILL", 1, now)
+    fall = SupervisorCrash(os.getpid(), (1,), "SIGKILL", 1, now)
     spec = JobSpec(name="t", command=["true"])
 
     def found(**more: int) -> bool:
         told = {"status": "done", "exit_code": 0, "message": "done", "attempt": 1, "step": None}
         write_json(run.exit, told | more | {"ended": now + ahead_s})
-        with Inbox() as inbox:
-            after = ComeBack(run, spec, Site(), fall, inbox, lambda _: None).decide()
-        return isinstance(after, Outcome) and after.status == "done"
+        with SignalQueue() as inbox:
+            after = LocalRecovery(run, spec, RunContext(), fall, inbox, lambda _: None).decide()
+        return isinstance(after, AttemptOutcome) and after.status == "done"
 
     assert found(slurm_job=7, restarts=1)
     assert run.exit.exists()
@@ -153,7 +153,7 @@ def test_a_run_that_had_ended_when_its_supervisor_was_lost_is_not_run_again(
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     told = {"status": "done", "exit_code": 0, "message": "done", "attempt": 1, "step": 5, "ended": 1.0}
     write_json(run.exit, told | {"slurm_job": 7, "restarts": 0})
-    assert run_taken_over(str(run.path), "3") == 0
+    assert run_failover(str(run.path), "3") == 0
     assert [one.number for one in run.attempts()] == [1]
     assert calls(cancelled) == ["7"]
     assert run.read_exit() == told | {"slurm_job": 7, "restarts": 0, "slurm_state": "CANCELLED"}

@@ -15,7 +15,7 @@ import pytest
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch import admission, supervisor
-from hpcrun.launch.attempt_monitor import Limits
+from hpcrun.launch.attempt_monitor import AttemptLimits
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site, send
@@ -205,7 +205,7 @@ def test_a_second_interrupt_does_not_wait(site: Site) -> None:
 
 
 def test_ranks_that_do_not_stop_are_ended_and_that_is_said(site: Site) -> None:
-    limits = Limits(start_s=30, stop_s=0.2, settle_s=0.3)
+    limits = AttemptLimits(start_s=30, stop_s=0.2, settle_s=0.3)
     outcome = site.run("stubborn", observer=Recorder(on_ready=send(signal.SIGTERM)), limits=limits)
     assert (outcome.status, outcome.exit_code) == ("failed", 5)
     assert "did not stop within 0.2 s of SIGTERM and were ended" in outcome.message
@@ -226,13 +226,13 @@ def test_ranks_get_as_long_to_stop_as_their_saves_took(site: Site) -> None:
             send(signal.SIGTERM)()
 
     observer.step = step  # type: ignore[method-assign]
-    limits = Limits(start_s=30, stop_s=0.2, settle_s=0.3)
+    limits = AttemptLimits(start_s=30, stop_s=0.2, settle_s=0.3)
     outcome = site.run("stubborn", observer=observer, limits=limits)
     assert "did not stop within 1.2 s of SIGTERM and were ended" in outcome.message
 
 
 def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
-    outcome = site.run("never-meets", "retry.crash=5", limits=Limits(start_s=8))
+    outcome = site.run("never-meets", "retry.crash=5", limits=AttemptLimits(start_s=8))
     # Once more on the same nodes, for a fraction of the time; then it has failed twice in the same way.
     assert (outcome.exit_code, outcome.attempt) == (93, 2)
     first = read_json(outcome.run.attempt(1).outcome) or {}

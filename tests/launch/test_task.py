@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.launch import batch_task
-from hpcrun.launch.signal_queue import let_through
-from hpcrun.runs.run_lock import hold
+from hpcrun.launch.signal_queue import unblock_signals
+from hpcrun.runs.run_lock import lock_run
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_origin
@@ -45,7 +45,7 @@ def no_slurm(runs_root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "HPCRUN_ELEMENT"):
         monkeypatch.delenv(name, raising=False)
     yield
-    let_through()
+    unblock_signals()
 
 
 def test_another_python_than_the_one_that_submitted_is_told(capfd: Capture) -> None:
@@ -68,7 +68,7 @@ def test_a_python_that_lacks_what_the_profile_wants_is_refused() -> None:
 
 def test_who_does_not_own_the_run_writes_no_end_of_it() -> None:
     run = made("true")
-    with hold(run):
+    with lock_run(run):
         assert batch_task.run_task(str(run.path)) == 2
         assert not run.exit.exists()
 
@@ -119,8 +119,8 @@ def test_a_job_that_is_quicker_than_its_submission_waits(monkeypatch: pytest.Mon
     pickle = run.submitit / "77_submitted.pkl"
     late = threading.Timer(0.5, pickle.touch)
     late.start()
-    assert batch_task.why_stray(run.submitit) is None
+    assert batch_task.why_foreign_job(run.submitit) is None
     late.join()
     pickle.unlink()
-    monkeypatch.setattr(batch_task, "_PICKLE_S", 0.3)
-    assert "job 77 was not submitted by hpcrun" in str(batch_task.why_stray(run.submitit))
+    monkeypatch.setattr(batch_task, "_PICKLE_TIMEOUT_S", 0.3)
+    assert "job 77 was not submitted by hpcrun" in str(batch_task.why_foreign_job(run.submitit))

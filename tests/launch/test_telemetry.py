@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.launch.run_context import Site as Place
+from hpcrun.launch.run_context import RunContext as Place
 from hpcrun.launch.telemetry_session import _orders, told_of
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
@@ -186,12 +186,12 @@ def _word(pid: int, index: int) -> str:
 
 SUPERVISOR = """\
 import sys, pathlib
-from hpcrun.launch.run_context import Site
+from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.telemetry_session import told_of
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir
 run, spec = RunDir(pathlib.Path(sys.argv[1])), load_job(pathlib.Path(sys.argv[2]), sys.argv[3:]).spec
-with told_of(run, spec, Site(), print):
+with told_of(run, spec, RunContext(), print):
     print("up", flush=True)
     sys.stdin.read()
 """

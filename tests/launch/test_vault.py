@@ -16,8 +16,8 @@ import pytest
 
 from hpcrun import process
 from hpcrun.launch.agents import worker_process as hosts
-from hpcrun.launch.agents.memory_cleanup import leads
-from hpcrun.launch.agents.worker_process import DrainHost, split
+from hpcrun.launch.agents.memory_cleanup import may_have_leader
+from hpcrun.launch.agents.worker_process import WorkerProcess, split_message
 from hpcrun.specs.rundir import RunDir
 
 PROGRAM = Path(__file__).with_name("drain_program.py")
@@ -40,7 +40,7 @@ class Listener:
         run.path.mkdir()
         environ = os.environ | {"HPCRUN_RUN_ID": run.run_id, "HPCRUN_ATTEMPT": "1"}
         command = (sys.executable, str(PROGRAM), str(tmp_path))
-        self.host = DrainHost(run, "n1", self.said.append, environ, command)
+        self.host = WorkerProcess(run, "n1", self.said.append, environ, command)
 
     def hears(self, kind: str) -> list[dict[str, Any]]:
         self.host.look()
@@ -93,7 +93,7 @@ def test_a_worker_that_hangs_is_ended_and_another_one_started(
     listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts, "_PING_S", 0.05)
-    monkeypatch.setattr(hosts, "_STUCK_S", 3.0)
+    monkeypatch.setattr(hosts, "_HANG_TIMEOUT_S", 3.0)
     host = listener.host
     host.obey({"do": "configure", "node": "n1"})
     until(lambda: listener.hears("ready"))
@@ -109,32 +109,32 @@ def test_a_worker_that_hangs_is_ended_and_another_one_started(
 
 def test_a_long_inventory_is_told_in_pieces() -> None:
     holdings = [{"number": n, "text": "x" * 100} for n in range(50)]
-    pieces = list(split({"kind": "inventory", "id": 1, "holdings": holdings}, most_bytes=1000))
+    pieces = list(split_message({"kind": "inventory", "id": 1, "holdings": holdings}, most_bytes=1000))
     assert [one["more"] for one in pieces] == [True] * (len(pieces) - 1) + [False]
     assert [one for piece in pieces for one in piece["holdings"]] == holdings
     assert max(len(json.dumps(piece)) for piece in pieces) < 1200
-    assert list(split({"kind": "inventory", "id": 1, "holdings": []})) == [
+    assert list(split_message({"kind": "inventory", "id": 1, "holdings": []})) == [
         {"kind": "inventory", "id": 1, "holdings": [], "more": False}
     ]
 
 
 def test_a_run_that_is_over_or_whose_lease_stands_still_leads_no_more(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    assert not leads(run)
+    assert not may_have_leader(run)
     run.path.mkdir()
-    assert not leads(run)
+    assert not may_have_leader(run)
     run.lease.write_text("{}\n")
-    assert leads(run)
+    assert may_have_leader(run)
     os.utime(run.lease, (time.time() - 3600,) * 2)
-    assert not leads(run)
+    assert not may_have_leader(run)
     # One that was killed a moment ago has its newest saves in memory, and is perhaps gone on with.
     run.events.write_text("{}\n")
-    assert leads(run)
+    assert may_have_leader(run)
     os.utime(run.events, (time.time() - 3600,) * 2)
-    assert not leads(run)
+    assert not may_have_leader(run)
     run.lease.touch()
     run.exit.write_text("{}")
-    assert not leads(run)
+    assert not may_have_leader(run)
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, 7200.0])
@@ -145,9 +145,9 @@ def test_a_lease_is_judged_by_the_clock_of_its_file_system(
     run.path.mkdir()
     run.lease.write_text("{}\n")
     monkeypatch.setattr(time, "time", lambda: now + ahead_s)
-    assert leads(run), "it was written just now"
+    assert may_have_leader(run), "it was written just now"
     os.utime(run.lease, (now - 3600,) * 2)
-    assert not leads(run)
+    assert not may_have_leader(run)
     assert [path.name for path in run.path.iterdir()] == ["lease"]
 
 
@@ -167,7 +167,7 @@ def test_a_lease_that_moves_is_somebody_s_whatever_its_stamp_says(tmp_path: Path
     thread.start()
     try:
         until(run.lease.exists)
-        assert leads(run)
+        assert may_have_leader(run)
     finally:
         over.set()
         thread.join()

@@ -12,20 +12,27 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.attempt_events import Progress, decode, encode
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.attempt_events import RankProgress, decode_node_event, encode_node_event
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.watch.progress import Reporter
-from hpcrun.launch.watch.progress_listener import Listener
-from hpcrun.launch.watch.stacks import Group, RankStack, group, odd_ones, parse_lines, parse_stacks
-from hpcrun.launch.watch.stragglers import Stragglers
-from hpcrun.launch.watch.watchdog import Watchdog
+from hpcrun.launch.watch.progress import ProgressReporter
+from hpcrun.launch.watch.progress_listener import ProgressListener
+from hpcrun.launch.watch.stacks import (
+    RankStack,
+    StackGroup,
+    find_outlier,
+    group_stacks,
+    parse_stack_frames,
+    parse_stack_lines,
+)
+from hpcrun.launch.watch.stragglers import StragglerDetector
+from hpcrun.launch.watch.watchdog import HangWatchdog
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.watch import WatchSpec
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 
@@ -89,7 +96,7 @@ def test_a_node_that_goes_after_a_hang_is_told_and_explains_it_only_where_it_can
 ) -> None:
     there = FadingSite(Allocation(1, ("a", "b"), "1", is_batch=False), None, pretended=FadingNodes(falls))
     spread = ("parallel.dp_replicate=2", "resources.nodes=2", "watch.floor=1s", "retry={hang: 0, node: 0}")
-    prepared = prepare(site.job, [*spread, "watch.slow=20s"])
+    prepared = prepare_job(site.job, [*spread, "watch.slow=20s"])
     outcome = supervise(there, prepared, Recorder(), (str(PROGRAM), "stops-itself"))
     (fault,), (lost,) = events_of(site, "fault"), events_of(site, "node lost")
     assert (fault["cause"], fault["nodes"], lost["node"]) == (cause, nodes, falls)
@@ -110,8 +117,8 @@ def test_nobody_is_watched_where_the_job_does_not_want_it(site: Site) -> None:
     )
     for watch, status in (("{hangs: false, floor: 1s}", "done"), ("{floor: 1s}", "failed")):
         words = [sys.executable, str(site.path / "quiet.py")]
-        prepared = prepare(None, [f"watch={watch}", "retry={hang: 0}", "name=own"], command=words)
-        with Inbox() as inbox:
+        prepared = prepare_job(None, [f"watch={watch}", "retry={hang: 0}", "name=own"], command=words)
+        with SignalQueue() as inbox:
             outcome = Supervisor(prepared, inbox, Recorder(), limits=LIMITS).run()
         assert outcome.status == status, outcome.message
     assert "no progress in step 8 for " in outcome.message
@@ -126,14 +133,14 @@ def test_progress_outside_of_a_run_does_nothing(monkeypatch: pytest.MonkeyPatch)
     hpcrun.progress(section="checkpoint")
 
 
-def reported(listener: Listener) -> list[tuple[int, str, int | None]]:
+def reported(listener: ProgressListener) -> list[tuple[int, str, int | None]]:
     return [(one.rank, one.section, one.step) for one in listener.hear()]
 
 
 def test_what_strangers_send_is_not_taken() -> None:
     name = f"hpcrun-test-{os.urandom(8).hex()}"
-    listener = Listener(name, [0, 1])
-    good = Reporter(1, name)
+    listener = ProgressListener(name, [0, 1])
+    good = ProgressReporter(1, name)
     good.report("step", 4)
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stranger.connect(f"\0{name}")
@@ -157,8 +164,8 @@ def test_what_strangers_send_is_not_taken() -> None:
 
 def test_a_second_listener_under_a_name_hears_nothing_and_harms_nobody() -> None:
     name = f"hpcrun-test-{os.urandom(8).hex()}"
-    first, second = Listener(name, [0]), Listener(name, [0])
-    reporter = Reporter(0, name)
+    first, second = ProgressListener(name, [0]), ProgressListener(name, [0])
+    reporter = ProgressReporter(0, name)
     reporter.report("init")
     assert (reported(second), reported(first)) == ([], [(0, "init", None)])
     for one in (reporter, first, second):
@@ -167,8 +174,8 @@ def test_a_second_listener_under_a_name_hears_nothing_and_harms_nobody() -> None
 
 def test_a_rank_whose_listener_does_not_read_is_not_held_up() -> None:
     name = f"hpcrun-test-{os.urandom(8).hex()}"
-    listener = Listener(name, [0])
-    reporter = Reporter(0, name)
+    listener = ProgressListener(name, [0])
+    reporter = ProgressReporter(0, name)
     for step in range(5000):
         reporter.report("step" if step % 2 else "checkpoint", step)
     (newest,) = listener.hear()
@@ -181,8 +188,8 @@ def test_a_rank_whose_listener_does_not_read_is_not_held_up() -> None:
 
 def test_the_first_steps_say_nothing_about_the_others() -> None:
     name = f"hpcrun-test-{os.urandom(8).hex()}"
-    listener = Listener(name, [0])
-    reporter = Reporter(0, name)
+    listener = ProgressListener(name, [0])
+    reporter = ProgressReporter(0, name)
     for step, seconds in enumerate((0.3, 0.1, 0.1, 0.06, 0.06)):
         reporter.report("step", step)
         time.sleep(seconds)
@@ -193,12 +200,12 @@ def test_the_first_steps_say_nothing_about_the_others() -> None:
     listener.close()
 
 
-def progress_at(rank: int, at: int, section: str = "step", **longest: float) -> Progress:
-    return Progress(rank, f"n{rank}", section, at, longest)
+def progress_at(rank: int, at: int, section: str = "step", **longest: float) -> RankProgress:
+    return RankProgress(rank, f"n{rank}", section, at, longest)
 
 
-def dog(**watch: Any) -> Watchdog:
-    return Watchdog(JobSpec(watch=WatchSpec(**watch)))
+def dog(**watch: Any) -> HangWatchdog:
+    return HangWatchdog(JobSpec(watch=WatchSpec(**watch)))
 
 
 def test_limits_are_learnt_and_sections_have_their_own() -> None:
@@ -288,11 +295,14 @@ Thread 2390 (idle): "Thread-1"
 
 
 def test_both_kinds_of_dumps_are_read() -> None:
-    assert parse_stacks(FAULTHANDLER) == (("loop.py", "_step"), ("<frozen runpy>", "_run_code"))
-    assert parse_stacks(PY_SPY) == (("distributed_c10d.py", "all_reduce"), ("train.py", "step"))
-    assert parse_stacks(FAULTHANDLER + FAULTHANDLER.replace("_step", "_save"))[0] == ("loop.py", "_save")
-    assert parse_stacks("nothing\n  File 'x'\n") == ()
-    assert (parse_lines(FAULTHANDLER), parse_lines(PY_SPY)) == ((150, 88), (2501, 12))
+    assert parse_stack_frames(FAULTHANDLER) == (("loop.py", "_step"), ("<frozen runpy>", "_run_code"))
+    assert parse_stack_frames(PY_SPY) == (("distributed_c10d.py", "all_reduce"), ("train.py", "step"))
+    assert parse_stack_frames(FAULTHANDLER + FAULTHANDLER.replace("_step", "_save"))[0] == (
+        "loop.py",
+        "_save",
+    )
+    assert parse_stack_frames("nothing\n  File 'x'\n") == ()
+    assert (parse_stack_lines(FAULTHANDLER), parse_stack_lines(PY_SPY)) == ((150, 88), (2501, 12))
 
 
 def test_who_stands_apart() -> None:
@@ -300,16 +310,16 @@ def test_who_stands_apart() -> None:
         return RankStack(rank, f"n{rank // 2}", state, "", tuple(("a.py", one) for one in functions))
 
     many = [stack(rank, "reduce") for rank in range(4)]
-    groups = group([*many, stack(4, "read")])
-    assert groups[0] == Group((4,), ("n2",), "read (a.py)")
-    assert odd_ones(groups) == groups[0]
-    assert odd_ones(group(many)) is None
+    groups = group_stacks([*many, stack(4, "read")])
+    assert groups[0] == StackGroup((4,), ("n2",), "read (a.py)")
+    assert find_outlier(groups) == groups[0]
+    assert find_outlier(group_stacks(many)) is None
     # Two that differ from the rest in two ways: nobody can say who of them it was.
-    assert odd_ones(group([*many, stack(4, "read"), stack(5, "write")])) is None
-    stopped = odd_ones(group([stack(0, "reduce"), stack(1, state="T")]))
+    assert find_outlier(group_stacks([*many, stack(4, "read"), stack(5, "write")])) is None
+    stopped = find_outlier(group_stacks([stack(0, "reduce"), stack(1, state="T")]))
     assert stopped is not None
     assert stopped.ranks == (1,)
-    silent = odd_ones(group([*many, RankStack(4, "n2")]))
+    silent = find_outlier(group_stacks([*many, RankStack(4, "n2")]))
     assert silent is not None
     assert silent.place == "its node gave no answer"
 
@@ -321,44 +331,44 @@ def test_who_stands_apart_by_the_line_alone() -> None:
         frames = tuple(("a.py", one) for one in functions[-len(lines) :])
         return RankStack(rank, f"n{rank}", state, "", frames, lines)
 
-    one = group([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7)])
-    assert odd_ones(one) == Group((2,), ("n2",), "step (a.py:9)")
+    one = group_stacks([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7)])
+    assert find_outlier(one) == StackGroup((2,), ("n2",), "step (a.py:9)")
     assert str(one[1]) == "ranks 0, 1, 3: step (a.py:7)"
     # Where they differ may be far out, and is shown all the same.
-    far = group([stack(rank, 1, 2, 3, 4, 60 if rank == 1 else 50) for rank in range(4)])
-    assert odd_ones(far) == far[0]
+    far = group_stacks([stack(rank, 1, 2, 3, 4, 60 if rank == 1 else 50) for rank in range(4)])
+    assert find_outlier(far) == far[0]
     assert far[0].place == "reduce (a.py:1) < wait (a.py:2) < sync (a.py:3) < … < step (a.py:60)"
     # By their functions first: a line is told only where these say nothing.
-    mixed = group([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7), stack(4, 1, 7)])
-    assert odd_ones(mixed) == Group((4,), ("n4",), "layer (a.py) < step (a.py)")
+    mixed = group_stacks([stack(0, 7), stack(1, 7), stack(2, 9), stack(3, 7), stack(4, 1, 7)])
+    assert find_outlier(mixed) == StackGroup((4,), ("n4",), "layer (a.py) < step (a.py)")
     halves = [
         *(stack(rank, 7) for rank in range(4)),
         *(stack(rank, 1, 7) for rank in range(4, 7)),
         stack(7, 2, 7),
     ]
-    assert odd_ones(group(halves)) == Group((7,), ("n7",), "layer (a.py:2) < step (a.py:7)")
+    assert find_outlier(group_stacks(halves)) == StackGroup((7,), ("n7",), "layer (a.py:2) < step (a.py:7)")
     # All alike, two each, or polling in turn: nobody.
-    assert odd_ones(group([stack(rank, 7) for rank in range(4)])) is None
-    assert odd_ones(group([stack(rank, 7 + rank % 2) for rank in range(4)])) is None
-    assert [str(two) for two in group([stack(0, 7), stack(1, 8)])] == [
+    assert find_outlier(group_stacks([stack(rank, 7) for rank in range(4)])) is None
+    assert find_outlier(group_stacks([stack(rank, 7 + rank % 2) for rank in range(4)])) is None
+    assert [str(two) for two in group_stacks([stack(0, 7), stack(1, 8)])] == [
         "rank 0: step (a.py:7)",
         "rank 1: step (a.py:8)",
     ]
     polls = [
         RankStack(rank, "n", "S", "", (("control.py", "_wait"),), (140 + (rank == 2),)) for rank in range(4)
     ]
-    assert odd_ones(group(polls)) is None
+    assert find_outlier(group_stacks(polls)) is None
     # A stopped rank is what it is, wherever it stands.
-    stopped = group([stack(0, 7), stack(1, 7), stack(2, 9, state="T"), stack(3, 7)])
-    assert odd_ones(stopped) == Group((2,), ("n2",), "stopped by a signal")
+    stopped = group_stacks([stack(0, 7), stack(1, 7), stack(2, 9, state="T"), stack(3, 7)])
+    assert find_outlier(stopped) == StackGroup((2,), ("n2",), "stopped by a signal")
 
 
-def probes(node: int, *times: float, rank: int | None = None) -> Progress:
-    return Progress(node if rank is None else rank, f"n{node}", "step", 1, {}, list(times))
+def probes(node: int, *times: float, rank: int | None = None) -> RankProgress:
+    return RankProgress(node if rank is None else rank, f"n{node}", "step", 1, {}, list(times))
 
 
 def test_a_slow_node_is_named_once_and_again_after_it_was_fine() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for node in range(3):
         stragglers.heard(probes(node, *[0.001] * 9))
     assert stragglers.new() == []
@@ -374,7 +384,7 @@ def test_a_slow_node_is_named_once_and_again_after_it_was_fine() -> None:
 
 
 def test_one_bad_measurement_or_one_node_alone_says_nothing() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     stragglers.heard(probes(0, *[0.001] * 9))
     assert stragglers.new() == []
     stragglers.heard(probes(1, *[0.001] * 7, 0.5, 0.4))
@@ -385,7 +395,7 @@ def test_one_bad_measurement_or_one_node_alone_says_nothing() -> None:
 
 
 def test_what_only_some_measurements_show_names_a_node_all_the_same() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     stragglers.heard(probes(0, *[0.001] * 9))
     stragglers.heard(probes(1, *[0.001, 0.004, 0.001] * 3))
     assert [one.node for one in stragglers.new()] == ["n1"]
@@ -393,7 +403,7 @@ def test_what_only_some_measurements_show_names_a_node_all_the_same() -> None:
 
 def test_progress_travels_as_a_line() -> None:
     one = progress_at(3, 7, step=0.5)
-    assert decode(json.loads(encode(one))) == one
+    assert decode_node_event(json.loads(encode_node_event(one))) == one
 
 
 def test_stacks_are_found_at_their_place(tmp_path: Path, site: Site) -> None:

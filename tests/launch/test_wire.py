@@ -14,26 +14,34 @@ import pytest
 
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents import connection
-from hpcrun.launch.agents.connection import Badge, Channel, Gate, Guest, Session, WireError, join
+from hpcrun.launch.agents.connection import (
+    AgentConnectionError,
+    AgentIdentity,
+    AgentListener,
+    Channel,
+    PendingAgent,
+    ReliableSession,
+    connect_to_supervisor,
+)
 
 SECRET = "a" * 64
 HERE = "127.0.0.1"
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate(HERE, SECRET, "run-1", 3, ["n01", "n02"])
+def gate() -> Iterator[AgentListener]:
+    made = AgentListener(HERE, SECRET, "run-1", 3, ["n01", "n02"])
     yield made
     made.close()
 
 
 def badge(
     node: str = "n01", *, epoch: int = 3, run: str = "run-1", session: str = "s", seen: int = 0
-) -> Badge:
-    return Badge(run, epoch, node, session, seen)
+) -> AgentIdentity:
+    return AgentIdentity(run, epoch, node, session, seen)
 
 
-def wait(gate: Gate, seconds: float = 5.0) -> list[Guest]:
+def wait(gate: AgentListener, seconds: float = 5.0) -> list[PendingAgent]:
     """Attend to the gate until somebody may come in, or the time is over."""
     with selectors.EpollSelector() as selector:
         selector.register(gate, selectors.EVENT_READ)
@@ -48,7 +56,7 @@ def wait(gate: Gate, seconds: float = 5.0) -> list[Guest]:
 class Caller(threading.Thread):
     """Somebody who wants to come in."""
 
-    def __init__(self, gate: Gate, secret: str, who: Badge) -> None:
+    def __init__(self, gate: AgentListener, secret: str, who: AgentIdentity) -> None:
         super().__init__()
         self.result: tuple[Channel, int] | None = None
         self.error = ""
@@ -57,12 +65,12 @@ class Caller(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.result = join(*self._words, timeout_s=3)
-        except WireError as error:
+            self.result = connect_to_supervisor(*self._words, timeout_s=3)
+        except AgentConnectionError as error:
             self.error = str(error)
 
 
-def let_in(gate: Gate, who: Badge, seen: int = 0) -> tuple[Channel, Channel]:
+def let_in(gate: AgentListener, who: AgentIdentity, seen: int = 0) -> tuple[Channel, Channel]:
     """Both ends of a connection of this agent's."""
     caller = Caller(gate, SECRET, who)
     (guest,) = wait(gate)
@@ -82,7 +90,7 @@ def receive(take: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[s
     return found
 
 
-def test_both_sides_know_the_secret_and_talk(gate: Gate) -> None:
+def test_both_sides_know_the_secret_and_talk(gate: AgentListener) -> None:
     ours, theirs = let_in(gate, badge(seen=4), seen=7)
     ours.send({"do": "beat"})
     theirs.send({"kind": "beat", "text": "ü" * 100_000})
@@ -105,7 +113,9 @@ def test_both_sides_know_the_secret_and_talk(gate: Gate) -> None:
     ],
     ids=["another secret", "another node", "an old epoch", "a new epoch", "another run"],
 )
-def test_who_is_not_of_this_run_and_epoch_stays_outside(gate: Gate, secret: str, who: Badge) -> None:
+def test_who_is_not_of_this_run_and_epoch_stays_outside(
+    gate: AgentListener, secret: str, who: AgentIdentity
+) -> None:
     caller = Caller(gate, secret, who)
     assert wait(gate, 0.3) == []
     caller.join()
@@ -126,12 +136,12 @@ def test_a_supervisor_without_the_secret_is_left_at_once() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        with pytest.raises(WireError, match="does not know the run's secret"):
-            join((HERE, server.getsockname()[1]), SECRET, badge())
+        with pytest.raises(AgentConnectionError, match="does not know the run's secret"):
+            connect_to_supervisor((HERE, server.getsockname()[1]), SECRET, badge())
         thread.join()
 
 
-def test_what_was_said_once_opens_no_door_again(gate: Gate) -> None:
+def test_what_was_said_once_opens_no_door_again(gate: AgentListener) -> None:
     said: list[bytes] = []
     with socket.create_connection((gate.address, gate.port)) as first:
         assert wait(gate, 0.1) == []
@@ -162,7 +172,7 @@ def test_what_was_said_once_opens_no_door_again(gate: Gate) -> None:
     ],
     ids=["http", "tls", "no object", "odd values", "deep", "no end"],
 )
-def test_nonsense_does_no_harm(gate: Gate, words: bytes) -> None:
+def test_nonsense_does_no_harm(gate: AgentListener, words: bytes) -> None:
     with socket.create_connection((gate.address, gate.port)) as stranger:
         stranger.sendall(words)
         assert wait(gate, 0.2) == []
@@ -173,7 +183,7 @@ def test_nonsense_does_no_harm(gate: Gate, words: bytes) -> None:
 
 def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HANDSHAKE_S", 0.1)
-    gate = Gate(HERE, SECRET, "run-1", 3, ["n01", "n02"])
+    gate = AgentListener(HERE, SECRET, "run-1", 3, ["n01", "n02"])
     crowd = [socket.create_connection((gate.address, gate.port)) for _ in range(100)]
     assert wait(gate, 0.05) == []
     ours, theirs = let_in(gate, badge())
@@ -188,8 +198,10 @@ def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch
     gate.close()
 
 
-def test_a_line_without_end_closes_the_connection(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_BYTES", 1000)
+def test_a_line_without_end_closes_the_connection(
+    gate: AgentListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_AGENT_MESSAGE_BYTES", 1000)
     ours, theirs = let_in(gate, badge())
     theirs.send({"kind": "x" * 2000})
     assert receive(ours.receive, 1) == []
@@ -198,8 +210,8 @@ def test_a_line_without_end_closes_the_connection(gate: Gate, monkeypatch: pytes
     theirs.close()
 
 
-def test_a_new_connection_loses_and_doubles_nothing(gate: Gate) -> None:
-    leader, agent = Session(), Session()
+def test_a_new_connection_loses_and_doubles_nothing(gate: AgentListener) -> None:
+    leader, agent = ReliableSession(), ReliableSession()
     ours, theirs = let_in(gate, badge())
     leader.attach(ours, 0)
     agent.attach(theirs, 0)
@@ -237,4 +249,4 @@ def test_a_new_connection_loses_and_doubles_nothing(gate: Gate) -> None:
 
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(SiteError, match="cannot listen here for the agents"):
-        Gate("192.0.2.1", SECRET, "run-1", 1, [])
+        AgentListener("192.0.2.1", SECRET, "run-1", 1, [])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.launcher_world import World, detect_world, without_world
+from hpcrun.launcher_world import World, detect_world, without_rank_variables
 
 CAPTURED = Path(__file__).parents[1] / "data" / "worlds.txt"
 
@@ -63,7 +63,7 @@ def test_numbers_that_make_no_sense_make_no_world(size: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in ENVIRONMENTS if not name.startswith("none:")])
 def test_nothing_of_an_outer_world_reaches_a_world_of_our_own(name: str) -> None:
-    cleaned = without_world(ENVIRONMENTS[name] | {"PATH": "/bin", "SLURM_JOB_ID": "13"})
+    cleaned = without_rank_variables(ENVIRONMENTS[name] | {"PATH": "/bin", "SLURM_JOB_ID": "13"})
     assert detect_world(cleaned) is None
     assert cleaned["PATH"] == "/bin"
     assert cleaned["SLURM_JOB_ID"] == "13", "which allocation we are in stays known"

@@ -10,7 +10,7 @@ import pytest
 from hpcrun.health.gpu_health import gpu_health
 from hpcrun.health.preflight import Ask
 from hpcrun.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
-from hpcrun.launch.fault_class import kind_of_crash
+from hpcrun.launch.fault_class import classify_crash
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -99,4 +99,4 @@ def test_a_gpu_that_answers_may_still_have_told_the_kernel(
     ],
 )
 def test_a_fault_of_the_program_is_not_the_machine_s(message: str, kind: str) -> None:
-    assert kind_of_crash({"message": message}) == kind
+    assert classify_crash({"message": message}) == kind

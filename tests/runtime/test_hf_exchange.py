@@ -27,7 +27,7 @@ from hpcrun.specs.load import load_job
 from hpcrun.specs.model import ModelSpec, hf_config
 from hpcrun.specs.rundir import create_run, find_run
 from hpcrun.specs.saves import saved_steps
-from hpcrun.submission.prepare import check_inputs
+from hpcrun.submission.prepare import check_job_inputs
 from tests.runtime.test_exchange import job, read_all, refused, told
 
 __all__ = ["job"]
@@ -462,9 +462,9 @@ def test_weights_that_training_would_round_are_refused_before_a_job_is_queued(
     make(tmp_path / "in", job, lambda name: F64 if "norm" in name else F32)
     words = [f"model.weights={tmp_path / 'in'}"]
     with pytest.raises(SpecError, match=r"model\.weights.*float64, but this job keeps weights in float32"):
-        check_inputs(load_job(job, words))
-    check_inputs(load_job(job, [*words, "train.precision=fp64"]))
+        check_job_inputs(load_job(job, words))
+    check_job_inputs(load_job(job, [*words, "train.precision=fp64"]))
     (tmp_path / "in" / SINGLE).unlink()
     os.mkfifo(tmp_path / "in" / SINGLE)
     with pytest.raises(SpecError, match=r"has neither model\.safetensors nor"):
-        check_inputs(load_job(job, words))
+        check_job_inputs(load_job(job, words))

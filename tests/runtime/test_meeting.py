@@ -12,7 +12,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from hpcrun.address import HostAddress
 from hpcrun.errors import RanksDiedError
-from hpcrun.health.connection_test import Trial, in_words, targets, why_not
+from hpcrun.health.connection_test import (
+    ConnectionTest,
+    choose_targets,
+    describe_unreachable,
+    why_unreachable,
+)
 from hpcrun.runtime.control import Control, LoneControl
 from hpcrun.runtime.store_rendezvous import address_of_rank, open_store, try_all_nodes
 
@@ -115,14 +120,14 @@ def test_nodes_that_do_not_say_which_place_and_why(monkeypatch: pytest.MonkeyPat
         warning = "its own name n1 means 127.0.1.1, which other nodes cannot reach" if seat.rank == 1 else ""
         try_all_nodes(seat, HostAddress(f"127.0.0.{seat.rank + 1}", "lo", warning=warning))
 
-    places = Trial.place
+    places = ConnectionTest.place
 
-    def place(trial: Trial) -> tuple[str, int]:
+    def place(trial: ConnectionTest) -> tuple[str, int]:
         address, port = places.fget(trial)  # type: ignore[attr-defined]
         # Of n1 another process has the port, or a firewall refuses it.
         return (address, 1) if address == "127.0.0.2" else (address, port)
 
-    monkeypatch.setattr(Trial, "place", property(place))
+    monkeypatch.setattr(ConnectionTest, "place", property(place))
     words = (
         "the nodes do not reach each other: 2 of 4 connections of n1 fail: refused (127.0.0.2:1);"
         " n1: its own name n1 means 127.0.1.1, which other nodes cannot reach"
@@ -140,22 +145,25 @@ def test_a_store_that_is_not_reached_is_named_with_its_place(monkeypatch: pytest
 
 
 def test_why_a_connection_fails() -> None:
-    assert why_not("127.0.0.1", "127.0.0.1", 1) == "refused (127.0.0.1:1)"
-    assert why_not("127.0.0.1", "255.255.255.255", 9) == "Network is unreachable (255.255.255.255:9)"
+    assert why_unreachable("127.0.0.1", "127.0.0.1", 1) == "refused (127.0.0.1:1)"
+    assert why_unreachable("127.0.0.1", "255.255.255.255", 9) == "Network is unreachable (255.255.255.255:9)"
 
 
 def test_in_a_large_world_all_try_every_node_together() -> None:
     places = {f"n{number}": [f"10.0.0.{number}", 1] for number in range(200)}
-    tried = [targets(places, node) for node in places]
+    tried = [choose_targets(places, node) for node in places]
     assert {len(one) for one in tried} == {64}
     assert all(node not in one for node, one in zip(places, tried, strict=True))
     assert {node for one in tried for node in one} == places.keys()
-    assert targets({"a": ["x", 1], "b": ["y", 2]}, "a") == {"b": ["y", 2]}
+    assert choose_targets({"a": ["x", 1], "b": ["y", 2]}, "a") == {"b": ["y", 2]}
 
 
 def test_a_trial_in_words() -> None:
-    assert in_words({"a": {}, "b": {}}, ["a", "b"]) == ("", ())
+    assert describe_unreachable({"a": {}, "b": {}}, ["a", "b"]) == ("", ())
     late = "no answer in 3 s (10.0.0.2:77)"
-    assert in_words({"a": {"b": late}, "b": {}}, ["a", "b"]) == (f"a does not reach b: {late}", ())
+    assert describe_unreachable({"a": {"b": late}, "b": {}}, ["a", "b"]) == (
+        f"a does not reach b: {late}",
+        (),
+    )
     failed = {node: {"c": late} for node in "abd"} | {"c": {}}
-    assert in_words(failed, [*"abcd"]) == (f"3 of 6 connections of c fail: {late}", ("c",))
+    assert describe_unreachable(failed, [*"abcd"]) == (f"3 of 6 connections of c fail: {late}", ("c",))

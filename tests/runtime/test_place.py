@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.mesh import Degrees
 from hpcrun.runtime import device as devices
@@ -24,7 +24,7 @@ from hpcrun.runtime.placement_check import check_places
 from hpcrun.specs.placement import Binding, BoundBy, Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder
 
 HERE = os.uname().nodename
@@ -175,8 +175,8 @@ def test_training_stops_where_one_rank_was_bound_by_somebody(
         rank = [sys.executable, "-P", "-m", "hpcrun", "_rank", str(attempt.run.path), str(attempt.number)]
         return ["/bin/sh", "-c", second, str(MINE[0]), *rank]
 
-    with Inbox() as inbox:
-        outcome = Supervisor(prepare(job, []), inbox, Recorder(), command=command).run()
+    with SignalQueue() as inbox:
+        outcome = Supervisor(prepare_job(job, []), inbox, Recorder(), command=command).run()
     assert outcome.exit_code == 3
     assert "rank 1: cpus is to be" in outcome.message
     assert "rank 0: cpus" not in outcome.message

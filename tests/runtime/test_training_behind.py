@@ -15,11 +15,11 @@ import pytest
 from hpcrun.checkpoint.compare import differences
 from hpcrun.checkpoint.generation import Generation
 from hpcrun.checkpoint.part_record import parse_checked, render_checked
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.saves import saved_steps
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, send
 
 JOB = """\
@@ -101,8 +101,8 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
             send(signal.SIGTERM)()
 
     monkeypatch.setattr(observer, "step", act)
-    with Inbox() as inbox:
-        first = Supervisor(prepare(tmp_path / "job.yaml", words), inbox, observer).run()
+    with SignalQueue() as inbox:
+        first = Supervisor(prepare_job(tmp_path / "job.yaml", words), inbox, observer).run()
     assert first.status == "saved", first.message
     newest = saved_steps(first.run.checkpoints)[-1]
     assert newest.step == first.step
@@ -115,8 +115,8 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     path.write_bytes(data)
 
     end = f"train.steps={newest.step + 4}"
-    with Inbox() as inbox:
-        again = Supervisor(prepare(None, [end], resume=first.run), inbox, Recorder()).run()
+    with SignalQueue() as inbox:
+        again = Supervisor(prepare_job(None, [end], resume=first.run), inbox, Recorder()).run()
     assert again.status == "done", again.message
     events = list(read_lines(first.run.events))
     restores = [

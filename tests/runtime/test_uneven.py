@@ -16,7 +16,7 @@ from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines
 from hpcrun.specs.reduced_plan import with_replicas
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
 from tests.runtime.test_data import S, counting_source, ids
@@ -132,7 +132,7 @@ def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_o
     path = tmp_path / "job.yaml"
     path.write_text(RUN.replace("TEXT", str(Path(__file__))))
     alone = ["parallel.dp_shard=1", "resources.nodes=1", "elastic=null"]
-    plain = supervise(pretend("a"), prepare(path, alone), Recorder())
+    plain = supervise(pretend("a"), prepare_job(path, alone), Recorder())
     assert plain.status == "done", plain.message
 
     there, observer = pretend("abc"), Recorder()
@@ -145,10 +145,10 @@ def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_o
                 send(signal.SIGTERM)()
 
     monkeypatch.setattr(observer, "step", act)
-    shrunk = supervise(there, prepare(path), observer)
+    shrunk = supervise(there, prepare_job(path), observer)
     assert shrunk.status == "saved", shrunk.message
     assert any("going on with 2 of 3 replicas from step" in note for note in observer.notes)
-    grown = supervise(pretend("abc"), prepare(None, resume=shrunk.run), Recorder())
+    grown = supervise(pretend("abc"), prepare_job(None, resume=shrunk.run), Recorder())
     assert grown.status == "done", grown.message
     assert [read_json(attempt.plan)["dp_shard"] for attempt in grown.run.attempts()] == [3, 2, 3]
     records, expected = list(read_lines(grown.run.metrics)), list(read_lines(plain.run.metrics))

@@ -18,10 +18,24 @@ import pytest
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES
 from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply
 from hpcrun.health.preflight import Ask
-from hpcrun.launch.agents.connection import Badge, Channel, Gate, Session, join
-from hpcrun.launch.agents.messages import ORDERS, SAID, problem_of_order, problem_of_said
-from hpcrun.launch.attempt_events import OnNode, Progress, RankEnded, RankMet, RankStopped, RankUp, encode
-from hpcrun.launch.rendezvous import MeetingRequest, NodeRendezvous
+from hpcrun.launch.agents.connection import (
+    AgentIdentity,
+    AgentListener,
+    Channel,
+    ReliableSession,
+    connect_to_supervisor,
+)
+from hpcrun.launch.agents.messages import AGENT_MESSAGES, AGENT_ORDERS, check_agent_message, check_agent_order
+from hpcrun.launch.attempt_events import (
+    NodeEvent,
+    RankConnected,
+    RankEnded,
+    RankProgress,
+    RankStarted,
+    RankStopped,
+    encode_node_event,
+)
+from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest
 
 HERE, SECRET, RUN = "127.0.0.1", "a" * 64, "run-1"
 Tamper = Callable[[list[bytes]], list[bytes]]
@@ -86,22 +100,26 @@ def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    made = Gate(HERE, SECRET, RUN, 3, ["n01"])
+def gate() -> Iterator[AgentListener]:
+    made = AgentListener(HERE, SECRET, RUN, 3, ["n01"])
     yield made
     made.close()
 
 
-def let_in(gate: Gate, port: int, session: Session, ours: Session) -> tuple[Channel, Channel]:
+def let_in(
+    gate: AgentListener, port: int, session: ReliableSession, ours: ReliableSession
+) -> tuple[Channel, Channel]:
     """Both ends of a connection of the agent's, the leader's first; they go on where they were."""
     found: list[tuple[Channel, int]] = []
-    badge = Badge(RUN, 3, "n01", "s", session.seen)
-    caller = threading.Thread(target=lambda: found.append(join((HERE, port), SECRET, badge, 20.0)))
+    badge = AgentIdentity(RUN, 3, "n01", "s", session.seen)
+    caller = threading.Thread(
+        target=lambda: found.append(connect_to_supervisor((HERE, port), SECRET, badge, 20.0))
+    )
     caller.start()
     (guest,) = until(gate.arrivals)
     channel = guest.admit(ours.seen)
     caller.join()
-    ours.attach(channel, guest.badge.seen)
+    ours.attach(channel, guest.identity.seen)
     session.attach(*found[0])
     return channel, found[0][0]
 
@@ -120,9 +138,9 @@ TAMPERS: dict[str, Tamper] = {
 
 @pytest.mark.parametrize("direction", ["orders", "answers"])
 @pytest.mark.parametrize("name", TAMPERS)
-def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: Gate, name: str, direction: str) -> None:
+def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: AgentListener, name: str, direction: str) -> None:
     between = Between(gate.port)
-    leader, agent = Session(), Session()
+    leader, agent = ReliableSession(), ReliableSession()
     let_in(gate, between.port, agent, leader)
     speaks, hears = (leader, agent) if direction == "orders" else (agent, leader)
     held: list[bytes] = []
@@ -162,11 +180,11 @@ def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: Gate, name: str, dir
     agent.detach()
 
 
-def test_what_was_sent_over_one_connection_is_of_no_use_for_another(gate: Gate) -> None:
+def test_what_was_sent_over_one_connection_is_of_no_use_for_another(gate: AgentListener) -> None:
     sent: list[bytes] = []
     between = Between(gate.port)
     between.tamper = lambda data: sent.append(data) or data  # type: ignore[func-returns-value]
-    leader, agent = Session(), Session()
+    leader, agent = ReliableSession(), ReliableSession()
     let_in(gate, between.port, agent, leader)
     agent.say(word="a")
     assert until(leader.hear) == [{"word": "a"}]
@@ -267,10 +285,13 @@ WRONG: list[Any] = [
 ]
 
 
-def test_what_makes_no_sense_costs_its_connection_and_is_not_heard_again(gate: Gate) -> None:
+def test_what_makes_no_sense_costs_its_connection_and_is_not_heard_again(gate: AgentListener) -> None:
     """For every kind of message and each of its values, all that does not belong there."""
     tried = 0
-    for known, by, problem_of in ((SAID, "kind", problem_of_said), (ORDERS, "do", problem_of_order)):
+    for known, by, problem_of in (
+        (AGENT_MESSAGES, "kind", check_agent_message),
+        (AGENT_ORDERS, "do", check_agent_order),
+    ):
         assert problem_of({by: "beat"}) == ""
         for kind, shape in known.items():
             for name in shape:
@@ -283,7 +304,7 @@ def test_what_makes_no_sense_costs_its_connection_and_is_not_heard_again(gate: G
         odd: list[dict[str, Any]] = [{}, {"word": "beat"}, *({by: one} for one in WRONG)]
         assert all(map(problem_of, odd))
     assert tried > 500
-    leader, agent = Session(problem_of_said), Session()
+    leader, agent = ReliableSession(check_agent_message), ReliableSession()
     ours, _ = let_in(gate, gate.port, agent, leader)
     agent.say(kind="met", attempt=1, rank=True)
     agent.say(kind="met", attempt=1, rank=1)
@@ -298,9 +319,9 @@ def test_what_makes_no_sense_costs_its_connection_and_is_not_heard_again(gate: G
 
 
 @pytest.mark.parametrize("number", [-1, True, "1", None, 1.0, 1 << 60])
-def test_numbers_of_messages_are_numbers(gate: Gate, number: Any) -> None:
+def test_numbers_of_messages_are_numbers(gate: AgentListener, number: Any) -> None:
     for name in ("n", "seen"):
-        leader, agent = Session(), Session()
+        leader, agent = ReliableSession(), ReliableSession()
         ours, theirs = let_in(gate, gate.port, agent, leader)
         theirs.send({"word": "a", name: number})
         until(lambda: leader.hear() or ours.is_closed)  # noqa: B023
@@ -310,23 +331,24 @@ def test_numbers_of_messages_are_numbers(gate: Gate, number: Any) -> None:
 
 
 def test_what_we_say_makes_sense() -> None:
-    seen: list[OnNode] = [
-        RankUp(0, "n", 1), RankMet(0), RankEnded(0, "n", None, None, 1.5), RankEnded(0, "n", 7, 9, 1.5),
-        RankStopped(0, "n", True), Progress(0, "n", "step", None, {"step": 0.5}, [0.25]),
-        Progress(0, "n", "eval", 4, {}),
+    seen: list[NodeEvent] = [
+        RankStarted(0, "n", 1), RankConnected(0),
+        RankEnded(0, "n", None, None, 1.5), RankEnded(0, "n", 7, 9, 1.5),
+        RankStopped(0, "n", True), RankProgress(0, "n", "step", None, {"step": 0.5}, [0.25]),
+        RankProgress(0, "n", "eval", 4, {}),
     ]  # fmt: skip
     for one in seen:
-        assert problem_of_said(json.loads(encode(one)) | {"attempt": 1}) == ""
+        assert check_agent_message(json.loads(encode_node_event(one)) | {"attempt": 1}) == ""
     asked = json.loads(json.dumps(Ask(("shm",), hcas=("a",), xids={"79": "reset"}).as_json()))
-    assert problem_of_order({"do": "preflight", **asked}) == ""
-    request, desk = MeetingRequest(1, ("n1",), wants_port=True), NodeRendezvous()
+    assert check_agent_order({"do": "preflight", **asked}) == ""
+    request, desk = RendezvousRequest(1, ("n1",), wants_port=True), NodeRendezvous()
     order = json.loads(json.dumps(request.as_json()))
-    assert problem_of_order({"do": "meeting", **order}) == ""
-    assert problem_of_said(json.loads(json.dumps(desk.answer(order)))) == ""
+    assert check_agent_order({"do": "meeting", **order}) == ""
+    assert check_agent_message(json.loads(json.dumps(desk.answer(order)))) == ""
     for step, more in (("listen", {}), ("try", {"places": {"n2": [HERE, 9]}}), ("end", {})):
         trial: dict[str, Any] = {"attempt": 1, "step": step, **more}
-        assert problem_of_order({"do": "trial", **trial}) == ""
-        assert problem_of_said(json.loads(json.dumps(desk.try_others(trial)))) == ""
+        assert check_agent_order({"do": "trial", **trial}) == ""
+        assert check_agent_message(json.loads(json.dumps(desk.probe_peers(trial)))) == ""
     desk.close()
     stamp = {"generation": "ab", "step": 1, "position": 2, "world_size": 1, "attempt": 1}
     right: list[dict[str, Any]] = [
@@ -342,11 +364,11 @@ def test_what_we_say_makes_sense() -> None:
         {"kind": "ready", "port": None, "address": None, "socket": "s", "levels": [], "missing": {}},
     ]
     for told in right:
-        assert problem_of_said({"kind": "drain", "node": "n", "told": told}) == ""
+        assert check_agent_message({"kind": "drain", "node": "n", "told": told}) == ""
     wrong: list[dict[str, Any]] = [
         {"kind": "ready", "port": "x"},
         {"stamp": 1},
         {"stamp": {"generation": []}},
     ]
     for told in wrong:
-        assert "its drain worker's" in problem_of_said({"kind": "drain", "node": "n", "told": told})
+        assert "its drain worker's" in check_agent_message({"kind": "drain", "node": "n", "told": told})

@@ -21,13 +21,19 @@ import pytest
 from hpcrun.authentication import fresh_nonce
 from hpcrun.checkpoint.flush.json_lines import connect
 from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
-from hpcrun.health.connection_test import Trial
+from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launch.agents import connection
-from hpcrun.launch.agents.connection import Badge, Channel, Gate, Guest, join
+from hpcrun.launch.agents.connection import (
+    AgentIdentity,
+    AgentListener,
+    Channel,
+    PendingAgent,
+    connect_to_supervisor,
+)
 from hpcrun.launch.watch import progress
 from hpcrun.launch.watch import progress_listener as listeners
-from hpcrun.launch.watch.progress import Reporter
-from hpcrun.launch.watch.progress_listener import Listener
+from hpcrun.launch.watch.progress import ProgressReporter
+from hpcrun.launch.watch.progress_listener import ProgressListener
 from hpcrun.listeners import Crowd, Door
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry import prometheus_exporter
@@ -141,7 +147,7 @@ class AtGate:
     """The supervisor's gate; the one who fuzzes attends to it."""
 
     def __init__(self) -> None:
-        self.gate = Gate(HERE, SECRET, RUN, 3, ["n01", "n02"])
+        self.gate = AgentListener(HERE, SECRET, RUN, 3, ["n01", "n02"])
         self.connected = self.let_in("n01")
 
     def open(self) -> socket.socket:
@@ -155,16 +161,18 @@ class AtGate:
     def right(self, one: socket.socket) -> bytes:
         self.attend()
         nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
-        badge = Badge(RUN, 3, "n02", "s", 5)
+        badge = AgentIdentity(RUN, 3, "n02", "s", 5)
         said = {"node": "n02", "session": "s", "epoch": 3, "seen": 5, "nonce": nonces[1]}
         return json.dumps(said | {"proof": badge.proof(SECRET, "agent", nonces)}).encode() + b"\n"
 
     def let_in(self, node: str) -> tuple[Channel, Channel]:
         found: list[tuple[Channel, int]] = []
-        where, badge = (HERE, self.gate.port), Badge(RUN, 3, node, "s", 0)
-        caller = threading.Thread(target=lambda: found.append(join(where, SECRET, badge, 20.0)))
+        where, badge = (HERE, self.gate.port), AgentIdentity(RUN, 3, node, "s", 0)
+        caller = threading.Thread(
+            target=lambda: found.append(connect_to_supervisor(where, SECRET, badge, 20.0))
+        )
         caller.start()
-        guests: list[Guest] = []
+        guests: list[PendingAgent] = []
         while not guests:
             guests = self.gate.arrivals()
         ours = guests[0].admit(0)
@@ -250,7 +258,7 @@ class AtTrial:
     """A node's part in the trial of connections: nobody says anything there."""
 
     def __init__(self) -> None:
-        self.trial = Trial(HERE)
+        self.trial = ConnectionTest(HERE)
 
     def open(self) -> socket.socket:
         return socket.create_connection(self.trial.place)
@@ -275,8 +283,8 @@ class AtProgress:
 
     def __init__(self) -> None:
         self.name = f"hpcrun-test-{os.urandom(8).hex()}"
-        self.listener = Listener(self.name, [0])
-        self.rank = Reporter(0, self.name)
+        self.listener = ProgressListener(self.name, [0])
+        self.rank = ProgressReporter(0, self.name)
         self._step = 0
 
     def open(self) -> socket.socket:
@@ -440,12 +448,12 @@ def answer(one: socket.socket) -> None:
     one.settimeout(20)
     nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
     said = {"node": "n01", "session": "s", "epoch": 3, "seen": 0, "nonce": nonces[1]}
-    proof = Badge(RUN, 3, "n01", "s", 0).proof(SECRET, "agent", nonces)
+    proof = AgentIdentity(RUN, 3, "n01", "s", 0).proof(SECRET, "agent", nonces)
     one.sendall(json.dumps(said | {"proof": proof}).encode() + b"\n")
 
 
 def test_a_crowd_from_one_host_pushes_nobody_out() -> None:
-    gate = Gate(HERE, SECRET, RUN, 3, ["n01"])
+    gate = AgentListener(HERE, SECRET, RUN, 3, ["n01"])
     with socket.create_connection((HERE, gate.port)) as agent:
         until(lambda: gate.arrivals() or agent.recv(1, socket.MSG_PEEK))
         # More than may wait: the agent is the oldest of all, and has not spoken yet.
@@ -490,7 +498,7 @@ def few_descriptors(left: int) -> Iterator[None]:
 
 def test_where_descriptors_run_out_agents_still_get_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HANDSHAKE_S", 1000.0)
-    gate = Gate(HERE, SECRET, RUN, 3, [f"n{number:02}" for number in range(60)])
+    gate = AgentListener(HERE, SECRET, RUN, 3, [f"n{number:02}" for number in range(60)])
     with strangers(gate.port, 60), socket.create_connection((HERE, gate.port)) as agent:
         with few_descriptors(6):
             for _ in range(20):
@@ -502,7 +510,7 @@ def test_where_descriptors_run_out_agents_still_get_in(monkeypatch: pytest.Monke
 
 
 def test_where_there_is_no_descriptor_at_all_nobody_spins_and_nobody_is_lost() -> None:
-    gate = Gate(HERE, SECRET, RUN, 3, ["n01"])
+    gate = AgentListener(HERE, SECRET, RUN, 3, ["n01"])
     with socket.create_connection((HERE, gate.port)) as agent:
         with few_descriptors(0):
             assert gate.arrivals() == []
@@ -565,9 +573,9 @@ def test_a_client_that_takes_too_long_is_let_go_whatever_it_does(monkeypatch: py
 
 def test_a_rank_that_finds_a_crowd_at_the_door_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "_BACKLOG", 0)
-    monkeypatch.setattr(progress, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(progress, "_RECONNECT_S", 0.0)
     at = AtProgress()
-    late = Reporter(0, at.name)  # the first one waits there still
+    late = ProgressReporter(0, at.name)  # the first one waits there still
     late.report("init")
     assert at.listener.hear() == []
     late.report("step", 4)

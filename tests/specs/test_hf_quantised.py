@@ -13,7 +13,7 @@ from hpcrun.errors import SpecError
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.load import load_job
 from hpcrun.specs.model import ModelSpec, hf_config, model_fields_from_hf
-from hpcrun.submission.prepare import check_inputs
+from hpcrun.submission.prepare import check_job_inputs
 
 SPEC = ModelSpec(vocab=256, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8)
 
@@ -60,7 +60,7 @@ def test_quantised_weights_are_refused_at_once(
     keys = ("vocab", "hidden", "ffn", "layers", "heads", "kv_heads")
     sizes = [f"model.{key}={getattr(SPEC, key)}" for key in keys] + [f"model.weights={place}"]
     with pytest.raises(SpecError, match=r"model\.weights.*quantised"):
-        check_inputs(load_job(None, [*sizes, f"data.text={tmp_path / 'text.txt'}"]))
+        check_job_inputs(load_job(None, [*sizes, f"data.text={tmp_path / 'text.txt'}"]))
 
 
 @pytest.mark.parametrize(

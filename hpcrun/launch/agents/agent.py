@@ -24,23 +24,23 @@ from hpcrun.fabric.inventory import try_inventory
 from hpcrun.files import append_to
 from hpcrun.health.preflight import answer
 from hpcrun.launch.agents.local_ranks import NodeRanks
-from hpcrun.launch.agents.memory_cleanup import sweep_arenas
-from hpcrun.launch.agents.supervisor_client import Uplink
-from hpcrun.launch.agents.worker_process import DrainHost
-from hpcrun.launch.attempt_events import encode
-from hpcrun.launch.failover.successor_process import Heir
+from hpcrun.launch.agents.memory_cleanup import clean_up_memory
+from hpcrun.launch.agents.supervisor_client import SupervisorClient
+from hpcrun.launch.agents.worker_process import WorkerProcess
+from hpcrun.launch.attempt_events import encode_node_event
+from hpcrun.launch.failover.successor_process import SuccessorProcess
 from hpcrun.launch.rendezvous import NodeRendezvous
-from hpcrun.launcher_world import without_world
-from hpcrun.runs.run_lock import sweep_segments
+from hpcrun.launcher_world import without_rank_variables
+from hpcrun.runs.run_lock import clean_up_segments
 from hpcrun.slurm.allocation import find_allocation
-from hpcrun.specs.io_retry import say
+from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rundir import RunDir
 
-_TICK_S = 0.2
-_STARTING_S = 0.05
-_CLEAR_S = 5.0
-_KILLED_S = 1.0
-_LOADS = "import os; os.nice(19); import hpcrun.runtime.rank"
+_POLL_S = 0.2
+_POLL_STARTING_S = 0.05
+_CLEAN_UP_S = 5.0
+_KILL_WAIT_S = 1.0
+_WARM_UP_CODE = "import os; os.nice(19); import hpcrun.runtime.rank"
 _REPORT_S = 1.0
 """How often the supervisor is told where the ranks say they are."""
 
@@ -55,13 +55,17 @@ class Agent:
         self._node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         allocation = find_allocation(os.environ)
         self._is_batch = allocation is not None and allocation.is_batch
-        self._heir = Heir(run, allocation) if allocation is not None and allocation.is_batch else None
+        self._successor = (
+            SuccessorProcess(run, allocation) if allocation is not None and allocation.is_batch else None
+        )
         nodes = allocation.nodes if allocation is not None else ()
         position = nodes.index(self._node) if self._node in nodes else 0
-        self._uplink = Uplink(run, self._node, position, self._heir.may_claim if self._heir else None)
+        self._supervisor_client = SupervisorClient(
+            run, self._node, position, self._successor.may_claim if self._successor else None
+        )
         found = try_inventory()
         self._inside = found.as_json() if found else None
-        self._vault = DrainHost(run, self._node, lambda message: self._say(message), os.environ)
+        self._worker_process = WorkerProcess(run, self._node, lambda message: self._say(message), os.environ)
         self._meeting = NodeRendezvous()
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
@@ -77,30 +81,30 @@ class Agent:
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._take_signal)
         process.become_subreaper()
-        self._own_log()
-        for text in sweep_arenas(self._run):
-            say(text)
+        self._redirect_log()
+        for text in clean_up_memory(self._run):
+            log_line(text)
         os.set_blocking(sys.stdin.fileno(), False)
-        self._selector.register(self._vault.fileno(), selectors.EVENT_READ)
+        self._selector.register(self._worker_process.fileno(), selectors.EVENT_READ)
         with contextlib.suppress(PermissionError):  # a file or /dev/null never ends
             self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         with contextlib.ExitStack() as leaving:
             # From the last to the first, and each of them whatever becomes of those before it.
-            if self._heir is not None:
-                leaving.callback(self._heir.see_off)
-            leaving.callback(self._uplink.close)
+            if self._successor is not None:
+                leaving.callback(self._successor.await_exit)
+            leaving.callback(self._supervisor_client.close)
             leaving.callback(self._say, {"kind": "left"})
-            leaving.callback(self._vault.close)
+            leaving.callback(self._worker_process.close)
             leaving.callback(self._meeting.close)
             leaving.callback(self._clear, [])
-            while self._take_orders() and not self._is_deserted():
+            while self._take_orders() and not self._has_no_leader():
                 self._watch()
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
             self._is_told_to_end = self._is_to_ask = True
 
-    def _own_log(self) -> None:
+    def _redirect_log(self) -> None:
         """What we say must not depend on a supervisor that reads it."""
         descriptor = os.open(
             self._run.agent_logs / f"{self._node}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -108,33 +112,35 @@ class Agent:
         os.dup2(descriptor, sys.stderr.fileno())
         os.close(descriptor)
 
-    def _is_deserted(self) -> bool:
+    def _has_no_leader(self) -> bool:
         """Whether nobody leads and nobody will; ranks without a leader end in any case."""
-        vigil = self._uplink.vigil
+        vigil = self._supervisor_client.lease_monitor
         # Where Slurm ends the job as well there is not the time to look whether the supervisor comes back.
         is_orphaned = vigil.is_orphaned or (self._is_told_to_end and vigil.is_quiet)
         if is_orphaned and self._ranks is not None:
-            say("the supervisor does not answer; the ranks here are ended")
+            log_line("the supervisor does not answer; the ranks here are ended")
             self._end_ranks(self._ranks)
-        if self._heir is None:
+        if self._successor is None:
             # Outside of a batch job the supervisor is somebody's command, and ends with it.
             return self._input_ended or vigil.is_orphaned
         if self._is_to_ask and vigil.is_quiet:
             # Who is killed gives no memory back, and Slurm kills soon after it has told us.
             self._is_to_ask = False
-            if not self._heir.may_claim():
-                say("the supervisor does not answer, and Slurm ends the job: so does this agent")
+            if not self._successor.may_claim():
+                log_line("the supervisor does not answer, and Slurm ends the job: so does this agent")
                 return True
-        if self._uplink.won is not None:
-            if self._heir.tend(self._uplink.won, self._uplink.epoch):
-                self._uplink.won = None
-            return self._heir.has_ended_job
+        if self._supervisor_client.won_epoch is not None:
+            if self._successor.ensure_started(
+                self._supervisor_client.won_epoch, self._supervisor_client.epoch
+            ):
+                self._supervisor_client.won_epoch = None
+            return self._successor.has_ended_job
         return False
 
     def _end_ranks(self, ranks: NodeRanks) -> None:
         """Without an order; a supervisor that comes back after all is told which have ended."""
         ranks.kill()
-        deadline = time.monotonic() + _KILLED_S
+        deadline = time.monotonic() + _KILL_WAIT_S
         while not ranks.is_over and time.monotonic() < deadline:
             self._watch()
             time.sleep(0.02)
@@ -143,14 +149,14 @@ class Agent:
     def _take_orders(self) -> bool:
         """Wait a moment for orders and carry them out; False when there is no more to do."""
         starting = self._ranks is not None and not self._ranks.is_complete
-        self._selector.select(_STARTING_S if starting else _TICK_S)
+        self._selector.select(_POLL_STARTING_S if starting else _POLL_S)
         self._read_input()
-        channel = self._uplink.session.channel
-        orders = self._uplink.hear()
-        if channel is not None and self._uplink.session.channel is not channel:
+        channel = self._supervisor_client.session.channel
+        orders = self._supervisor_client.hear()
+        if channel is not None and self._supervisor_client.session.channel is not channel:
             self._forget_channel()
         goes_on = all(self._obey(order) for order in orders if "do" in order)
-        if (arrived := self._uplink.arrive()) is not None:
+        if (arrived := self._supervisor_client.take_new_connection()) is not None:
             self._forget_channel()
             self._selector.register(arrived[0], selectors.EVENT_READ, "channel")
             if arrived[1]:
@@ -185,10 +191,10 @@ class Agent:
             case "meeting":
                 self._say(self._meeting.answer(order))
             case "trial":
-                self._say(self._meeting.try_others(order))
+                self._say(self._meeting.probe_peers(order))
             case "watch":
                 self._clear([])
-                sweep_segments(self._run)
+                clean_up_segments(self._run)
                 attempt = self._run.attempt(order["attempt"])
                 self._ranks = NodeRanks(attempt, order["ranks"], order["hears"])
                 self._attempt = attempt.number
@@ -212,7 +218,7 @@ class Agent:
             case "warm":
                 self._warm()
             case "drain":
-                self._vault.obey(order["told"])
+                self._worker_process.obey(order["told"])
             case "beat":
                 pass
             case _:
@@ -230,7 +236,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=without_world(os.environ),
+                env=without_rank_variables(os.environ),
                 start_new_session=True,
             )
         self._children.append(process.hold(child))
@@ -241,33 +247,33 @@ class Agent:
             return
         self._is_warm = True
         child = subprocess.Popen(
-            [sys.executable, "-P", "-c", _LOADS],
+            [sys.executable, "-P", "-c", _WARM_UP_CODE],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=without_world(os.environ),
+            env=without_rank_variables(os.environ),
             start_new_session=True,
         )
         self._children.append(process.hold(child))
 
     def _watch(self) -> None:
-        self._vault.look()
+        self._worker_process.look()
         if self._ranks is not None:
             for happening in (*self._ranks.ended(), *self._ranks.appeared()):
-                self._say(json.loads(encode(happening)) | {"attempt": self._attempt})
+                self._say(json.loads(encode_node_event(happening)) | {"attempt": self._attempt})
             if time.monotonic() - self._reported > _REPORT_S:
                 self._reported = time.monotonic()
                 for one in self._ranks.heard():
-                    self._say(json.loads(encode(one)) | {"attempt": self._attempt})
+                    self._say(json.loads(encode_node_event(one)) | {"attempt": self._attempt})
 
     def _clear(self, spared: list[int]) -> list[int]:
         if self._ranks is None:
             return []
         self._selector.unregister(self._ranks.fileno())
         for rank in self._ranks.ended():
-            self._say(json.loads(encode(rank)) | {"attempt": self._attempt})
-        heir = [] if self._heir is None or self._heir.pid is None else [self._heir.pid]
-        stuck = self._ranks.clear(_CLEAR_S, [*spared, *heir, *self._vault.pids])
+            self._say(json.loads(encode_node_event(rank)) | {"attempt": self._attempt})
+        heir = [] if self._successor is None or self._successor.pid is None else [self._successor.pid]
+        stuck = self._ranks.clear(_CLEAN_UP_S, [*spared, *heir, *self._worker_process.pids])
         self._ranks = self._attempt = None
         for child in self._children:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -277,4 +283,4 @@ class Agent:
         return stuck
 
     def _say(self, message: dict[str, Any]) -> None:
-        self._uplink.session.say(**message)
+        self._supervisor_client.session.say(**message)

@@ -16,40 +16,40 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.agents.connection import Gate, Guest, Session
-from hpcrun.launch.agents.messages import problem_of_said
+from hpcrun.launch.agents.connection import AgentListener, PendingAgent, ReliableSession
+from hpcrun.launch.agents.messages import check_agent_message
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.heartbeat import TICK_S, AwakeClock, Pulse
-from hpcrun.runs.lease import LEADERLESS_S, RENEW_S, FencedError, Leader, Leadership
-from hpcrun.specs.io_retry import say
+from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.runs.lease import LEADER_TIMEOUT_S, LEASE_RENEW_S, FencedError, LeaderRecord, Leadership
+from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rundir import RunDir
 
-_HELLO_S = 120.0
-_BEAT_S = 1.0
-_SILENCE_S = 10.0
+_HELLO_TIMEOUT_S = 120.0
+_HEARTBEAT_S = 1.0
+_SILENCE_TIMEOUT_S = 10.0
 """An agent speaks every second; one that is silent for so long is lost."""
-_SILENT = f"its agent has said nothing for {_SILENCE_S:g} s"
-_GRACE_S = 4.0
+_SILENT = f"its agent has said nothing for {_SILENCE_TIMEOUT_S:g} s"
+_RECONNECT_S = 4.0
 """So long an agent has to connect again when its connection breaks."""
-_DOUBT_S = 4.0
+_SUSPECT_PARTITION_S = 4.0
 """When most agents are silent for so long, we may be the one who is cut off: the lease rests."""
-_SUCCESSOR_S = 25.0
+_FAILOVER_S = 25.0
 """So long others have then to take over: LEADERLESS_S, two more looks, their turns, and Slurm's word."""
-_ADOPT_S = 15.0
-_LEAVE_S = 20.0
+_ADOPT_TIMEOUT_S = 15.0
+_SHUTDOWN_S = 20.0
 """So long agents may take to end what is left of ranks, and to give memory back; then the job may end."""
-_MOST_LOSSES = 1
+_MAX_LOSSES = 1
 """A node that was lost more often is not called back."""
-_CALL_S = 30.0
+_RESTART_TIMEOUT_S = 30.0
 """So long an agent that is called back may take to come."""
 
 
-class Member:
+class AgentHandle:
     """One agent: what we have told each other, and the command that has started it."""
 
     def __init__(self, node: str, log: Path, clock: Callable[[], float]) -> None:
         self.node, self.log, self._clock = node, log, clock
-        self.session, self.id = Session(problem_of_said), ""
+        self.session, self.id = ReliableSession(check_agent_message), ""
         self._heard = clock()
         self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = self.has_left = False
@@ -97,11 +97,11 @@ class Member:
         """Why it must be taken for lost; None where there is no reason."""
         if self.is_ended:
             return f"its agent ended{self.last_words()}"
-        if self._broken is not None and self._clock() - self._broken > _GRACE_S:
+        if self._broken is not None and self._clock() - self._broken > _RECONNECT_S:
             return f"its agent has let the connection go{self._why}{self.last_words()}"
-        return _SILENT if self.silent_s > _SILENCE_S else None
+        return _SILENT if self.silent_s > _SILENCE_TIMEOUT_S else None
 
-    def give_up_calling(self) -> None:
+    def cancel_restart(self) -> None:
         """End the try to have another agent in its place."""
         if self.called is not None:
             self.called = None
@@ -119,7 +119,7 @@ class Member:
         return f"; it said last: {said[-1][:300]}" if said else ""
 
 
-class Crew:
+class AgentPool:
     """Agents that come to our gate, one a node."""
 
     def __init__(
@@ -139,24 +139,26 @@ class Crew:
         self._logs.mkdir(mode=0o700, exist_ok=True)
         self._leadership = leadership
         clock = AwakeClock()
-        self.members = {node: Member(node, self._logs / f"{node}.log", clock) for node in nodes}
+        self.members = {node: AgentHandle(node, self._logs / f"{node}.log", clock) for node in nodes}
         self._steps: list[subprocess.Popen[bytes]] = []
         self._again: Callable[[str], subprocess.Popen[bytes]] | None = None
-        self._put_aside: list[tuple[Member, dict[str, Any]]] = []
+        self._deferred: list[tuple[AgentHandle, dict[str, Any]]] = []
         self._is_closing = False
         self.lost: list[NodeLost] = []
         """The nodes that have ceased to answer, first one first."""
         secret = secrets.token_hex(32)
-        self._gate = Gate(address, secret, run.id, leadership.epoch, nodes)
+        self._agent_listener = AgentListener(address, secret, run.id, leadership.epoch, nodes)
         self._selector = selectors.EpollSelector()
-        self._selector.register(self._gate, selectors.EVENT_READ)
-        self._pulses = [Pulse(RENEW_S, leadership.renew), Pulse(_BEAT_S, self._beat)]
-        self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
+        self._selector.register(self._agent_listener, selectors.EVENT_READ)
+        self._heartbeats = [Heartbeat(LEASE_RENEW_S, leadership.renew), Heartbeat(_HEARTBEAT_S, self._beat)]
+        self._heartbeats.append(Heartbeat(CLOCK_TICK_S, clock.tick, math.inf))
         for node in self.members.keys() & {*gone} - {missing}:
             self.members[node].is_lost, self.members[node].losses = True, 1
         if missing in self.members:
             self.lose(self.members[missing], "its supervisor did not answer any more")
-        Leader(leadership.epoch, address, self._gate.port, secret, os.uname().nodename).publish(run)
+        LeaderRecord(
+            leadership.epoch, address, self._agent_listener.port, secret, os.uname().nodename
+        ).publish(run)
 
     def _beat(self) -> None:
         # Who goes on hearing us would not look for the one who leads now.
@@ -170,7 +172,7 @@ class Crew:
         return self._selector.fileno()
 
     @property
-    def living(self) -> list[Member]:
+    def living(self) -> list[AgentHandle]:
         """Those that answer."""
         return [one for one in self.members.values() if not one.is_lost]
 
@@ -185,7 +187,7 @@ class Crew:
             child = self._launch(command, environ, log)
             for node in nodes:
                 self.members[node].children.append(child)
-        self._await_hello(_HELLO_S)
+        self._await_hello(_HELLO_TIMEOUT_S)
         silent = [one for one in self.members.values() if not one.has_answered]
         for agent in silent:
             if agent.is_ended:
@@ -193,24 +195,26 @@ class Crew:
                 raise SiteError(f"{words}; log: {agent.log}")
         if silent:
             who = ", ".join(one.node for one in silent)
-            raise SiteError(f"no agent answered on {who} within {_HELLO_S:g} s")
+            raise SiteError(f"no agent answered on {who} within {_HELLO_TIMEOUT_S:g} s")
 
     def adopt(self, *, starts_missing: bool = False) -> None:
         """Wait for the agents that somebody else has started; who does not come in time is lost.
 
         `starts_missing`: that one may have been killed before it had started them all.
         """
-        self._await_hello(_ADOPT_S)
+        self._await_hello(_ADOPT_TIMEOUT_S)
         missing = [one for one in self.living if not one.has_answered]
         if starts_missing and missing and self._again is not None:
             for agent in missing:
                 agent.children.append(self._again(agent.node))
-            self._await_hello(_CALL_S)
+            self._await_hello(_RESTART_TIMEOUT_S)
         for agent in self.living:
             if not agent.has_answered:
                 self.lose(agent, "its agent did not come to the new supervisor")
 
-    def call_back_with(self, command: Callable[[str], Sequence[str]], environ: Mapping[str, str]) -> None:
+    def set_restart_command(
+        self, command: Callable[[str], Sequence[str]], environ: Mapping[str, str]
+    ) -> None:
         """How the agent of a lost node is started again, once it is tried."""
         self._again = lambda node: self._launch(command(node), environ, self._logs / f"{node}.log")
 
@@ -232,10 +236,10 @@ class Crew:
         self._steps.append(child)
         return child
 
-    def call_back(self) -> None:
+    def restart_lost_agents(self) -> None:
         """Try to start an agent again on nodes that were lost once: some come back. Nobody waits for it."""
         for agent in self.members.values():
-            is_wanted = agent.is_lost and agent.losses <= _MOST_LOSSES and agent.called is None
+            is_wanted = agent.is_lost and agent.losses <= _MAX_LOSSES and agent.called is None
             if is_wanted and self._again is not None:
                 agent.children.append(self._again(agent.node))
                 agent.called = time.monotonic()
@@ -248,17 +252,17 @@ class Crew:
             for _ in self.pump(0.1):
                 pass
 
-    def pump(self, timeout_s: float) -> Iterator[tuple[Member, dict[str, Any]]]:
+    def pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
         """What has come in, of agents that live; FencedError where another supervisor leads."""
-        for pulse in self._pulses:
-            pulse.come_by()
+        for pulse in self._heartbeats:
+            pulse.touch()
         self._leadership.check()
-        aside, self._put_aside = self._put_aside, []
+        aside, self._deferred = self._deferred, []
         yield from aside
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
                 continue
-            agent: Member = key.data
+            agent: AgentHandle = key.data
             channel = agent.session.channel
             messages = agent.session.hear()
             if messages:
@@ -268,7 +272,7 @@ class Crew:
                     agent.hello = message
                     if message.get("called"):
                         agent.called = None
-                    agent.give_up_calling()
+                    agent.cancel_restart()
                 elif message.get("kind") == "left":
                     agent.has_left = True
                 elif "kind" in message and not agent.is_lost:
@@ -276,36 +280,40 @@ class Crew:
             if channel is not None and channel.is_closed and agent.session.channel is channel:
                 self._break(agent, channel.why)
         # Also where nobody comes: those who have come and say nothing are shown out in time.
-        for guest in self._gate.arrivals():
+        for guest in self._agent_listener.arrivals():
             self._welcome(guest)
 
-    def refuse(self, agent: Member, why: str) -> None:
+    def refuse(self, agent: AgentHandle, why: str) -> None:
         """What it has said cannot be: its connection ends, and it may come again."""
         if agent.session.channel is not None:
             self._break(agent, why)
 
-    def _break(self, agent: Member, why: str) -> None:
+    def _break(self, agent: AgentHandle, why: str) -> None:
         if why:
-            say(f"{agent.node}: the connection to its agent is ended, to be made anew: {why}")
+            log_line(f"{agent.node}: the connection to its agent is ended, to be made anew: {why}")
         self._let_go(agent)
         agent.broken(why)
 
-    def _welcome(self, guest: Guest) -> None:
+    def _welcome(self, guest: PendingAgent) -> None:
         """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
-        agent = self.members[guest.badge.node]
-        if agent.losses > _MOST_LOSSES or guest.badge.session in agent.replaced:
+        agent = self.members[guest.identity.node]
+        if agent.losses > _MAX_LOSSES or guest.identity.session in agent.replaced:
             guest.refuse()
             return
-        if guest.badge.session != agent.id:
+        if guest.identity.session != agent.id:
             agent.tell(do="leave")
             agent.replaced.add(agent.id)
             if agent.id and not agent.is_lost:
                 self.lose(agent, "another agent has come in its place")
                 agent.losses -= 1
-            agent.session, agent.id, agent.hello = Session(problem_of_said), guest.badge.session, {}
+            agent.session, agent.id, agent.hello = (
+                ReliableSession(check_agent_message),
+                guest.identity.session,
+                {},
+            )
         self._let_go(agent)
         channel = guest.admit(agent.session.seen)
-        agent.session.attach(channel, guest.badge.seen)
+        agent.session.attach(channel, guest.identity.seen)
         self._selector.register(channel, selectors.EVENT_READ, agent)
         agent.heard()
         if agent.is_lost:
@@ -315,24 +323,24 @@ class Crew:
             if self._is_closing:
                 agent.tell(do="leave")
 
-    def _let_go(self, agent: Member) -> None:
+    def _let_go(self, agent: AgentHandle) -> None:
         if agent.session.channel is not None:
             self._selector.unregister(agent.session.channel)
             agent.session.detach()
 
-    def troubles(self) -> list[tuple[Member, str]]:
+    def find_unresponsive(self) -> list[tuple[AgentHandle, str]]:
         """Who must be taken for lost, and why; where most fall silent at once, it may be us who are lost."""
         if self._is_cut_off():
             self._wait_for_successor()
         for member in self.members.values():
-            if member.called is not None and time.monotonic() - member.called > _CALL_S:
-                member.give_up_calling()
+            if member.called is not None and time.monotonic() - member.called > _RESTART_TIMEOUT_S:
+                member.cancel_restart()
         found = ((agent, agent.trouble()) for agent in self.living)
         return [(agent, why) for agent, why in found if why is not None]
 
     def _is_cut_off(self) -> bool:
         living = self.living
-        silent = [one for one in living if one.silent_s > _DOUBT_S and not one.is_ended]
+        silent = [one for one in living if one.silent_s > _SUSPECT_PARTITION_S and not one.is_ended]
         return 2 * len(silent) > len(living)
 
     def _wait_for_successor(self) -> None:
@@ -345,10 +353,10 @@ class Crew:
         living = self.living
         began, has_killed = time.monotonic(), False
         try:
-            while self._is_cut_off() and time.monotonic() - began < _SUCCESSOR_S:
+            while self._is_cut_off() and time.monotonic() - began < _FAILOVER_S:
                 # What was put aside before comes first.
-                self._put_aside = list(self.pump(0.2))
-                if not has_killed and time.monotonic() - began > LEADERLESS_S - _DOUBT_S:
+                self._deferred = list(self.pump(0.2))
+                if not has_killed and time.monotonic() - began > LEADER_TIMEOUT_S - _SUSPECT_PARTITION_S:
                     # Before anybody else starts them, our own ranks are gone.
                     has_killed = True
                     for member in living:
@@ -357,7 +365,7 @@ class Crew:
         finally:
             self._leadership.is_paused = False
 
-    def lose(self, member: Member, why: str) -> NodeLost:
+    def lose(self, member: AgentHandle, why: str) -> NodeLost:
         """Give one up."""
         self._let_go(member)
         member.is_lost = True
@@ -369,12 +377,12 @@ class Crew:
         """End the agents, unless another supervisor has them now."""
         try:
             self._leadership.verify()
-            self._say_goodbye()
+            self._dismiss_agents()
         except FencedError:
             # At a signal that can be caught, and at the end of its own child too, srun would end the agents.
             for child in self._steps:
                 process.end_child(child)
-        for pulse in self._pulses:
+        for pulse in self._heartbeats:
             pulse.stop()
         for child in self._steps:
             process.end_child(child)
@@ -384,14 +392,14 @@ class Crew:
                 child.stdin.close()
         for agent in self.members.values():
             self._let_go(agent)
-        self._gate.close()
+        self._agent_listener.close()
         self._selector.close()
 
-    def _say_goodbye(self) -> None:
+    def _dismiss_agents(self) -> None:
         self._is_closing = True
         for agent in self.members.values():
             agent.tell(do="leave")
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = time.monotonic() + _SHUTDOWN_S
         # A connection that breaks tells nothing: whoever made it again is yet to hear that it may go.
         while time.monotonic() < deadline and any(
             not one.has_left and not one.trouble() for one in self.living

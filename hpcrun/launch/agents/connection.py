@@ -35,17 +35,17 @@ from hpcrun.authentication import (
 )
 from hpcrun.listeners import Door
 
-MOST_BYTES = 1 << 20
+MAX_AGENT_MESSAGE_BYTES = 1 << 20
 """A line is no longer; whoever sends more does not speak our language."""
-_MARK = 2 * MARK_BYTES
-_MOST_WAITING = 16 << 20
+_MAC_CHARS = 2 * MARK_BYTES
+_MAX_UNSENT_BYTES = 16 << 20
 """So many bytes may wait to be sent; who takes none of them any more is gone."""
-_CONNECT_S = 1.5
+_CONNECT_TIMEOUT_S = 1.5
 """A kernel answers at once, whatever its processes do; a lost packet is sent again after a second."""
-_NOBODY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
+_UNREACHABLE_ERRNOS = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 
 
-class WireError(Exception):
+class AgentConnectionError(Exception):
     """The other side cannot be reached, or is not who it should be."""
 
 
@@ -84,7 +84,7 @@ class Channel:
 
     def _put(self, data: bytes) -> None:
         self._outgoing += data
-        if len(self._outgoing) > _MOST_WAITING:
+        if len(self._outgoing) > _MAX_UNSENT_BYTES:
             self.is_closed = True
         if self.is_closed:
             return
@@ -96,7 +96,7 @@ class Channel:
         try:
             while data := self._connection.recv(65536):
                 self._incoming += data
-                if len(self._incoming) > _MOST_WAITING:
+                if len(self._incoming) > _MAX_UNSENT_BYTES:
                     break
             else:
                 self.is_closed = True
@@ -105,7 +105,7 @@ class Channel:
         except OSError:
             self.is_closed = True
         *lines, self._incoming = self._incoming.split(b"\n")
-        if any(len(line) > MOST_BYTES + _MARK for line in (*lines, self._incoming)):
+        if any(len(line) > MAX_AGENT_MESSAGE_BYTES + _MAC_CHARS for line in (*lines, self._incoming)):
             self.fail("what came is longer than any message")
             return []
         found = []
@@ -120,7 +120,7 @@ class Channel:
         """The message in a line, which nobody in between has touched."""
         if self.why:
             return None
-        mark, text = line[:_MARK], line[_MARK:]
+        mark, text = line[:_MAC_CHARS], line[_MAC_CHARS:]
         if not hmac.compare_digest(mark, self._hearing.mark(text + b"\n").hex().encode()):
             self.fail("what came is not what the other end has sent next: somebody is in between")
             return None
@@ -140,7 +140,7 @@ class Channel:
             self._connection.close()
 
 
-class Session:
+class ReliableSession:
     """What two sides have told each other, over as many connections as it takes."""
 
     def __init__(self, problem_of: Callable[[dict[str, Any]], str] = lambda _: "") -> None:
@@ -212,7 +212,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Badge:
+class AgentIdentity:
     """Who an agent says it is, and which run and epoch it wants to work for."""
 
     run: str
@@ -235,20 +235,20 @@ class Badge:
         return [self.run, self.epoch, self.node, self.session, self.seen]
 
 
-def join(
-    address: tuple[str, int], secret: str, badge: Badge, timeout_s: float = HANDSHAKE_S
+def connect_to_supervisor(
+    address: tuple[str, int], secret: str, badge: AgentIdentity, timeout_s: float = HANDSHAKE_S
 ) -> tuple[Channel, int]:
     """Connect to the supervisor: the connection, and what it has seen of ours; WireError when that fails."""
     deadline = time.monotonic() + timeout_s
     try:
-        connection = socket.create_connection(address, timeout=min(timeout_s, _CONNECT_S))
+        connection = socket.create_connection(address, timeout=min(timeout_s, _CONNECT_TIMEOUT_S))
     except OSError as error:
-        raise WireError(f"{address[0]}:{address[1]}: {error}") from None
+        raise AgentConnectionError(f"{address[0]}:{address[1]}: {error}") from None
     try:
         nonce = fresh_nonce()
         challenge = await_line(connection, deadline).get("nonce")
         if not is_word(challenge):
-            raise WireError("what listens there is no supervisor")
+            raise AgentConnectionError("what listens there is no supervisor")
         nonces = (challenge, nonce)
         mine = {"node": badge.node, "session": badge.session, "epoch": badge.epoch, "seen": badge.seen}
         connection.sendall(
@@ -257,35 +257,35 @@ def join(
         answer = await_line(connection, deadline)
         seen = answer.get("seen")
         if not is_count(seen) or not proves(answer.get("proof"), badge.proof(secret, "leader", nonces, seen)):
-            raise WireError("it does not know the run's secret")
-    except (OSError, WireError) as error:
+            raise AgentConnectionError("it does not know the run's secret")
+    except (OSError, AgentConnectionError) as error:
         connection.close()
-        raise WireError(f"{address[0]}:{address[1]}: {error}") from None
+        raise AgentConnectionError(f"{address[0]}:{address[1]}: {error}") from None
     return Channel(connection, *badge.keys(secret, ("agent", "leader"), nonces)), seen
 
 
-def host_answers(address: tuple[str, int]) -> bool:
+def is_host_reachable(address: tuple[str, int]) -> bool:
     """Whether there is a kernel at an address, with or without somebody who listens."""
     try:
-        socket.create_connection(address, timeout=_CONNECT_S).close()
+        socket.create_connection(address, timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        return not (isinstance(error, TimeoutError) or error.errno in _NOBODY)
+        return not (isinstance(error, TimeoutError) or error.errno in _UNREACHABLE_ERRNOS)
     return True
 
 
 @dataclass
-class Guest:
+class PendingAgent:
     """An agent that has proved that it knows the secret, and waits to be let in."""
 
-    badge: Badge
+    identity: AgentIdentity
     connection: socket.socket
     _secret: str = field(repr=False)
     _nonces: tuple[str, str]
 
     def admit(self, seen: int) -> Channel:
         """Let it in, and tell it what we have seen of its messages."""
-        proof = self.badge.proof(self._secret, "leader", self._nonces, seen)
-        keys = self.badge.keys(self._secret, ("leader", "agent"), self._nonces)
+        proof = self.identity.proof(self._secret, "leader", self._nonces, seen)
+        keys = self.identity.keys(self._secret, ("leader", "agent"), self._nonces)
         return Channel(self.connection, *keys, greeting={"seen": seen, "proof": proof})
 
     def refuse(self) -> None:
@@ -293,7 +293,7 @@ class Guest:
         self.connection.close()
 
 
-class Gate:
+class AgentListener:
     """Where agents come in; strangers are shown out and do no harm."""
 
     def __init__(self, address: str, secret: str, run: str, epoch: int, nodes: Collection[str]) -> None:
@@ -306,14 +306,14 @@ class Gate:
         """Becomes readable when somebody stands at the gate."""
         return self._door.fileno()
 
-    def arrivals(self) -> list[Guest]:
+    def arrivals(self) -> list[PendingAgent]:
         """Those who have proved that they are agents of this run; to be asked also when nobody comes."""
         return [
-            Guest(badge, connection, self._secret, nonces)
+            PendingAgent(badge, connection, self._secret, nonces)
             for connection, (badge, nonces) in self._door.arrivals()
         ]
 
-    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[Badge, tuple[str, str]] | None:
+    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[AgentIdentity, tuple[str, str]] | None:
         node, session, seen, theirs = (
             said.get("node"),
             said.get("session"),
@@ -325,7 +325,7 @@ class Gate:
         epoch = said.get("epoch")
         if node not in self._nodes or type(epoch) is not int or epoch != self._epoch:
             return None
-        badge, nonces = Badge(self._run, self._epoch, node, session, seen), (nonce, theirs)
+        badge, nonces = AgentIdentity(self._run, self._epoch, node, session, seen), (nonce, theirs)
         wanted = badge.proof(self._secret, "agent", nonces)
         return (badge, nonces) if proves(said.get("proof"), wanted) else None
 

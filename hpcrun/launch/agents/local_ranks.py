@@ -9,22 +9,22 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from hpcrun import process
-from hpcrun.launch.attempt_events import OnNode, RankEnded, RankMet, RankStopped, RankUp
-from hpcrun.launch.watch.hang_probe import look_into
-from hpcrun.launch.watch.progress_listener import Listener
-from hpcrun.launcher_world import rank_in
+from hpcrun.launch.attempt_events import NodeEvent, RankConnected, RankEnded, RankStarted, RankStopped
+from hpcrun.launch.watch.hang_probe import dump_stacks
+from hpcrun.launch.watch.progress_listener import ProgressListener
+from hpcrun.launcher_world import rank_from_environment
 from hpcrun.process import Handle, ProcessId
-from hpcrun.shm_segments import mpi_segments, remove_segments, segments_of, unmapped
+from hpcrun.shm_segments import mapped_segments, mpi_segments, remove_segments, unmapped_segments
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt
 
-_LOST_S = 1.0
+_NEVER_SEEN_S = 1.0
 _MOMENT_S = 0.05
 
 
 @dataclass
-class _Rank:
+class _RankState:
     handle: Handle
     up: bool = False
     met: bool = False
@@ -43,9 +43,9 @@ class NodeRanks:
     def __init__(self, attempt: Attempt, ranks: Collection[int], hears: str) -> None:
         """`hears`: the name of the socket through which ranks report their progress."""
         self._attempt, self._expected = attempt, frozenset(ranks)
-        self._listener = Listener(hears, ranks)
+        self._listener = ProgressListener(hears, ranks)
         self._node = os.uname().nodename
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _RankState] = {}
         self._lost: set[int] = set()
         self._stopped: set[int] = set()
         self._first_seen: float | None = None
@@ -80,7 +80,7 @@ class NodeRanks:
         met = {rank for rank, one in self._ranks.items() if one.met}
         return met >= self._expected
 
-    def ended(self) -> Iterator[OnNode]:
+    def ended(self) -> Iterator[NodeEvent]:
         """Who has ended since the last call, first death first."""
         # The kernel gives them in the order in which they became ready.
         woken = [key.data for key, _ in self._selector.select(0)]
@@ -92,7 +92,7 @@ class NodeRanks:
                 status = rank.handle.wait_status()
                 yield RankEnded(number, self._node, rank.handle.process.pid, status, time.time())
 
-    def appeared(self) -> Iterator[OnNode]:
+    def appeared(self) -> Iterator[NodeEvent]:
         """Who has come up, or met the others, since the last call."""
         if self._all_met:
             return
@@ -108,23 +108,27 @@ class NodeRanks:
             if known is None or not known.up:
                 self._hold(number, ProcessId(record["pid"], record["start_ticks"]))
                 self._ranks[number].up = True
-                yield RankUp(number, record["node"], record["pid"])
+                yield RankStarted(number, record["node"], record["pid"])
             if "shm" in record:
                 self._ranks[number].met = True
-                yield RankMet(number)
+                yield RankConnected(number)
         self._sample_segments()
 
-    def _find_processes(self) -> Iterator[OnNode]:
+    def _find_processes(self) -> Iterator[NodeEvent]:
         """Take hold of ranks as soon as they are started: they may end before they have said a word."""
         if self._ranks and self._first_seen is None:
             self._first_seen = time.monotonic()
         for found in self._candidates():
             environ = process.environment_of(found.pid)
-            rank = rank_in(environ) if environ.get(ATTEMPT_VARIABLE) == str(self._attempt.number) else None
+            rank = (
+                rank_from_environment(environ)
+                if environ.get(ATTEMPT_VARIABLE) == str(self._attempt.number)
+                else None
+            )
             if rank is not None and rank in self._expected and rank not in self._ranks:
                 self._hold(rank, found)
         # All ranks of a node start at once: who is not there a moment later has come and gone.
-        if self._first_seen is not None and time.monotonic() - self._first_seen > _LOST_S:
+        if self._first_seen is not None and time.monotonic() - self._first_seen > _NEVER_SEEN_S:
             for number in self._expected - self._ranks.keys() - self._lost:
                 self._lost.add(number)
                 yield RankEnded(number, self._node, None, None, time.time())
@@ -134,7 +138,7 @@ class NodeRanks:
             return process.descendants(self.below)
         return process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.run_id)
 
-    def heard(self) -> Iterator[OnNode]:
+    def heard(self) -> Iterator[NodeEvent]:
         """Where the ranks say they are, those that have spoken since the last call, and who is stopped."""
         yield from self._listener.hear()
         handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
@@ -147,7 +151,7 @@ class NodeRanks:
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks, for so long at most; what else is seen of each, from outside."""
         handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
-        return look_into(self._attempt, handles, self._listener.dumpable(), timeout_s)
+        return dump_stacks(self._attempt, handles, self._listener.dumpable(), timeout_s)
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
@@ -200,7 +204,7 @@ class NodeRanks:
         if not self._all_met:
             # A rank that dies inside MPI_Init has had no time to tell. What came since the launch and stays
             # without a process is garbage; a segment that another run just makes is mapped a moment later.
-            strays = unmapped(mpi_segments() - self._segments_before)
+            strays = unmapped_segments(mpi_segments() - self._segments_before)
             if strays:
                 time.sleep(_MOMENT_S)
             found |= strays
@@ -215,7 +219,7 @@ class NodeRanks:
             if not known.ended:
                 self._unregister(known.handle)
             known.handle.close()
-        self._ranks[rank] = _Rank(Handle(found))
+        self._ranks[rank] = _RankState(Handle(found))
         descriptor = self._ranks[rank].handle.fileno()
         if descriptor is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
@@ -223,7 +227,7 @@ class NodeRanks:
     def _sample_segments(self) -> None:
         for rank in self._ranks.values():
             if not rank.ended:
-                self._segments |= segments_of(rank.handle.process.pid)
+                self._segments |= mapped_segments(rank.handle.process.pid)
 
     def _unregister(self, handle: Handle) -> None:
         descriptor = handle.fileno()

@@ -7,17 +7,17 @@ import select
 import time
 from typing import Any
 
-from hpcrun.launch.agents.memory_cleanup import sweep_arenas
-from hpcrun.launch.agents.worker_process import DrainHost
+from hpcrun.launch.agents.memory_cleanup import clean_up_memory
+from hpcrun.launch.agents.worker_process import WorkerProcess
 from hpcrun.specs.rundir import RunDir
 
 
-class Hosts:
+class LocalWorkers:
     """A worker for each node that was told something."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._hosts: dict[str, DrainHost] = {}
+        self._hosts: dict[str, WorkerProcess] = {}
         self._said: list[tuple[str, dict[str, Any]]] = []
 
     @property
@@ -31,17 +31,17 @@ class Hosts:
             self._hosts[node] = self._open(node)
         self._hosts[node].obey(told)
 
-    def _open(self, node: str) -> DrainHost:
+    def _open(self, node: str) -> WorkerProcess:
         from hpcrun.process import with_our_package
 
         if not self._hosts:
-            for text in sweep_arenas(self._run):
+            for text in clean_up_memory(self._run):
                 self._said.append((node, {"kind": "log", "text": text}))
 
         def say(message: dict[str, Any]) -> None:
             self._said.append((node, message["told"]))
 
-        return DrainHost(self._run, node, say, with_our_package(os.environ), address="127.0.0.1")
+        return WorkerProcess(self._run, node, say, with_our_package(os.environ), address="127.0.0.1")
 
     def hear(self) -> list[tuple[str, dict[str, Any]]]:
         """What they have said since the last call."""

@@ -8,8 +8,8 @@ from hpcrun.checkpoint.flush.arena import SHM
 from hpcrun.checkpoint.flush.stale_memory import clean_up
 from hpcrun.errors import UsageError
 from hpcrun.files import clock_of
-from hpcrun.runs.lease import is_led
-from hpcrun.runs.run_lock import is_running_here
+from hpcrun.runs.lease import has_active_leader
+from hpcrun.runs.run_lock import is_supervisor_alive_here
 from hpcrun.specs.rundir import RunDir
 
 _STALE_S = 600.0
@@ -17,11 +17,11 @@ _STALE_S = 600.0
 record of its end may be gone on with by then."""
 
 
-def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
+def clean_up_memory(own: RunDir, root: Path = SHM) -> list[str]:
     """Remove what runs of this user that are over have left on this node; a line for each of them."""
 
     def is_alive(path: Path) -> bool:
-        return path == own.path or leads(RunDir(path))
+        return path == own.path or may_have_leader(RunDir(path))
 
     return [
         f"{folder}: removed {size_bytes >> 20} MiB that a run has left in memory; it is over"
@@ -29,15 +29,15 @@ def sweep_arenas(own: RunDir, root: Path = SHM) -> list[str]:
     ]
 
 
-def leads(run: RunDir) -> bool:
+def may_have_leader(run: RunDir) -> bool:
     """Whether somebody may still be leading a run, or about to go on with it; in doubt it is so."""
     try:
         if run.exit.exists() or not run.path.is_dir():
             return False
         signs = [path.stat().st_mtime for path in (run.lease, run.events, run.metrics) if path.exists()]
-        if clock_of(run.path) - max(signs, default=0.0) < _STALE_S or is_running_here(run):
+        if clock_of(run.path) - max(signs, default=0.0) < _STALE_S or is_supervisor_alive_here(run):
             return True
         # The stamps may be of another clock than ours after all: some file systems take the writer's.
-        return is_led(run)
+        return has_active_leader(run)
     except (OSError, UsageError):
         return True

@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-Shape = Any
+MessageShape = Any
 """A type; None; a tuple of shapes, one of which fits; a list or a dict whose values all have one shape."""
 
-_TEXTS: Shape = [str]
-_MAYBE_COUNT: Shape = (int, None)
-_NUMBER: Shape = (int, float)
+_TEXTS: MessageShape = [str]
+_MAYBE_COUNT: MessageShape = (int, None)
+_NUMBER: MessageShape = (int, float)
 
 _STAMP = {"generation": str, "step": int, "position": int, "world_size": int, "attempt": int}
-TOLD: dict[str, Shape] = {
+WORKER_MESSAGE_FIELDS: dict[str, MessageShape] = {
     **_STAMP,
     "kind": str,
     "id": int,
@@ -40,7 +40,7 @@ TOLD: dict[str, Shape] = {
 """What the drain worker of a node tells, whatever it tells of; there may be more."""
 
 _ATTEMPT = {"attempt": int}
-SAID: dict[str, dict[str, Shape]] = {
+AGENT_MESSAGES: dict[str, dict[str, MessageShape]] = {
     "beat": {},
     "hello": {"node": str, "pid": int, "address": _TEXTS, "called": bool, "inside": (dict, None)},
     "left": {},
@@ -86,7 +86,7 @@ SAID: dict[str, dict[str, Shape]] = {
 """What an agent says, by its kind."""
 
 _ANY_ATTEMPT = {"attempt": _MAYBE_COUNT}
-ORDERS: dict[str, dict[str, Shape]] = {
+AGENT_ORDERS: dict[str, dict[str, MessageShape]] = {
     "beat": {},
     "leave": {},
     "warm": _ATTEMPT,
@@ -122,25 +122,31 @@ ORDERS: dict[str, dict[str, Shape]] = {
 """What a supervisor orders, by its verb."""
 
 
-def problem_of_said(message: dict[str, Any]) -> str:
+def check_agent_message(message: dict[str, Any]) -> str:
     """What is wrong with what an agent has said; empty where nothing is."""
-    problem = _problem_of(message, "kind", SAID)
+    problem = _check_message(message, "kind", AGENT_MESSAGES)
     if problem or message["kind"] != "drain":
         return problem
     told: dict[str, Any] = message["told"]
-    wrong = [name for name, value in told.items() if name in TOLD and not _fits(value, TOLD[name])]
+    wrong = [
+        name
+        for name, value in told.items()
+        if name in WORKER_MESSAGE_FIELDS and not _has_shape(value, WORKER_MESSAGE_FIELDS[name])
+    ]
     stamp = told.get("stamp", {})
     if type(stamp) is dict:
-        wrong += [name for name, value in stamp.items() if name in _STAMP and not _fits(value, _STAMP[name])]
+        wrong += [
+            name for name, value in stamp.items() if name in _STAMP and not _has_shape(value, _STAMP[name])
+        ]
     return f"its drain worker's {told.get('kind')} has a wrong {wrong[0]}" if wrong else ""
 
 
-def problem_of_order(message: dict[str, Any]) -> str:
+def check_agent_order(message: dict[str, Any]) -> str:
     """What is wrong with an order; empty where nothing is."""
-    return _problem_of(message, "do", ORDERS)
+    return _check_message(message, "do", AGENT_ORDERS)
 
 
-def _problem_of(message: dict[str, Any], by: str, known: dict[str, dict[str, Shape]]) -> str:
+def _check_message(message: dict[str, Any], by: str, known: dict[str, dict[str, MessageShape]]) -> str:
     kind = message.get(by)
     shape = known.get(kind) if type(kind) is str else None
     if shape is None:
@@ -151,20 +157,20 @@ def _problem_of(message: dict[str, Any], by: str, known: dict[str, dict[str, Sha
         shape = {**shape, **({"places": {str: [(str, int)]}} if values.get("step") == "try" else {})}
     if values.keys() != shape.keys():
         return f"{kind} has {', '.join(values) or 'nothing'} where {', '.join(shape) or 'nothing'} belongs"
-    wrong = [name for name, value in values.items() if not _fits(value, shape[name])]
+    wrong = [name for name, value in values.items() if not _has_shape(value, shape[name])]
     return f"{kind} has a wrong {wrong[0]}" if wrong else ""
 
 
-def _fits(value: Any, shape: Shape) -> bool:
+def _has_shape(value: Any, shape: MessageShape) -> bool:
     if shape is None:
         return value is None
     if isinstance(shape, tuple):
-        return any(_fits(value, one) for one in shape)
+        return any(_has_shape(value, one) for one in shape)
     if isinstance(shape, list):
-        return type(value) is list and all(_fits(one, shape[0]) for one in value)
+        return type(value) is list and all(_has_shape(one, shape[0]) for one in value)
     if isinstance(shape, dict):
         ((_, inner),) = shape.items()
-        return type(value) is dict and all(_fits(one, inner) for one in value.values())
+        return type(value) is dict and all(_has_shape(one, inner) for one in value.values())
     # Not isinstance: true is no number here, nor is what no C integer holds, nor infinity.
     if type(value) is not shape:
         return False

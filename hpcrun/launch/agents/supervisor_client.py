@@ -10,20 +10,27 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcrun.errors import HpcrunError
-from hpcrun.launch.agents.connection import Badge, Channel, Session, WireError, host_answers, join
-from hpcrun.launch.agents.messages import problem_of_order
-from hpcrun.launch.heartbeat import TICK_S, AwakeClock, Pulse
+from hpcrun.launch.agents.connection import (
+    AgentConnectionError,
+    AgentIdentity,
+    Channel,
+    ReliableSession,
+    connect_to_supervisor,
+    is_host_reachable,
+)
+from hpcrun.launch.agents.messages import check_agent_order
+from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
 from hpcrun.runs import lease
-from hpcrun.runs.lease import Leader, Vigil
-from hpcrun.specs.io_retry import say
+from hpcrun.runs.lease import LeaderRecord, LeaseMonitor
+from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rundir import RunDir
 
-BEAT_S = 1.0
+AGENT_HEARTBEAT_S = 1.0
 """How often an agent says that it is there."""
-_SEEK_S = 0.5
+_POLL_S = 0.5
 
 
-class Uplink:
+class SupervisorClient:
     """The connection to whoever leads the run now.
 
     What may wait, for the network or the file system, is done in threads: the agent has ranks to watch.
@@ -33,34 +40,37 @@ class Uplink:
         """`position`: whose turn it is to take over; `may_claim`: asked before, None where nobody may."""
         self._run, self._node, self._may_claim = run, node, may_claim
         clock = AwakeClock()
-        self.vigil = Vigil(position, clock)
-        self.session, self._id = Session(problem_of_order), ""
+        self.lease_monitor = LeaseMonitor(position, clock)
+        self.session, self._id = ReliableSession(check_agent_order), ""
         self.epoch = 0
         """The newest supervisor's that was met."""
-        self.won: int | None = None
+        self.won_epoch: int | None = None
         """The epoch that is ours to find a supervisor for."""
         self._lock = threading.Lock()
-        self._arrived: tuple[Leader, Channel, int, Session, str] | None = None
-        seekers = (self._look_for_leader, self._look_at_lease, self._try_host)
-        self._pulses = [Pulse(BEAT_S, self._beat), *(Pulse(_SEEK_S, seek) for seek in seekers)]
-        self._pulses.append(Pulse(TICK_S, clock.tick, math.inf))
+        self._arrived: tuple[LeaderRecord, Channel, int, ReliableSession, str] | None = None
+        seekers = (self._find_leader, self._check_lease, self._probe_host)
+        self._heartbeats = [
+            Heartbeat(AGENT_HEARTBEAT_S, self._beat),
+            *(Heartbeat(_POLL_S, seek) for seek in seekers),
+        ]
+        self._heartbeats.append(Heartbeat(CLOCK_TICK_S, clock.tick, math.inf))
 
     def hear(self) -> list[dict[str, Any]]:
         """The orders that have come."""
-        for pulse in self._pulses:
-            pulse.come_by()
+        for pulse in self._heartbeats:
+            pulse.touch()
         messages = self.session.hear()
         if messages:
-            self.vigil.heard()
+            self.lease_monitor.heard()
         channel = self.session.channel
         # A connection that brings nothing may be dead without knowing it.
-        if channel is not None and (channel.is_closed or self.vigil.is_orphaned):
+        if channel is not None and (channel.is_closed or self.lease_monitor.is_orphaned):
             if channel.why:
-                say(f"the connection to the supervisor is ended and made anew: {channel.why}")
+                log_line(f"the connection to the supervisor is ended and made anew: {channel.why}")
             self.session.detach()
         return messages
 
-    def arrive(self) -> tuple[Channel, bool] | None:
+    def take_new_connection(self) -> tuple[Channel, bool] | None:
         """A new connection, and whether a supervisor that we had not met stands behind it."""
         with self._lock:
             arrived, self._arrived = self._arrived, None
@@ -71,16 +81,16 @@ class Uplink:
         self.session.detach()
         self.session, self._id, self.epoch = session, number, leader.epoch
         self.session.attach(channel, seen)
-        self.vigil.heard()
+        self.lease_monitor.heard()
         return channel, is_new
 
     def _beat(self) -> None:
         self.session.beat(kind="beat")
 
-    def _look_for_leader(self) -> None:
-        if self._arrived is not None or not (self.session.channel is None or self.vigil.is_quiet):
+    def _find_leader(self) -> None:
+        if self._arrived is not None or not (self.session.channel is None or self.lease_monitor.is_quiet):
             return
-        with contextlib.suppress(OSError, HpcrunError, WireError):
+        with contextlib.suppress(OSError, HpcrunError, AgentConnectionError):
             leader = lease.read_leader(self._run)
             if leader is None or leader.epoch < self.epoch:
                 return
@@ -88,44 +98,44 @@ class Uplink:
                 return
             session, number = self.session, self._id
             if leader.epoch > self.epoch:
-                session, number = Session(problem_of_order), secrets.token_hex(8)
-            badge = Badge(self._run.id, leader.epoch, self._node, number, session.seen)
-            channel, seen = join((leader.address, leader.port), leader.secret, badge)
+                session, number = ReliableSession(check_agent_order), secrets.token_hex(8)
+            badge = AgentIdentity(self._run.id, leader.epoch, self._node, number, session.seen)
+            channel, seen = connect_to_supervisor((leader.address, leader.port), leader.secret, badge)
             with self._lock:
                 self._arrived = leader, channel, seen, session, number
 
-    def _try_host(self) -> None:
+    def _probe_host(self) -> None:
         """Whether there is a machine at all where the supervisor was; a dead one takes its time to say no."""
-        if not self.vigil.is_quiet or self._may_claim is None:
+        if not self.lease_monitor.is_quiet or self._may_claim is None:
             return
         with contextlib.suppress(OSError):
             leader = lease.read_leader(self._run)
             if leader is not None:
-                self.vigil.tried(host_answers((leader.address, leader.port)))
+                self.lease_monitor.tried(is_host_reachable((leader.address, leader.port)))
 
-    def _look_at_lease(self) -> None:
-        if not self.vigil.is_quiet or self.won is not None:
+    def _check_lease(self) -> None:
+        if not self.lease_monitor.is_quiet or self.won_epoch is not None:
             return
         with contextlib.suppress(OSError, HpcrunError):
             # Known before the look: who comes while Slurm is asked, which may take long, has come before us.
             epoch = lease.newest_epoch(self._run) + 1
-            move = self.vigil.look(lease.sign_of(self._run))
+            move = self.lease_monitor.look(lease.leader_fingerprint(self._run))
             if self._may_claim is None:
                 return
             if move == "bid":
-                lease.bid(self._run, self._node)
-                self.vigil.bidden()
+                lease.write_lease_probe(self._run, self._node)
+                self.lease_monitor.probe_written()
             elif move == "claim":
                 self._claim(epoch, self._may_claim())
 
     def _claim(self, epoch: int, may: bool) -> None:
         if not may:
-            self.vigil.refused()
-        elif self.vigil.is_quiet and lease.claim(self._run, epoch):
-            self.won = epoch
+            self.lease_monitor.refused()
+        elif self.lease_monitor.is_quiet and lease.claim_epoch(self._run, epoch):
+            self.won_epoch = epoch
 
     def close(self) -> None:
         """Let go of everything."""
-        for pulse in self._pulses:
+        for pulse in self._heartbeats:
             pulse.stop()
         self.session.detach()

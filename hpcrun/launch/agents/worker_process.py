@@ -22,27 +22,27 @@ from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.flush.arena import SHM, arena_folder, remove_folder
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
-from hpcrun.launcher_world import without_world
+from hpcrun.launcher_world import without_rank_variables
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
-KIND = "drain"
+WORKER_MESSAGE_KIND = "drain"
 """What messages about drain workers are called between agent and supervisor."""
-COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_drain")
-_MOST_BYTES = 256 << 10
+WORKER_COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_drain")
+_MAX_BYTES = 256 << 10
 """Longer inventories are told in pieces: a line between agent and supervisor has its limit."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
-_CALM_S = 60.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
+_STABLE_S = 60.0
 """A worker that has lived for so long starts with a clean record."""
-_LEAVE_S = 3.0
+_SHUTDOWN_S = 3.0
 _PING_S = 10.0
-_STUCK_S, _RESERVING_S = 120.0, 900.0
+_HANG_TIMEOUT_S, _RESERVE_TIMEOUT_S = 120.0, 900.0
 """A worker from which nothing is heard for so long is ended; one that makes memory may take longer."""
-_LATE_S = 2.0
+_MAX_COUNTED_GAP_S = 2.0
 """A longer time between two looks at it counts for no more: this host itself may have been stopped."""
 
 
-class DrainHost:
+class WorkerProcess:
     """One node's worker."""
 
     def __init__(
@@ -59,8 +59,8 @@ class DrainHost:
         `address`: where the worker is to listen for those of other nodes; else as the order says.
         """
         self._address = address
-        self._run, self._node, self._say, self._command = run, node, say, tuple(command or COMMAND)
-        self._environ = without_world(environ)
+        self._run, self._node, self._say, self._command = run, node, say, tuple(command or WORKER_COMMAND)
+        self._environ = without_rank_variables(environ)
         # By these the processes of an attempt are known.
         for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE, ATTEMPT_VARIABLE):
             self._environ.pop(name, None)
@@ -69,7 +69,7 @@ class DrainHost:
         self._read, self._unsent = b"", b""
         self._configured: dict[str, Any] | None = None
         self._began, self._deaths, self._again_at = 0.0, 0, 0.0
-        self._looked, self._quiet_s, self._patience_s, self._is_pinged = 0.0, 0.0, _STUCK_S, False
+        self._looked, self._quiet_s, self._patience_s, self._is_pinged = 0.0, 0.0, _HANG_TIMEOUT_S, False
 
     def fileno(self) -> int:
         """Becomes readable when the worker has said something, or has ended."""
@@ -96,12 +96,12 @@ class DrainHost:
         self._flush()
         for message in self._messages():
             self._quiet_s, self._is_pinged = 0.0, False
-            self._patience_s = _RESERVING_S if message.get("kind") == "reserving" else _STUCK_S
+            self._patience_s = _RESERVE_TIMEOUT_S if message.get("kind") == "reserving" else _HANG_TIMEOUT_S
             if message.get("kind") not in ("pong", "reserving"):
                 self._tell(message)
         self._watch()
         if self._child is not None and self._child.poll() is not None:
-            self._bury(self._child)
+            self._handle_worker_exit(self._child)
         if self._child is None and self._again_at and time.monotonic() >= self._again_at:
             self._start()
             if self._configured is not None:
@@ -117,7 +117,7 @@ class DrainHost:
             with contextlib.suppress(OSError):
                 child.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(_LEAVE_S)
+                child.wait(_SHUTDOWN_S)
             child.kill()
             child.wait()
             child.stdout.close()
@@ -146,12 +146,17 @@ class DrainHost:
         self._selector.register(child.stdout, selectors.EVENT_READ)
         self._child, self._began, self._again_at = child, time.monotonic(), 0.0
         self._read = self._unsent = b""
-        self._looked, self._quiet_s, self._patience_s, self._is_pinged = self._began, 0.0, _STUCK_S, False
+        self._looked, self._quiet_s, self._patience_s, self._is_pinged = (
+            self._began,
+            0.0,
+            _HANG_TIMEOUT_S,
+            False,
+        )
 
     def _watch(self) -> None:
         """A worker that hangs does less for anybody than a new one."""
         now = time.monotonic()
-        self._quiet_s += min(now - self._looked, _LATE_S)
+        self._quiet_s += min(now - self._looked, _MAX_COUNTED_GAP_S)
         self._looked = now
         if self._child is None or self._configured is None:
             return
@@ -165,7 +170,7 @@ class DrainHost:
             self._is_pinged = True
             self._send({"do": "ping"})
 
-    def _bury(self, child: subprocess.Popen[bytes]) -> None:
+    def _handle_worker_exit(self, child: subprocess.Popen[bytes]) -> None:
         """Whatever it was storing is lost to the levels below; what is in memory is not."""
         assert child.stdin is not None
         assert child.stdout is not None
@@ -175,8 +180,8 @@ class DrainHost:
             child.stdin.close()
         self._child = None
         now = time.monotonic()
-        self._deaths = 1 if now - self._began > _CALM_S else self._deaths + 1
-        pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 4.0 ** (self._deaths - 1))
+        self._deaths = 1 if now - self._began > _STABLE_S else self._deaths + 1
+        pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 4.0 ** (self._deaths - 1))
         self._again_at = now + pause
         self._tell({"kind": "died", "status": child.returncode, "again_s": pause, "why": self._last_words()})
 
@@ -224,11 +229,11 @@ class DrainHost:
             return ""
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for piece in split(message):
-            self._say({"kind": KIND, "node": self._node, "told": piece})
+        for piece in split_message(message):
+            self._say({"kind": WORKER_MESSAGE_KIND, "node": self._node, "told": piece})
 
 
-def split(message: dict[str, Any], most_bytes: int = _MOST_BYTES) -> Iterator[dict[str, Any]]:
+def split_message(message: dict[str, Any], most_bytes: int = _MAX_BYTES) -> Iterator[dict[str, Any]]:
     """A message in pieces that are not too long: all but the last say that there is more."""
     holdings = message.get("holdings")
     if not isinstance(holdings, list):

@@ -22,20 +22,20 @@ from hpcrun.checkpoint.restore.intact_parts import find_scraps
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.checkpointing.durability_watchdog import Undurable
-from hpcrun.launch.checkpointing.level_tracker import Story
-from hpcrun.launch.checkpointing.object_restore import FarAway
-from hpcrun.launch.checkpointing.pumping import meanwhile
-from hpcrun.launch.checkpointing.spare_replicas import Guests, count_of_guests
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
+from hpcrun.launch.checkpointing.level_tracker import LevelTracker
+from hpcrun.launch.checkpointing.object_restore import ObjectStoreSource
+from hpcrun.launch.checkpointing.pumping import run_while_pumping
+from hpcrun.launch.checkpointing.spare_replicas import SpareReplicaScheduler, count_spare_replicas
 from hpcrun.launch.checkpointing.suspect_saves import (
-    in_doubt,
-    note_doubt,
-    note_failure,
-    read_poison,
-    tells_against,
+    generations_to_verify,
+    implicates_save,
+    read_suspect_saves,
+    record_failed_restart,
+    record_load_failure,
 )
-from hpcrun.launch.checkpointing.worker_client import Workers
+from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -45,13 +45,13 @@ from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import Saved, read_saves, refuse_strangers, saved_steps, sort_saves
 
 _TRIES = 3
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
-Tell = Callable[..., None]
+EventCallback = Callable[..., None]
 """Write an event: of which attempt, which event, and what more."""
 
 
-class Keeper:
+class CheckpointCoordinator:
     """One a run, for all its attempts."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Keeper:
         run: RunDir,
         spec: JobSpec,
         nodes: Nodes,
-        tell: Tell,
+        tell: EventCallback,
         note: Callable[[str], None],
         network: NetworkSpec | None = None,
     ) -> None:
@@ -67,22 +67,22 @@ class Keeper:
         self._network = network or NetworkSpec()
         self._run, self._spec, self._nodes = run, spec, nodes
         self._tell, self._note = tell, note
-        self._workers = Workers(nodes)
-        self._guests = Guests(self._workers, nodes, spec.checkpoint, note)
+        self._workers = WorkerClient(nodes)
+        self._guests = SpareReplicaScheduler(self._workers, nodes, spec.checkpoint, note)
         self._secret = secrets.token_hex(32)
-        self._story = Story(())
+        self._level_tracker = LevelTracker(())
         self._attempt: Attempt | None = None
         self._restored: Stamp | None = None
-        self._is_near = False
+        self._restored_from_nodes = False
         """Whether something of it came from nodes."""
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
         self._scraps: dict[tuple[Stamp, frozenset[int]], Holding | None] = {}
         """What was found in the run directory, so that it is read once a decision."""
-        self._undurable = Undurable(run, spec.checkpoint)
+        self._durability_watchdog = DurabilityWatchdog(run, spec.checkpoint)
         wanted = spec.checkpoint.object
-        self._far = FarAway(run, wanted, nodes.rest, note) if wanted is not None else None
+        self._far = ObjectStoreSource(run, wanted, nodes.rest, note) if wanted is not None else None
 
     @property
     def has_levels(self) -> bool:
@@ -98,7 +98,7 @@ class Keeper:
         """The newest step that can be gone on from, as far as is known without asking."""
         steps = saved_steps(self._run.checkpoints)
         restored = self._restored.step if self._restored else 0
-        near = self._story.complete.get("parity" if is_node_lost else "memory", 0)
+        near = self._level_tracker.complete.get("parity" if is_node_lost else "memory", 0)
         if is_node_lost:
             near = max(near, self._guests.covered_step())
         return max(steps[-1].step if steps else 0, restored, near)
@@ -110,8 +110,8 @@ class Keeper:
         damaged; UsageError where the job wants a loss survived that these nodes cannot.
         """
         self._attempt, self._restored = attempt, None
-        self._story = Story(placement.nodes)
-        self._undurable.begin()
+        self._level_tracker = LevelTracker(placement.nodes)
+        self._durability_watchdog.begin()
         if self._spec.checkpoint.object is not None and not self.has_levels and attempt.number == 1:
             self._note(
                 "checkpoint.object: only saves that go through memory are copied, and checkpoint.memory is 0;"
@@ -121,17 +121,17 @@ class Keeper:
         begin = time.monotonic()
         plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
         if self._far is not None and attempt.number > 1 and (plan.stamp is None or plan.passed_over):
-            plan = self._far.better(plan, placement.nodes)
-        self._restored, self._is_near = plan.stamp, bool(plan.sources)
+            plan = self._far.find_newer(plan, placement.nodes)
+        self._restored, self._restored_from_nodes = plan.stamp, bool(plan.sources)
         is_told = self.has_levels or plan.poisoned or plan.copy
         if is_told and (plan.stamp is not None or plan.passed_over):
-            self._tell_of(attempt, plan, silent, time.monotonic() - begin)
+            self._report_restore(attempt, plan, silent, time.monotonic() - begin)
         self._write(attempt, plan)
         if self.has_levels:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
             self._guests.begin(attempt.number, placement, domains, plan)
-        return {DRAIN_VARIABLE: socket_mark(self._run)} if self._workers.ready else {}
+        return {DRAIN_VARIABLE: worker_socket_template(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
         """Have a worker on every node that lives; those that have none."""
@@ -185,7 +185,7 @@ class Keeper:
 
     def _settle(self, placement: Placement) -> RestorePlan:
         """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
-        self._proved, self._scraps = in_doubt(self._run), {}
+        self._proved, self._scraps = generations_to_verify(self._run), {}
         holdings, mute = self._workers.inventory(self._workers.ready, self._proved)
         if mute:
             self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
@@ -198,7 +198,7 @@ class Keeper:
                     holdings.append(replace(outcome, level="parity"))
                     continue
                 self._note(f"step {order.stamp.step} cannot be rebuilt on {order.node}: {outcome}")
-                holdings = [one for one in holdings if not _is_of(one, order.stamp, order.members)]
+                holdings = [one for one in holdings if not _is_in_set(one, order.stamp, order.members)]
         return self._look_around([one for one in holdings if one.parity is None], placement)
 
     def _look_around(self, holdings: Sequence[Holding], placement: Placement) -> RestorePlan:
@@ -206,31 +206,33 @@ class Keeper:
         found = sort_saves(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
-        check = _check if self.has_levels else _cheapest_check
-        poison = read_poison(self._run)
-        plan = decide(holdings, found.own, unreadable, [], poison, nodes, check, self._scraps_of)
+        check = _check_metadata if self.has_levels else _check_files
+        poison = read_suspect_saves(self._run)
+        plan = decide(holdings, found.own, unreadable, [], poison, nodes, check, self._find_intact_parts)
         # Where there is no other attempt, ranks had better take an older save than end.
         return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
 
-    def _scraps_of(self, stamp: Stamp, missing: Collection[int]) -> Holding | None:
+    def _find_intact_parts(self, stamp: Stamp, missing: Collection[int]) -> Holding | None:
         """What the run directory has of what no node has; all of it is read where that is in doubt."""
         key = stamp, frozenset(missing)
         if key not in self._scraps:
             # Without another attempt there is none to find out what is damaged, either.
             prove = stamp.generation in self._proved or self._spec.retries is None
             search = partial(find_scraps, self._run.checkpoints, stamp, key[1], prove=prove)
-            self._scraps[key] = meanwhile(self._nodes.rest, search)
+            self._scraps[key] = run_while_pumping(self._nodes.rest, search)
         return self._scraps[key]
 
-    def _tell_of(self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float) -> None:
+    def _report_restore(
+        self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float
+    ) -> None:
         step = plan.stamp.step if plan.stamp else 0
         rebuilt = sum(one.level == "parity" for one in plan.sources)
-        more = {"lost_steps": plan.lost_steps, "passed_over": list(plan.passed_over[:_MOST_NAMED])}
+        more = {"lost_steps": plan.lost_steps, "passed_over": list(plan.passed_over[:_MAX_NAMED])}
         more |= {"levels": list(plan.levels), "rebuilt": rebuilt, "seconds": seconds, "silent": list(silent)}
-        more |= {"from_spares": count_of_guests(plan)}
+        more |= {"from_spares": count_spare_replicas(plan)}
         generation = plan.stamp.generation if plan.stamp else None
         self._tell(attempt, "restore", step=step, generation=generation, **more)
-        for text in plan.passed_over[:_MOST_NAMED]:
+        for text in plan.passed_over[:_MAX_NAMED]:
             self._note(f"passed over: {text}")
         if plan.stamp is None:
             self._note("nothing that was saved is whole: starting from the beginning")
@@ -261,7 +263,7 @@ class Keeper:
         news, self._workers.news = self._workers.news, []
         for node, message in news:
             self._hear(node, message)
-        told = self._undurable.look()
+        told = self._durability_watchdog.look()
         if told is None or self._attempt is None:
             return None
         self._tell(self._attempt, "undurable", message=told)
@@ -277,7 +279,7 @@ class Keeper:
                 why = f": {message['why']}" if message.get("why") else ""
                 self._note(f"the drain worker of {node} died{why}; another one is started")
                 self._tell(attempt, "drain died", node=node, wait_status=message.get("status"))
-                events = self._story.died(node, why)
+                events = self._level_tracker.died(node, why)
             case "ready":
                 self._workers.refresh()
                 return
@@ -292,13 +294,13 @@ class Keeper:
                 self._note(f"{node}: its drain worker: {message.get('why')}")
                 return
             case _:
-                events = self._story.hear(node, message)
+                events = self._level_tracker.hear(node, message)
         for event in events:
             self._tell(attempt, "checkpoint", **event)
-        for event in self._guests.hear(node, message, self._story.whole):
+        for event in self._guests.hear(node, message, self._level_tracker.whole):
             self._tell(attempt, "spare copies", **event)
 
-    def after(self, outcome: Outcome) -> None:
+    def after(self, outcome: AttemptOutcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""
         self.look()
         if outcome.status == "done" and self.has_levels:
@@ -309,9 +311,9 @@ class Keeper:
             self._failed_to_load(str(failed["generation"]))
             return
         began = self._restored
-        if began is None or not tells_against(outcome, began.step, self.step()):
+        if began is None or not implicates_save(outcome, began.step, self.step()):
             return
-        count = note_failure(self._run, began.generation or f"step-{began.step:08d}")
+        count = record_failed_restart(self._run, began.generation or f"step-{began.step:08d}")
         self._tell(outcome.files, "poison", step=began.step, generation=began.generation, count=count)
 
     def _clean_up(self) -> None:
@@ -328,27 +330,27 @@ class Keeper:
         It was in memory: what the run directory has of it may still be whole. And where that was the one that
         is damaged, nothing tells against what nodes hold.
         """
-        if generation in self._proved and self._is_near:
-            note_failure(self._run, near_key(generation), is_proved=True)
+        if generation in self._proved and self._restored_from_nodes:
+            record_failed_restart(self._run, near_key(generation), is_proved=True)
         else:
-            note_doubt(self._run, generation)
+            record_load_failure(self._run, generation)
 
 
-def socket_mark(run: RunDir) -> str:
+def worker_socket_template(run: RunDir) -> str:
     """The socket of a node's drain worker, NODE_MARK for the node."""
     return str(usual_folder(SHM, run.run_id, NODE_MARK) / SOCKET)
 
 
-def _is_of(holding: Holding, stamp: Stamp, members: object) -> bool:
+def _is_in_set(holding: Holding, stamp: Stamp, members: object) -> bool:
     return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
 
 
-def _cheapest_check(saved: Saved) -> str | None:
+def _check_files(saved: Saved) -> str | None:
     """Where ranks look for themselves: whether the files are there, and as long as they should be."""
     return problem_of(saved)
 
 
-def _check(saved: Saved) -> str | None:
+def _check_metadata(saved: Saved) -> str | None:
     """All that can be seen without reading the data."""
     if saved.format_version == 1:
         return None

@@ -11,10 +11,10 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved, saved_steps
 from hpcrun.units import parse_time
 
-_MOST_OFTEN_S = 5.0
+_MIN_POLL_S = 5.0
 
 
-class Undurable:
+class DurabilityWatchdog:
     """Watches for new saves in the run directory; by this host's clock, for the saves are of others."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Undurable:
         now = self._clock()
         due = self._since + self._limit_s
         # A save counts from the look that found it, which a tenth of the limit makes early enough.
-        pause = min(_MOST_OFTEN_S, self._limit_s / 4) if self._looked > due else self._limit_s / 10
+        pause = min(_MIN_POLL_S, self._limit_s / 4) if self._looked > due else self._limit_s / 10
         if now - self._looked < pause and not self._looked <= due < now:
             return None
         self._looked = now

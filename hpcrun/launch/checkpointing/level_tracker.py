@@ -8,12 +8,12 @@ from typing import Any
 
 from hpcrun.checkpoint.levels import Stamp
 
-_MOST = 16
+_MAX_GENERATIONS = 16
 """So many generations are followed; older ones are complete, or never will be."""
 
 
 @dataclass
-class _Share:
+class _LevelProgress:
     """How far one level has come with one generation."""
 
     nodes: set[str] = field(default_factory=set)
@@ -23,13 +23,13 @@ class _Share:
     is_told: bool = False
 
 
-class Story:
+class LevelTracker:
     """The generations of an attempt, from what the workers of its nodes say."""
 
     def __init__(self, nodes: Collection[str]) -> None:
         self._nodes = frozenset(nodes)
         self._stamps: dict[str, Stamp] = {}
-        self._shares: dict[tuple[str, str], _Share] = {}
+        self._shares: dict[tuple[str, str], _LevelProgress] = {}
         self.complete: dict[str, int] = {}
         """The newest step that each level has from all nodes."""
         self.whole: Stamp | None = None
@@ -38,12 +38,12 @@ class Story:
     def hear(self, node: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The events that a message makes: one when a level has all of a generation, or fails to get it."""
         kind = told.get("kind")
-        stamp = _stamp(told, self._stamps)
+        stamp = _generation_of(told, self._stamps)
         if stamp is None or node not in self._nodes or kind not in ("sealed", "stored", "failed"):
             return
         self._remember(stamp)
         level = "memory" if kind == "sealed" else str(told.get("level", "memory"))
-        share = self._shares.setdefault((stamp.generation, level), _Share())
+        share = self._shares.setdefault((stamp.generation, level), _LevelProgress())
         problem = told.get("why") or told.get("problem") if kind != "sealed" else None
         if problem is not None or kind == "failed":
             yield from self._fail(stamp, level, share, f"{node}: {problem or 'it failed'}")
@@ -56,7 +56,7 @@ class Story:
             self.complete[level] = max(stamp.step, self.complete.get(level, 0))
             self.whole = stamp if level == "memory" else self.whole
             facts = {"seconds": share.seconds, "size_bytes": share.size_bytes} if share.seconds else {}
-            yield {**_named(stamp, level), **facts}
+            yield {**_event_fields(stamp, level), **facts}
 
     def died(self, node: str, why: str) -> Iterator[dict[str, Any]]:
         """What a worker had not stored when it died, it will not store any more."""
@@ -65,27 +65,29 @@ class Story:
                 if generation == stamp.generation and node not in share.nodes:
                     yield from self._fail(stamp, level, share, f"{node}: its drain worker died{why}")
 
-    def _fail(self, stamp: Stamp, level: str, share: _Share, problem: str) -> Iterator[dict[str, Any]]:
+    def _fail(
+        self, stamp: Stamp, level: str, share: _LevelProgress, problem: str
+    ) -> Iterator[dict[str, Any]]:
         """Told once for a level and generation, whoever fails besides."""
         if not share.is_told:
             share.is_told, share.problem = True, problem
-            yield {**_named(stamp, level), "problem": problem}
+            yield {**_event_fields(stamp, level), "problem": problem}
 
     def _remember(self, stamp: Stamp) -> None:
         if stamp.generation in self._stamps:
             return
         self._stamps[stamp.generation] = stamp
-        while len(self._stamps) > _MOST:
+        while len(self._stamps) > _MAX_GENERATIONS:
             old = next(iter(self._stamps))
             del self._stamps[old]
             self._shares = {key: share for key, share in self._shares.items() if key[0] != old}
 
 
-def _named(stamp: Stamp, level: str) -> dict[str, Any]:
+def _event_fields(stamp: Stamp, level: str) -> dict[str, Any]:
     return {"step": stamp.step, "generation": stamp.generation, "level": level}
 
 
-def _stamp(told: dict[str, Any], known: dict[str, Stamp]) -> Stamp | None:
+def _generation_of(told: dict[str, Any], known: dict[str, Stamp]) -> Stamp | None:
     """Which generation a message is about: by its stamp, or by the id of one that was heard of before."""
     values = told.get("stamp", told)
     try:

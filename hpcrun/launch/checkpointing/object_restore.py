@@ -12,15 +12,15 @@ from hpcrun.checkpoint.objects.download import bring_home
 from hpcrun.checkpoint.restore.decide import Copy, decide
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.checkpointing.pumping import meanwhile
-from hpcrun.launch.checkpointing.suspect_saves import read_poison
+from hpcrun.launch.checkpointing.pumping import run_while_pumping
+from hpcrun.launch.checkpointing.suspect_saves import read_suspect_saves
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.descent import order
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import RunDir
 
 
-class FarAway:
+class ObjectStoreSource:
     """The copies of a run; the nodes are heard while the store is asked."""
 
     def __init__(
@@ -28,7 +28,7 @@ class FarAway:
     ) -> None:
         self._run, self._spec, self._rest, self._note = run, spec, rest, note
 
-    def better(self, plan: RestorePlan, nodes: Sequence[str]) -> RestorePlan:
+    def find_newer(self, plan: RestorePlan, nodes: Sequence[str]) -> RestorePlan:
         """A plan for a newer copy, which is a save of the run directory on return; else the given one.
 
         SiteError where nothing else is left and the store, which has a copy, cannot be asked.
@@ -42,13 +42,13 @@ class FarAway:
             return plan
         newest = plan.lost_steps + (plan.stamp.step if plan.stamp else 0)
         while True:
-            far = decide([], [], [], copies, read_poison(self._run), nodes)
+            far = decide([], [], [], copies, read_suspect_saves(self._run), nodes)
             if far.stamp is None or (plan.stamp is not None and order(far.stamp) <= order(plan.stamp)):
                 return plan
             stamp = far.stamp
             self._note(f"step {stamp.step} is fetched from {far.copy}: nothing nearer is whole")
             try:
-                home = meanwhile(self._rest, partial(self._bring, stamp.generation))
+                home = run_while_pumping(self._rest, partial(self._download, stamp.generation))
             except (SiteError, UsageError, DamagedError, OSError) as error:
                 self._note(f"step {stamp.step} cannot be fetched: {error}")
                 copies = [one for one in copies if one.stamp != stamp]
@@ -58,12 +58,12 @@ class FarAway:
             return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
 
     def _copies(self) -> list[Copy]:
-        found = meanwhile(
+        found = run_while_pumping(
             self._rest, lambda: list_saves(self._spec.url, self._run.run_id, self._spec.endpoint)
         )
         return [Copy(one.stamp, one.url) for one in found]
 
-    def _bring(self, generation: str) -> str:
+    def _download(self, generation: str) -> str:
         url, endpoint = self._spec.url, self._spec.endpoint
         return str(bring_home(url, endpoint, self._run.run_id, generation, self._run.checkpoints).path)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _T = TypeVar("_T")
 
 
-def meanwhile(rest: Callable[[float], None], action: Callable[[], _T]) -> _T:
+def run_while_pumping(rest: Callable[[float], None], action: Callable[[], _T]) -> _T:
     """Do something in another thread, and listen to the nodes, in `rest`, until it is done."""
     with ThreadPoolExecutor(1, "meanwhile") as pool:
         doing = pool.submit(action)
         while not doing.done():
-            rest(_LOOK_S)
+            rest(_POLL_S)
         return doing.result()

@@ -16,41 +16,43 @@ from hpcrun.checkpoint.parity.sets import Domains
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
-from hpcrun.launch.checkpointing.worker_client import Workers
+from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.placement import Placement
 
-_FOLLOWED = 4
+_MAX_GENERATIONS = 4
 """So many generations are remembered."""
-_MOST_NAMED = 4
-_LONG_MIN = 10.0
+_MAX_NAMED = 4
+_SLOW_COPY_MIN = 10.0
 
-Shares = dict[str, list[str]]
+ReplicaAssignment = dict[str, list[str]]
 """Spare → the nodes whose parts it is to hold, those first that matter most."""
 
 
-def divide(spares: Sequence[str], nodes: Sequence[str], domains: Domains) -> Shares:
+def assign_replicas(spares: Sequence[str], nodes: Sequence[str], domains: Domains) -> ReplicaAssignment:
     """Who copies whose parts: every node once, the nearest first, before any is covered twice.
 
     Of those for the second time, the ones come first that another spare takes last, and may have no room for.
     """
-    shares: Shares = {spare: [] for spare in spares}
+    shares: ReplicaAssignment = {spare: [] for spare in spares}
     left, holder = list(dict.fromkeys(nodes)), dict[str, str]()
     while left and spares:
         for spare in spares[: len(left)]:
-            node = min(left, key=lambda one: _distance(spare, one, domains))
+            node = min(left, key=lambda one: _fabric_distance(spare, one, domains))
             left.remove(node)
             shares[spare].append(node)
             holder[node] = spare
     for node in reversed(holder):
         others = [spare for spare in spares if spare != holder[node]]
         if others:
-            second = min(others, key=lambda one: (len(shares[one]), -_distance(one, holder[node], domains)))
+            second = min(
+                others, key=lambda one: (len(shares[one]), -_fabric_distance(one, holder[node], domains))
+            )
             shares[second].append(node)
     return shares
 
 
-def _distance(one: str, other: str, domains: Domains) -> int:
+def _fabric_distance(one: str, other: str, domains: Domains) -> int:
     """How many levels of the fabric have to be gone up until both are in one unit; unknown is far."""
     for height, units in enumerate(domains.values()):
         if units.get(one) is not None and units.get(one) == units.get(other):
@@ -58,21 +60,21 @@ def _distance(one: str, other: str, domains: Domains) -> int:
     return len(domains)
 
 
-def count_of_guests(plan: RestorePlan) -> int:
+def count_spare_replicas(plan: RestorePlan) -> int:
     """How many parts of a plan come out of copies on spares."""
     return sum(is_guest(one.path) for one in plan.sources)
 
 
-class Guests:
+class SpareReplicaScheduler:
     """One a run: gives the spares their orders, one at a time, and hears what came of them."""
 
     def __init__(
-        self, workers: Workers, nodes: Nodes, spec: CheckpointSpec, note: Callable[[str], None]
+        self, workers: WorkerClient, nodes: Nodes, spec: CheckpointSpec, note: Callable[[str], None]
     ) -> None:
         self._workers, self._nodes, self._note = workers, nodes, note
         self._is_wanted = spec.memory > 0 and spec.spares is not False
         self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
-        self._shares: Shares = {}
+        self._shares: ReplicaAssignment = {}
         self._spares: list[str] = []
         self._newest: Stamp | None = None
         self._completed = 0
@@ -93,7 +95,7 @@ class Guests:
         self._newest, self._completed = None, 0
         self._ordered, self._waiting, self._told, self._held = {}, {}, {}, {}
         self._noted = set()
-        self._shares = divide(spares, nodes, domains) if self._is_wanted else {}
+        self._shares = assign_replicas(spares, nodes, domains) if self._is_wanted else {}
         if self._shares and sorted(self._shares) != self._spares:
             self._spares = sorted(self._shares)
             self._note(
@@ -151,7 +153,7 @@ class Guests:
         """Say it once where a spare is long about one save: what it has is old."""
         _, stamp, since = self._ordered[spare]
         minutes = (time.monotonic() - since) / 60
-        if minutes > _LONG_MIN and (spare, spare) not in self._noted:
+        if minutes > _SLOW_COPY_MIN and (spare, spare) not in self._noted:
             self._noted.add((spare, spare))
             self._note(f"{spare}: has said nothing for {minutes:.0f} min of its copies of step {stamp.step}")
 
@@ -165,31 +167,31 @@ class Guests:
             self._order(spare, following)
         nodes, problems = [str(one) for one in told.get("nodes", ())], dict(told.get("problems") or {})
         self._held.setdefault(stamp.step, {})[spare] = set(nodes)
-        for step in sorted(self._held)[:-_FOLLOWED]:
+        for step in sorted(self._held)[:-_MAX_GENERATIONS]:
             del self._held[step]
-        self._note_problems(spare, stamp, problems)
+        self._report_problems(spare, stamp, problems)
         no_room = [str(one) for one in told.get("no_room", ())]
         size, seconds = int(told.get("size_bytes") or 0), float(told.get("seconds") or 0.0)
         event = {"step": stamp.step, "generation": stamp.generation, "node": spare, "of": nodes}
         event |= {"no_room": no_room, "problems": problems, "size_bytes": size, "seconds": seconds}
         if self._told.get(spare) != nodes:
             self._told[spare] = nodes
-            room = f"; no room for {_named(no_room)}" if no_room else ""
+            room = f"; no room for {_join_names(no_room)}" if no_room else ""
             event["message"] = (
-                f"spare {spare} holds what {_named(nodes)} had in memory at step {stamp.step}"
+                f"spare {spare} holds what {_join_names(nodes)} had in memory at step {stamp.step}"
                 f" ({size / 1e9:.2g} GB in {seconds:.2g} s){room}"
             )
         yield event
 
-    def _note_problems(self, spare: str, stamp: Stamp, problems: dict[str, Any]) -> None:
+    def _report_problems(self, spare: str, stamp: Stamp, problems: dict[str, Any]) -> None:
         """Once an attempt for each node that it is about; events have the rest."""
         new = [node for node in problems if (spare, node) not in self._noted]
         self._noted |= {(spare, node) for node in new}
         if new:
-            self._note(f"{spare}: has no copy of step {stamp.step} of {_named(new)}: {problems[new[0]]}")
+            self._note(f"{spare}: has no copy of step {stamp.step} of {_join_names(new)}: {problems[new[0]]}")
 
 
-def _named(nodes: Iterable[str]) -> str:
+def _join_names(nodes: Iterable[str]) -> str:
     names = list(nodes)
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return (", ".join(names[:_MOST_NAMED]) or "no node") + more
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "no node") + more

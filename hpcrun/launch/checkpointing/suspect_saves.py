@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from hpcrun.checkpoint.restore.decide import POISONED, near_key
-from hpcrun.launch.attempt_monitor import Outcome
+from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
-NEAR = 3
+NEARBY_STEPS = 3
 """A failure within so many steps may come from the state that it began with."""
 
 
-def read_poison(run: RunDir) -> dict[str, int]:
+def read_suspect_saves(run: RunDir) -> dict[str, int]:
     """The failures of each generation, by its id."""
     found = read_json(run.poison)
     return {str(name): count for name, count in found.items()} if isinstance(found, dict) else {}
 
 
-def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> int:
+def record_failed_restart(run: RunDir, generation: str, *, is_proved: bool = False) -> int:
     """Count a failure, or all that it takes where the generation has proved to be damaged; how many now."""
-    counts = read_poison(run)
+    counts = read_suspect_saves(run)
     counts[generation] = (
         max(POISONED, counts.get(generation, 0)) if is_proved else counts.get(generation, 0) + 1
     )
@@ -28,25 +28,27 @@ def note_failure(run: RunDir, generation: str, *, is_proved: bool = False) -> in
     return counts[generation]
 
 
-def note_doubt(run: RunDir, generation: str) -> None:
+def record_load_failure(run: RunDir, generation: str) -> None:
     """What nodes hold of a generation could not be loaded: it has to prove itself before it is used again."""
-    if not read_poison(run).get(near_key(generation)):
-        note_failure(run, near_key(generation))
+    if not read_suspect_saves(run).get(near_key(generation)):
+        record_failed_restart(run, near_key(generation))
 
 
-def in_doubt(run: RunDir) -> set[str]:
+def generations_to_verify(run: RunDir) -> set[str]:
     """The generations that could not be loaded from nodes, and are not given up yet."""
     prefix = near_key("")
-    counts = read_poison(run).items()
+    counts = read_suspect_saves(run).items()
     return {
         key.removeprefix(prefix) for key, count in counts if key.startswith(prefix) and 0 < count < POISONED
     }
 
 
-def tells_against(outcome: Outcome, step: int, newest: int) -> bool:
+def implicates_save(outcome: AttemptOutcome, step: int, newest: int) -> bool:
     """Whether a failed attempt tells against the state of a step that it went on from.
 
     `newest`: the newest step that was saved by now. A node that is lost says nothing of the state.
     """
     reached = step if outcome.step is None else outcome.step
-    return outcome.status == "failed" and not outcome.lost and newest <= step and reached <= step + NEAR
+    return (
+        outcome.status == "failed" and not outcome.lost and newest <= step and reached <= step + NEARBY_STEPS
+    )

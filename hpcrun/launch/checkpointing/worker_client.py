@@ -15,21 +15,21 @@ from hpcrun.checkpoint.restore.inventory import HoldingReader
 from hpcrun.checkpoint.restore_plan import Rebuild
 from hpcrun.launch.agents.nodes import Nodes
 
-READY_S = 30.0
-INVENTORY_S = 20.0
-PROVE_S, REBUILD_S = 600.0, 900.0
+READY_TIMEOUT_S = 30.0
+INVENTORY_TIMEOUT_S = 20.0
+VERIFY_TIMEOUT_S, REBUILD_TIMEOUT_S = 600.0, 900.0
 """Not to wait for ever: what a worker does it does as fast as it can."""
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
-Peers = dict[str, tuple[str, int]]
+WorkerAddresses = dict[str, tuple[str, int]]
 
 
-class Workers:
+class WorkerClient:
     """One a node; those of lost nodes are silent."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self.peers: Peers = {}
+        self.peers: WorkerAddresses = {}
         """Where those that have come up are reached by the others."""
         self.news: list[tuple[str, dict[str, Any]]] = []
         """What was not asked for, in order; whoever reads it takes it out."""
@@ -37,11 +37,11 @@ class Workers:
         self._ready: set[str] = set()
         self._refused: dict[str, str] = {}
         """Why the worker of a node cannot do as it was told."""
-        self._told_peers: Peers = {}
+        self._told_peers: WorkerAddresses = {}
         self._answers: list[tuple[str, dict[str, Any]]] = []
         self._numbers = itertools.count(1)
 
-    def open(self, orders: Mapping[str, Mapping[str, Any]], timeout_s: float = READY_S) -> list[str]:
+    def open(self, orders: Mapping[str, Mapping[str, Any]], timeout_s: float = READY_TIMEOUT_S) -> list[str]:
         """Have a worker on each of these nodes, which knows its order; those where none came up in time.
 
         A worker is ready when it has its order; all are told again when all are known that are to be.
@@ -53,7 +53,7 @@ class Workers:
         while any(one in self._nodes.alive and self._is_awaited(one) for one in orders):
             if time.monotonic() > deadline:
                 break
-            self._hear(_LOOK_S)
+            self._hear(_POLL_S)
         self.refresh()
         return [node for node in orders if node not in self._ready]
 
@@ -68,7 +68,7 @@ class Workers:
     def _configure(self) -> None:
         self._told_peers = dict(self.peers)
         for node, order in self._orders.items():
-            self._nodes.drain(node, {"do": "configure", "node": node, "peers": self.peers, **order})
+            self._nodes.send_to_worker(node, {"do": "configure", "node": node, "peers": self.peers, **order})
 
     def inventory(
         self, nodes: Sequence[str], prove: Collection[str] = (), timeout_s: float | None = None
@@ -78,10 +78,10 @@ class Workers:
         `prove`: of these generations only what each node has read and found to be as it was written.
         """
         number = next(self._numbers)
-        timeout_s = timeout_s or (PROVE_S if prove else INVENTORY_S)
+        timeout_s = timeout_s or (VERIFY_TIMEOUT_S if prove else INVENTORY_TIMEOUT_S)
         more = {"prove": sorted(prove)} if prove else {}
         for node in nodes:
-            self._nodes.drain(node, {"do": "inventory", "id": number} | more)
+            self._nodes.send_to_worker(node, {"do": "inventory", "id": number} | more)
         found, open_ones, reader = list[Holding](), dict.fromkeys(nodes), HoldingReader()
         for node, message in self._await("inventory", {number}, open_ones, timeout_s):
             for one in reader.read({**one, "node": node} for one in message.get("holdings", ())):
@@ -96,19 +96,19 @@ class Workers:
         return found, list(open_ones)
 
     def rebuild(
-        self, orders: Iterable[Rebuild], timeout_s: float = REBUILD_S
+        self, orders: Iterable[Rebuild], timeout_s: float = REBUILD_TIMEOUT_S
     ) -> list[tuple[Rebuild, Holding | str]]:
         """What came of each order: what is there now, or why it is not."""
         numbers = {next(self._numbers): order for order in orders}
         for number, order in numbers.items():
             told = json.loads(json.dumps(asdict(order)))
-            self._nodes.drain(order.node, {"do": "rebuild", "id": number, "order": told})
+            self._nodes.send_to_worker(order.node, {"do": "rebuild", "id": number, "order": told})
         outcomes: list[tuple[Rebuild, Holding | str]] = []
         open_ones = dict.fromkeys(order.node for order in numbers.values())
         for node, message in self._await("rebuilt", numbers, open_ones, timeout_s):
             order = numbers.pop(message["id"])
             problem = message.get("problem")
-            outcomes.append((order, problem or _holding(node, message.get("holding"))))
+            outcomes.append((order, problem or _parse_inventory_entry(node, message.get("holding"))))
             if node not in {one.node for one in numbers.values()}:
                 open_ones.pop(node, None)
         return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
@@ -116,17 +116,21 @@ class Workers:
     def release(self, keep: Collection[str]) -> None:
         """Let go of all but these generations, on all nodes."""
         for node in self.ready:
-            self._nodes.drain(node, {"do": "release", "keep": sorted(keep)})
+            self._nodes.send_to_worker(node, {"do": "release", "keep": sorted(keep)})
 
     def copy(self, node: str, stamp: Stamp, of: Sequence[str]) -> int:
         """Have a node copy what others have in memory of a state; the number by which it answers."""
         number = next(self._numbers)
-        self._nodes.drain(node, {"do": "copy", "id": number, "stamp": asdict(stamp), "nodes": list(of)})
+        self._nodes.send_to_worker(
+            node, {"do": "copy", "id": number, "stamp": asdict(stamp), "nodes": list(of)}
+        )
         return number
 
     def dismiss(self, node: str, generation: str, numbers: Collection[int]) -> None:
         """Have a node let go of all copies of others' parts but these of a generation."""
-        self._nodes.drain(node, {"do": "dismiss", "generation": generation, "numbers": sorted(numbers)})
+        self._nodes.send_to_worker(
+            node, {"do": "dismiss", "generation": generation, "numbers": sorted(numbers)}
+        )
 
     @property
     def ready(self) -> list[str]:
@@ -135,7 +139,7 @@ class Workers:
 
     def look(self) -> None:
         """Take in what has been said, without waiting."""
-        for node, message in self._nodes.drained():
+        for node, message in self._nodes.worker_messages():
             self._take(node, message)
 
     def _await(
@@ -144,7 +148,7 @@ class Workers:
         """Answers to questions with these numbers, until no node that lives still has one to give."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(one in self._nodes.alive for one in open_ones):
-            for node, message in self._hear(_LOOK_S):
+            for node, message in self._hear(_POLL_S):
                 if message.get("kind") == kind and message.get("id") in numbers:
                     yield node, message
 
@@ -176,7 +180,7 @@ class Workers:
             self.news.append((node, message))
 
 
-def _holding(node: str, told: Any) -> Holding | str:
+def _parse_inventory_entry(node: str, told: Any) -> Holding | str:
     """What a node tells of; a text where that makes no sense."""
     try:
         return parse_holding({**told, "node": node})

@@ -11,22 +11,29 @@ from dataclasses import dataclass
 
 from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.attempt_monitor import Outcome, Status
-from hpcrun.runs.lease import LEADERLESS_S, claim, claimed_at, is_led, newest_epoch, sign_of
-from hpcrun.runs.run_lock import hold, succeed, supervisor_of
+from hpcrun.launch.attempt_monitor import AttemptOutcome, OutcomeStatus
+from hpcrun.runs.lease import (
+    LEADER_TIMEOUT_S,
+    claim_epoch,
+    epoch_claim_time,
+    has_active_leader,
+    leader_fingerprint,
+    newest_epoch,
+)
+from hpcrun.runs.run_lock import lock_run, read_supervisor_record, take_over_run_lock
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_LOOK_S = 1.0
-_ENDS_S = LEADERLESS_S + 4.0
+_POLL_S = 1.0
+_FENCED_RANKS_S = LEADER_TIMEOUT_S + 4.0
 """So long the ranks of a supervisor that was fenced may still take to end."""
-_STILL_S = 8 * LEADERLESS_S
+_LEASE_STALE_S = 8 * LEADER_TIMEOUT_S
 """A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
 
 
 @dataclass(frozen=True)
-class Succession:
+class FailoverState:
     """The epoch of the supervisor that takes over, and the host of the one before it."""
 
     epoch: int | None
@@ -50,7 +57,7 @@ class Succession:
         """The node that is lost with the former supervisor."""
         return "" if self.is_in_place else self.former
 
-    def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> Outcome | None:
+    def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> AttemptOutcome | None:
         """How the attempt ended that the former supervisor has left behind; None where it had none.
 
         What it did not write down any more is written here, so that the account of the run still adds up.
@@ -59,19 +66,19 @@ class Succession:
         if not attempts or attempts[-1].outcome.exists():
             return None
         attempt = attempts[-1]
-        step = _step(attempt)
+        step = _last_step(attempt)
         result = read_json(attempt.result)
         if isinstance(result, dict) and result.get("attempt") == attempt.number:
             is_saved = result.get("status") == "saved"
-            status: Status = "saved" if is_saved else "done"
+            status: OutcomeStatus = "saved" if is_saved else "done"
             at = "" if step is None else f" at step {step}"
             code = EXIT_SAVED if is_saved else EXIT_DONE
-            outcome = Outcome(run, attempt.number, status, code, f"{status}{at}", step, result)
+            outcome = AttemptOutcome(run, attempt.number, status, code, f"{status}{at}", step, result)
         elif self.is_in_place and not lost:
             message = f"the supervisor on {self.former} was killed by {self.killed_by}"
-            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            stop = signal.SIGTERM if _was_asked_to_stop(attempt) else None
             message += "; it was asked to save and stop" if stop else ""
-            outcome = Outcome(
+            outcome = AttemptOutcome(
                 run,
                 attempt.number,
                 "failed",
@@ -86,22 +93,22 @@ class Succession:
             names = tuple(one.node for one in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
             message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
-            stop = signal.SIGTERM if _is_to_stop(attempt) else None
+            stop = signal.SIGTERM if _was_asked_to_stop(attempt) else None
             message += "; it was asked to save and stop" if stop else ""
-            outcome = Outcome(
+            outcome = AttemptOutcome(
                 run, attempt.number, "failed", EXIT_RANKS_DIED, message, step, stop=stop, lost=names
             )
         self._tell(run, outcome, lost)
         return outcome
 
-    def _tell(self, run: RunDir, outcome: Outcome, lost: Sequence[NodeLost]) -> None:
+    def _tell(self, run: RunDir, outcome: AttemptOutcome, lost: Sequence[NodeLost]) -> None:
         events = LineWriter(run.events)
 
         def write(event: str, **more: object) -> None:
             now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
             events.write(now | {"event": event} | more | {"host": os.uname().nodename})
 
-        claimed = None if self.epoch is None else claimed_at(run, self.epoch)
+        claimed = None if self.epoch is None else epoch_claim_time(run, self.epoch)
         more = {"killed_by": self.killed_by} if self.is_in_place else {}
         write("takeover", epoch=self.epoch, former=self.former, claimed=claimed, **more)
         for one in lost if outcome.lost else ():
@@ -111,27 +118,32 @@ class Succession:
 
 
 @contextmanager
-def own(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
+def own_run(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
     """Own a run inside the block; TakenError where another supervisor does.
 
     But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
     may live on, and the run is ours. It finds our epoch, and its ranks end.
     """
-    former = supervisor_of(run)
+    former = read_supervisor_record(run)
     is_ours = allocation is not None and former.get("slurm_job") == allocation.job
-    if not (allocation and is_ours and (former.get("restarts") or 0) < allocation.restarts and is_led(run)):
-        with hold(run):
+    if not (
+        allocation
+        and is_ours
+        and (former.get("restarts") or 0) < allocation.restarts
+        and has_active_leader(run)
+    ):
+        with lock_run(run):
             yield
         return
     note(f"the supervisor on {former.get('host')}, from before the job was queued again, lives; it is fenced")
-    while not claim(run, newest_epoch(run) + 1):
+    while not claim_epoch(run, newest_epoch(run) + 1):
         pass
-    time.sleep(_ENDS_S)
-    with succeed(run):
+    time.sleep(_FENCED_RANKS_S)
+    with take_over_run_lock(run):
         yield
 
 
-def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
+def read_left_out_nodes(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
     """The nodes that the newest allocation has lost, and those left out for what was seen of them."""
     attempt, goes_on = 0, True
     lost: set[str] = set()
@@ -149,7 +161,7 @@ def left_out(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(out & lost), frozenset(out - lost)
 
 
-def _is_to_stop(attempt: Attempt) -> bool:
+def _was_asked_to_stop(attempt: Attempt) -> bool:
     """Whether somebody has asked the run to stop since the attempt began.
 
     A wish names the newest attempt that whoever made it saw: the time stamps are of two hosts.
@@ -162,19 +174,19 @@ def _is_to_stop(attempt: Attempt) -> bool:
     return isinstance(wish, dict) and wish.get("attempt") == attempt.number
 
 
-def _step(attempt: Attempt) -> int | None:
+def _last_step(attempt: Attempt) -> int | None:
     lines = LineReader(attempt.run.metrics).read()
     own = [one for one in lines if one.get("attempt") == attempt.number and one.get("kind", "step") == "step"]
     step = own[-1].get("step") if own else None
     return step if isinstance(step, int) else None
 
 
-def stand_back(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
+def await_run_end(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
     """Wait, and do nothing else, until the run has ended, nobody leads it any more, or the job ends."""
     sign, since = "", time.monotonic()
-    while run.read_exit() is None and time.monotonic() - since < _STILL_S and not is_told_to_end():
+    while run.read_exit() is None and time.monotonic() - since < _LEASE_STALE_S and not is_told_to_end():
         with suppress(OSError):
-            seen = sign_of(run)
+            seen = leader_fingerprint(run)
             if seen != sign:
                 sign, since = seen, time.monotonic()
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -10,26 +10,26 @@ import time
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
 from hpcrun.files import append_to
-from hpcrun.launch.heartbeat import Pulse
-from hpcrun.runs.lease import RENEW_S, Leadership
+from hpcrun.launch.heartbeat import Heartbeat
+from hpcrun.runs.lease import LEASE_RENEW_S, Leadership
 from hpcrun.slurm.allocation import Allocation, batch_identity
 from hpcrun.slurm.client import run_client
-from hpcrun.specs.io_retry import say
+from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
-_START_S = 120.0
+_START_TIMEOUT_S = 120.0
 """From its start until the new supervisor listens; loading Python from a shared file system may take long."""
-_SEE_OFF_S = 60.0
+_EXIT_TIMEOUT_S = 60.0
 
 
-class Heir:
+class SuccessorProcess:
     """The next supervisor, as the agent that starts it sees it."""
 
     def __init__(self, run: RunDir, allocation: Allocation) -> None:
         self._run, self._allocation = run, allocation
         self._child: subprocess.Popen[bytes] | None = None
-        self._pulse: Pulse | None = None
+        self._heartbeat: Heartbeat | None = None
         self._began = 0.0
         self.has_ended_job = False
 
@@ -40,27 +40,27 @@ class Heir:
 
     def may_claim(self) -> bool:
         """Whether there is a job to go on with: one that ends anyway has lost its supervisor for good."""
-        return self._allocation.fate() in ("running", "unknown")
+        return self._allocation.disposition() in ("running", "unknown")
 
-    def tend(self, epoch: int, met: int) -> bool:
+    def ensure_started(self, epoch: int, met: int) -> bool:
         """Start the supervisor of this epoch, and keep its lease until `met` shows that it is up."""
-        if self._pulse is None:
+        if self._heartbeat is None:
             leadership = Leadership(self._run, epoch)
-            self._pulse = Pulse(RENEW_S, leadership.renew)
+            self._heartbeat = Heartbeat(LEASE_RENEW_S, leadership.renew)
             self._start(epoch)
-        self._pulse.come_by()
+        self._heartbeat.touch()
         assert self._child is not None
-        is_late = time.monotonic() - self._began > _START_S
+        is_late = time.monotonic() - self._began > _START_TIMEOUT_S
         if met < epoch and not is_late and self._child.poll() is None:
             return False
-        self._pulse.stop()
-        self._pulse = None
+        self._heartbeat.stop()
+        self._heartbeat = None
         if met < epoch:
             self._give_up()
         return True
 
     def _start(self, epoch: int) -> None:
-        say(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
+        log_line(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
         self._began = time.monotonic()
         log = self._run.agent_logs / f"takeover-{epoch}.log"
         with append_to(log) as output:
@@ -95,14 +95,14 @@ class Heir:
             ended |= {"step": None, "slurm_state": "CANCELLED", **batch_identity(os.environ)}
             write_json(self._run.exit, ended | {"ended": time.time()})
             run_client(["scancel", self._allocation.id], timeout_s=60)
-            say(message)
+            log_line(message)
             return
-        say(f"{told} queued the job again")
+        log_line(f"{told} queued the job again")
 
-    def see_off(self) -> None:
+    def await_exit(self) -> None:
         """Stay until it has ended: with us, Slurm would end it."""
         if self._child is not None:
             try:
-                self._child.wait(_SEE_OFF_S)
+                self._child.wait(_EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                say(f"the supervisor here (pid {self._child.pid}) has not ended")
+                log_line(f"the supervisor here (pid {self._child.pid}) has not ended")

@@ -11,28 +11,28 @@ from functools import partial
 from pathlib import Path
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.attempt_monitor import Outcome
-from hpcrun.launch.batch_task import BatchLog, outermost, record_end
-from hpcrun.launch.failover.state import Succession
-from hpcrun.launch.run_context import Site
-from hpcrun.launch.signal_queue import Inbox
+from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.batch_task import BatchLog, record_failed_run, run_supervisor_process
+from hpcrun.launch.failover.state import FailoverState
+from hpcrun.launch.run_context import RunContext
+from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.lease import read_leader
-from hpcrun.runs.run_lock import supervisor_of
+from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation, batch_identity, find_allocation
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
-from hpcrun.submission.prepare import prepare
+from hpcrun.submission.prepare import prepare_job
 from hpcrun.units import parse_time
 
-_LOOK_S = 300.0
+_QUERY_INTERVAL_S = 300.0
 """How often Slurm is asked for the time that is left: somebody may have changed the limit."""
-_SCANCEL_S = 60.0
+_SCANCEL_TIMEOUT_S = 60.0
 
 
-def run_taken_over(run_path: str, epoch: str) -> int:
+def run_failover(run_path: str, epoch: str) -> int:
     """Go on with a run, in the epoch that the agent of this node has won; gives the exit code.
 
     Slurm knows nothing of us: when the run has ended we end the job too; the exit record says how it went.
@@ -46,42 +46,46 @@ def run_taken_over(run_path: str, epoch: str) -> int:
         # The former supervisor was lost between the end of the run and that of the job.
         code = int(record["exit_code"])
     else:
-        code = _run(run, int(epoch), allocation, log)
+        code = _supervise(run, int(epoch), allocation, log)
         record = run.read_exit()
     if record is not None:
         # That is what Slurm will call the job, however the run has ended.
         with contextlib.suppress(OSError):
             write_json(run.exit, record | {"slurm_state": "CANCELLED"})
         log.note(f"ending job {allocation.id}, whose batch script is gone")
-        run_client(["scancel", allocation.id], timeout_s=_SCANCEL_S)
+        run_client(["scancel", allocation.id], timeout_s=_SCANCEL_TIMEOUT_S)
     return code
 
 
-def _run(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -> int:
+def _supervise(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -> int:
     former = read_leader(run)
-    host = former.host if former else str(supervisor_of(run).get("host", ""))
+    host = former.host if former else str(read_supervisor_record(run).get("host", ""))
 
-    def work(inbox: Inbox) -> Outcome:
+    def work(inbox: SignalQueue) -> AttemptOutcome:
         cluster = load_cluster(run.cluster) if run.cluster.exists() else None
-        prepared = prepare(None, resume=run)
+        prepared = prepare_job(None, resume=run)
         log.note(f"{prepared.spec.name}: takes over from {host or 'nobody'} in epoch {epoch}")
-        site, succession = Site(allocation, cluster), Succession(epoch, host)
+        site, succession = RunContext(allocation, cluster), FailoverState(epoch, host)
         grace = prepared.spec.retries.grace if prepared.spec.retries else None
-        with _time_limit(allocation, parse_time(grace).seconds if grace else None):
+        with _signal_before_time_limit(allocation, parse_time(grace).seconds if grace else None):
             return Supervisor(prepared, inbox, log, site=site, succession=succession).run()
 
-    return outermost(work, log, partial(record_end, run), f"see {run.agent_logs}")
+    return run_supervisor_process(work, log, partial(record_failed_run, run), f"see {run.agent_logs}")
 
 
 @contextlib.contextmanager
-def _time_limit(allocation: Allocation, grace_s: float | None) -> Iterator[None]:
+def _signal_before_time_limit(allocation: Allocation, grace_s: float | None) -> Iterator[None]:
     """Send ourselves what Slurm would have sent to the batch shell before the time limit."""
     over = threading.Event()
 
     def watch() -> None:
         while not over.is_set():
             left = allocation.seconds_left()
-            pause = _LOOK_S if left is None or grace_s is None else min(_LOOK_S, left - grace_s)
+            pause = (
+                _QUERY_INTERVAL_S
+                if left is None or grace_s is None
+                else min(_QUERY_INTERVAL_S, left - grace_s)
+            )
             if pause <= 0:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 return

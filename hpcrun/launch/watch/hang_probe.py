@@ -15,18 +15,18 @@ from hpcrun.launch.watch.progress import DUMP_SIGNAL
 from hpcrun.process import Handle
 from hpcrun.specs.rundir import Attempt
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _STOPPED = ("T", "t", "Z", "X")
 """States of processes that do not act on a signal."""
-_PYTHONS = 4
+_MAX_PYTHONS = 4
 """So many Python processes of a rank are looked into from outside."""
-NCCL_PIPE = "nccl-"
+NCCL_PIPE_PREFIX = "nccl-"
 """How the pipes begin through which torch's recorder of NCCL calls is asked for what it has."""
-NCCL_TRACE = "nccl-trace-"
+NCCL_TRACE_PREFIX = "nccl-trace-"
 """How the files begin that it then writes."""
 
 
-def look_into(
+def dump_stacks(
     attempt: Attempt, ranks: Mapping[int, Handle], dumpable: Mapping[int, Handle], timeout_s: float
 ) -> dict[int, dict[str, str]]:
     """Have the ranks of this node write their stacks; `state` and `waits_in` of each, by the kernel.
@@ -36,26 +36,26 @@ def look_into(
     """
     deadline = time.monotonic() + timeout_s
     processes = {**ranks, **dumpable}
-    seen = {rank: _seen(one) for rank, one in processes.items()}
+    seen = {rank: _read_kernel_state(one) for rank, one in processes.items()}
     waiting = {}
     for rank, one in dumpable.items():
         if seen[rank]["state"] not in _STOPPED:
             waiting[rank] = _size(attempt.stack(rank))
             one.signal(DUMP_SIGNAL)
     for rank in processes:
-        _ask_nccl(attempt, rank)
+        _trigger_nccl_dump(attempt, rank)
     while waiting and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         # One more look after it has grown: the threads are written one after the other.
         grown = {rank for rank, size in waiting.items() if _size(attempt.stack(rank)) > size}
         if grown == waiting.keys():
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             break
-    _spy(attempt, {rank: one for rank, one in ranks.items() if rank not in dumpable}, deadline)
+    _run_py_spy(attempt, {rank: one for rank, one in ranks.items() if rank not in dumpable}, deadline)
     return seen
 
 
-def _seen(handle: Handle) -> dict[str, str]:
+def _read_kernel_state(handle: Handle) -> dict[str, str]:
     pid = handle.process.pid
     try:
         waits_in = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip("0\n")
@@ -71,17 +71,17 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _ask_nccl(attempt: Attempt, rank: int) -> None:
+def _trigger_nccl_dump(attempt: Attempt, rank: int) -> None:
     """The recorder of NCCL calls writes what it has when a byte comes through its pipe."""
     with contextlib.suppress(OSError):
-        pipe = os.open(attempt.stacks / f"{NCCL_PIPE}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
+        pipe = os.open(attempt.stacks / f"{NCCL_PIPE_PREFIX}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)
         try:
             os.write(pipe, b"1")
         finally:
             os.close(pipe)
 
 
-def _spy(attempt: Attempt, ranks: Mapping[int, Handle], deadline: float) -> None:
+def _run_py_spy(attempt: Attempt, ranks: Mapping[int, Handle], deadline: float) -> None:
     """Look into the Python processes of ranks that have not told how they write their stacks."""
     spy = shutil.which("py-spy") if ranks else None
     if spy is None:
@@ -89,7 +89,7 @@ def _spy(attempt: Attempt, ranks: Mapping[int, Handle], deadline: float) -> None
     for rank, handle in ranks.items():
         below = process.descendants(handle.process)
         pythons = [one.pid for one in (handle.process, *below) if _is_python(one.pid)]
-        for pid in pythons[:_PYTHONS]:
+        for pid in pythons[:_MAX_PYTHONS]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return

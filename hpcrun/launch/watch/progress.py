@@ -15,31 +15,31 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.launcher_world import rank_in
+from hpcrun.launcher_world import rank_from_environment
 from hpcrun.listeners import pid_if_ours
 
-SOCKET_VARIABLE = "HPCRUN_PROGRESS"
+PROGRESS_SOCKET_VARIABLE = "HPCRUN_PROGRESS"
 """Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""
 STACKS_VARIABLE = "HPCRUN_STACKS"
 """Directory for the stacks of ranks that hang, set in every rank."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks, also while it holds Python's lock; nobody else uses it."""
-MESSAGE_BYTES = 4096
-WARM_UP = 3
+MAX_PROGRESS_BYTES = 4096
+WARM_UP_STEPS = 3
 """So many steps of an attempt say nothing about how long one takes: caches fill, kernels are compiled."""
-_AGAIN_S = 1.0
-_EVERY_S = 0.05
+_RECONNECT_S = 1.0
+_MIN_INTERVAL_S = 0.05
 """Steps that are shorter than this are not told one by one."""
 
 
-class Reporter:
+class ProgressReporter:
     """Tells which section a rank is in, and how long the sections before took at most."""
 
     def __init__(self, rank: int, name: str) -> None:
         self._rank, self._name = rank, name
         self._owner = os.getpid()
         self._socket: socket.socket | None = None
-        self._dump = _register_dump(rank)
+        self._dump = _register_stack_dump(rank)
         self._section, self._since, self._told_section, self._told = "", 0.0, "", 0.0
         self._steps = 0
         self._longest: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Reporter:
     def _connect(self) -> None:
         """To the node's end; where others crowd its door, again at a later message."""
         now = time.monotonic()
-        if now - self._tried < _AGAIN_S:
+        if now - self._tried < _RECONNECT_S:
             return
         self._tried = now
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -71,11 +71,11 @@ class Reporter:
     def report(self, section: str, step: int | None = None, *, probe_s: float | None = None) -> None:
         """From now on the rank is in this section; `probe_s`: what a fixed piece of work took."""
         now = time.monotonic()
-        self._learn(now)
+        self._record_section_time(now)
         if section == "step":
             self._steps += 1
         self._section, self._since = section, now
-        is_due = section != self._told_section or now - self._told >= _EVERY_S or probe_s is not None
+        is_due = section != self._told_section or now - self._told >= _MIN_INTERVAL_S or probe_s is not None
         # A child that a rank forks (a data worker) is not the rank.
         if not is_due or os.getpid() != self._owner:
             return
@@ -87,7 +87,7 @@ class Reporter:
         message |= {"longest": self._longest, "dump": self._dump, "probe_s": probe_s}
         # Whoever does not read has enough of them; the next one tells the same.
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(message).encode()[:MESSAGE_BYTES])
+            self._socket.send(json.dumps(message).encode()[:MAX_PROGRESS_BYTES])
             self._told_section, self._told, self._longest = section, now, {}
 
     def close(self) -> None:
@@ -96,13 +96,13 @@ class Reporter:
             self._socket.close()
             self._socket = None
 
-    def _learn(self, now: float) -> None:
-        if self._section and (self._section != "step" or self._steps > WARM_UP):
+    def _record_section_time(self, now: float) -> None:
+        if self._section and (self._section != "step" or self._steps > WARM_UP_STEPS):
             took = now - self._since
             self._longest[self._section] = max(took, self._longest.get(self._section, 0.0))
 
 
-def _register_dump(rank: int) -> bool:
+def _register_stack_dump(rank: int) -> bool:
     """Whether this process writes its stacks when it is told to."""
     folder = os.environ.get(STACKS_VARIABLE)
     if not folder:
@@ -116,7 +116,7 @@ def _register_dump(rank: int) -> bool:
     return True
 
 
-_reporter: Reporter | None = None
+_reporter: ProgressReporter | None = None
 
 
 def progress(step: int | None = None, section: str = "step") -> None:
@@ -128,14 +128,14 @@ def progress(step: int | None = None, section: str = "step") -> None:
     """
     global _reporter
     if _reporter is None:
-        name, rank = os.environ.get(SOCKET_VARIABLE), _own_rank()
+        name, rank = os.environ.get(PROGRESS_SOCKET_VARIABLE), _own_rank()
         if name is None or rank is None:
             return
-        _reporter = Reporter(rank, name)
+        _reporter = ProgressReporter(rank, name)
     _reporter.report(section, step)
 
 
-def probed(seconds: float, step: int) -> None:
+def report_probe(seconds: float, step: int) -> None:
     """Tell what a fixed piece of work took at the beginning of a step: nodes are compared by it."""
     if _reporter is not None:
         _reporter.report("step", step, probe_s=seconds)
@@ -143,4 +143,4 @@ def probed(seconds: float, step: int) -> None:
 
 def _own_rank() -> int | None:
     text = os.environ.get("RANK", "")
-    return int(text) if text.isascii() and text.isdigit() else rank_in(os.environ)
+    return int(text) if text.isascii() and text.isdigit() else rank_from_environment(os.environ)

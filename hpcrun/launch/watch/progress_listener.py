@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from hpcrun.authentication import is_count, parse_line
-from hpcrun.launch.attempt_events import Progress
-from hpcrun.launch.watch.progress import MESSAGE_BYTES
+from hpcrun.launch.attempt_events import RankProgress
+from hpcrun.launch.watch.progress import MAX_PROGRESS_BYTES
 from hpcrun.listeners import take_in_ours
 from hpcrun.process import Handle, identify
 
 _BACKLOG = 1024
-_AT_ONCE = 4096
+_MAX_MESSAGES = 4096
 """Messages that are read from one rank at a time."""
 
 
 @dataclass
-class _Speaker:
+class _RankConnection:
     """A process that has connected."""
 
     connection: socket.socket
@@ -31,13 +31,13 @@ class _Speaker:
     has_ended: bool = False
 
 
-class Listener:
+class ProgressListener:
     """Hears the ranks of this node; what strangers and other users send is not taken."""
 
     def __init__(self, name: str, ranks: Collection[int]) -> None:
         self._expected = frozenset(ranks)
         self._node = os.uname().nodename
-        self._speakers: list[_Speaker] = []
+        self._speakers: list[_RankConnection] = []
         self._socket: socket.socket | None = None
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         opened.setblocking(False)
@@ -49,13 +49,13 @@ class Listener:
         else:
             self._socket = opened
 
-    def hear(self) -> list[Progress]:
+    def hear(self) -> list[RankProgress]:
         """The newest of every rank since the last call; how long sections took is gathered from all."""
         self._accept()
-        found: dict[int, Progress] = {}
+        found: dict[int, RankProgress] = {}
         for speaker in [one for one in self._speakers if not one.has_ended]:
             for one in self._read(speaker):
-                found[one.rank] = one if one.rank not in found else _together(found[one.rank], one)
+                found[one.rank] = one if one.rank not in found else _merge_progress(found[one.rank], one)
         self._let_go()
         return list(found.values())
 
@@ -81,14 +81,14 @@ class Listener:
             if who is None:
                 connection.close()
             else:
-                self._speakers.append(_Speaker(connection, Handle(who)))
+                self._speakers.append(_RankConnection(connection, Handle(who)))
 
-    def _read(self, speaker: _Speaker) -> list[Progress]:
+    def _read(self, speaker: _RankConnection) -> list[RankProgress]:
         found = []
         with contextlib.suppress(BlockingIOError):
-            for _ in range(_AT_ONCE):
+            for _ in range(_MAX_MESSAGES):
                 try:
-                    data = speaker.connection.recv(MESSAGE_BYTES)
+                    data = speaker.connection.recv(MAX_PROGRESS_BYTES)
                 except ConnectionError:
                     data = b""
                 if not data:
@@ -107,7 +107,7 @@ class Listener:
                 one.handle.close()
                 self._speakers.remove(one)
 
-    def _parse(self, speaker: _Speaker, data: bytes) -> Progress | None:
+    def _parse(self, speaker: _RankConnection, data: bytes) -> RankProgress | None:
         """The message, where it is one of a rank that belongs here."""
         message = parse_line(data)
         if message is None:
@@ -119,27 +119,27 @@ class Listener:
         if not isinstance(section, str) or not isinstance(longest, dict):
             return None
         speaker.rank, speaker.dumps = rank, message.get("dump") is True
-        times = {str(name)[:40]: float(took) for name, took in longest.items() if _is_time(took)}
+        times = {str(name)[:40]: float(took) for name, took in longest.items() if _is_seconds(took)}
         probe = message.get("probe_s")
-        return Progress(
+        return RankProgress(
             rank,
             self._node,
             section[:40],
             step if is_count(step) else None,
             times,
-            [float(probe)] if _is_time(probe) else [],
+            [float(probe)] if _is_seconds(probe) else [],
         )
 
 
-def _together(first: Progress, second: Progress) -> Progress:
+def _merge_progress(first: RankProgress, second: RankProgress) -> RankProgress:
     """Where the second says the rank is, with the times of both."""
     longest = {
         name: max(first.longest_s.get(name, 0.0), second.longest_s.get(name, 0.0))
         for name in first.longest_s.keys() | second.longest_s.keys()
     }
     probes = first.probes_s + second.probes_s
-    return Progress(second.rank, second.node, second.section, second.step, longest, probes)
+    return RankProgress(second.rank, second.node, second.section, second.step, longest, probes)
 
 
-def _is_time(value: Any) -> TypeGuard[float]:
+def _is_seconds(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 # faulthandler's threads, then py-spy's.
-_HEAD = re.compile(
+_THREAD_LINE = re.compile(
     r'^(?:(?P<current>Current thread|Thread) 0x[0-9a-f]+.*:|Thread \d+ \(.*\)(?:: "(?P<name>.*)")?)$'
 )
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_SPIED = re.compile(r"^    (?P<function>\S.*) \((?P<file>[^()]*):(?P<line>\d+)\)$")
+_PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<file>[^()]*):(?P<line>\d+)\)$")
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waits for a disk or a device"}
 _SHOWN = 3
-_POLLS = ("control.py", "_wait")
+_POLLING_FRAME = ("control.py", "_wait")
 """Where our ranks wait for each other they look and nap in turn: the line says nothing."""
-Frame = tuple[str, str]
+StackFrame = tuple[str, str]
 """File (its name alone) and function."""
 
 
@@ -31,7 +31,7 @@ class RankStack:
     """The process's state as /proc has it: R, S, D, T, Z; empty where nobody answered."""
     waits_in: str = ""
     """The kernel's function that it waits in, where the kernel tells."""
-    frames: tuple[Frame, ...] = ()
+    frames: tuple[StackFrame, ...] = ()
     """Python's frames of the main thread, innermost first; none where the rank could not write them."""
     lines: tuple[int, ...] = ()
     """The line of each frame, as far as they are known."""
@@ -51,16 +51,16 @@ class RankStack:
         return (self.state if self.state in _STATES else "", self.frames, bool(self.state))
 
     @property
-    def telling_lines(self) -> tuple[int, ...]:
+    def distinguishing_lines(self) -> tuple[int, ...]:
         """The lines that tell one rank from another at the same place; none of one that is stopped."""
         if self.state in _STATES:
             return ()
         known = zip(self.frames, self.lines, strict=False)
-        return tuple(0 if frame == _POLLS else line for frame, line in known)
+        return tuple(0 if frame == _POLLING_FRAME else line for frame, line in known)
 
     def place_at(self, depth: int) -> str:
         """As `place`, with the lines, down to a frame that differs between ranks."""
-        if not self.telling_lines:
+        if not self.distinguishing_lines:
             return self.place
         told = [
             f"{function} ({file}:{line})"
@@ -71,7 +71,7 @@ class RankStack:
 
 
 @dataclass(frozen=True)
-class Group:
+class StackGroup:
     """Ranks that stand at the same place."""
 
     ranks: tuple[int, ...]
@@ -84,22 +84,22 @@ class Group:
         return f"rank{'s' * (len(self.ranks) > 1)} {who}: {self.place}"
 
 
-def parse_stacks(text: str) -> tuple[Frame, ...]:
+def parse_stack_frames(text: str) -> tuple[StackFrame, ...]:
     """The main thread's frames of the newest dump in a text, faulthandler's or py-spy's."""
-    return tuple(frame for frame, _ in _newest(text))
+    return tuple(frame for frame, _ in _newest_dump(text))
 
 
-def parse_lines(text: str) -> tuple[int, ...]:
+def parse_stack_lines(text: str) -> tuple[int, ...]:
     """The lines of the same frames."""
-    return tuple(line for _, line in _newest(text))
+    return tuple(line for _, line in _newest_dump(text))
 
 
-def _newest(text: str) -> list[tuple[Frame, int]]:
-    threads: list[tuple[bool, list[tuple[Frame, int]]]] = []
+def _newest_dump(text: str) -> list[tuple[StackFrame, int]]:
+    threads: list[tuple[bool, list[tuple[StackFrame, int]]]] = []
     for line in text.splitlines():
-        if head := _HEAD.match(line):
+        if head := _THREAD_LINE.match(line):
             threads.append((head["current"] == "Current thread" or head["name"] == "MainThread", []))
-        elif threads and (frame := _FRAME.match(line) or _SPIED.match(line)):
+        elif threads and (frame := _FRAME.match(line) or _PY_SPY_FRAME.match(line)):
             place = (frame["file"].rpartition("/")[2], frame["function"])
             threads[-1][1].append((place, int(frame["line"])))
     # The signal is handled in the main thread, which is written last.
@@ -109,7 +109,7 @@ def _newest(text: str) -> list[tuple[Frame, int]]:
     return threads[-1][1] if threads else []
 
 
-def group(stacks: Sequence[RankStack]) -> list[Group]:
+def group_stacks(stacks: Sequence[RankStack]) -> list[StackGroup]:
     """Ranks by where they stand, the smallest group first.
 
     By their functions, unless nobody stands apart by these: then lines are told as well, where those differ.
@@ -117,36 +117,36 @@ def group(stacks: Sequence[RankStack]) -> list[Group]:
     by_place: dict[tuple[Any, ...], list[RankStack]] = {}
     for one in stacks:
         by_place.setdefault(one.signature, []).append(one)
-    groups = _sorted(_group(alike, alike[0].place) for alike in by_place.values())
-    if odd_ones(groups) is not None:
+    groups = _sort_groups(_make_group(alike, alike[0].place) for alike in by_place.values())
+    if find_outlier(groups) is not None:
         return groups
-    by_line = _sorted(one for alike in by_place.values() for one in _by_line(alike))
-    return by_line if len(groups) == 1 or odd_ones(by_line) is not None else groups
+    by_line = _sort_groups(one for alike in by_place.values() for one in _group_by_line(alike))
+    return by_line if len(groups) == 1 or find_outlier(by_line) is not None else groups
 
 
-def _by_line(alike: Sequence[RankStack]) -> list[Group]:
+def _group_by_line(alike: Sequence[RankStack]) -> list[StackGroup]:
     """Ranks in the same functions, by the lines that they are at."""
     found: dict[tuple[int, ...], list[RankStack]] = {}
     for one in alike:
-        found.setdefault(one.telling_lines, []).append(one)
+        found.setdefault(one.distinguishing_lines, []).append(one)
     if len(found) == 1:
-        return [_group(alike, alike[0].place)]
+        return [_make_group(alike, alike[0].place)]
     # The outermost frame in which they differ says most: the further in, the more it is chance.
     columns = [len(set(column)) > 1 for column in zip(*found, strict=False)]
     depth = max((at for at, differs in enumerate(columns) if differs), default=0)
-    return [_group(of, of[0].place_at(depth)) for of in found.values()]
+    return [_make_group(of, of[0].place_at(depth)) for of in found.values()]
 
 
-def _group(alike: Sequence[RankStack], place: str) -> Group:
+def _make_group(alike: Sequence[RankStack], place: str) -> StackGroup:
     nodes = dict.fromkeys(one.node for one in alike)
-    return Group(tuple(one.rank for one in alike), tuple(nodes), place)
+    return StackGroup(tuple(one.rank for one in alike), tuple(nodes), place)
 
 
-def _sorted(groups: Iterable[Group]) -> list[Group]:
+def _sort_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
     return sorted(groups, key=lambda one: (len(one.ranks), one.ranks))
 
 
-def odd_ones(groups: Sequence[Group]) -> Group | None:
+def find_outlier(groups: Sequence[StackGroup]) -> StackGroup | None:
     """The group that stands apart from the many; None where nobody does, or several do alike."""
     stopped = [one for one in groups if one.place.startswith(tuple(_STATES.values()))]
     if len(stopped) == 1 and len(groups) > 1:
@@ -157,6 +157,6 @@ def odd_ones(groups: Sequence[Group]) -> Group | None:
     return None if rivals else groups[0]
 
 
-def as_json(groups: Sequence[Group]) -> list[Mapping[str, Any]]:
+def stack_groups_as_json(groups: Sequence[StackGroup]) -> list[Mapping[str, Any]]:
     """Plain values, the smallest group first."""
     return [{"ranks": list(one.ranks), "nodes": list(one.nodes), "place": one.place} for one in groups]

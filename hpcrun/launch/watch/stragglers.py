@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from hpcrun.launch.attempt_events import Progress
+from hpcrun.launch.attempt_events import RankProgress
 
 _WINDOW = 15
 """So many of a rank's newest measurements are looked at."""
-_TOGETHER = 3
+_GROUP_SIZE = 3
 """So many in a row count as one: what holds a rank up every few milliseconds may miss a single one."""
-_ENOUGH = 9
-_SLOW, _FINE = 0.7, 0.85
+_MIN_MEASUREMENTS = 9
+_SLOW_BELOW, _FINE_ABOVE = 0.7, 0.85
 """Below the first a node is slow, above the second it no longer is."""
 
 
@@ -34,14 +34,14 @@ class Straggler:
         )
 
 
-class Stragglers:
+class StragglerDetector:
     """Hears what the ranks' fixed piece of work takes, and says which nodes have become slow."""
 
     def __init__(self) -> None:
         self._probes: dict[tuple[str, int], deque[float]] = {}
         self._named: set[str] = set()
 
-    def heard(self, one: Progress) -> None:
+    def heard(self, one: RankProgress) -> None:
         """A rank has measured itself."""
         if one.probes_s:
             window = self._probes.setdefault((one.node, one.rank), deque(maxlen=_WINDOW))
@@ -51,8 +51,8 @@ class Stragglers:
         """Of every node that has measured enough: the median of the other nodes over its own slowest rank."""
         own: dict[str, float] = {}
         for (node, _), window in self._probes.items():
-            if len(window) >= _ENOUGH:
-                own[node] = max(own.get(node, 0.0), _usual([*window]))
+            if len(window) >= _MIN_MEASUREMENTS:
+                own[node] = max(own.get(node, 0.0), _typical_seconds([*window]))
         if len(own) < 2:
             return {}
         return {
@@ -64,13 +64,13 @@ class Stragglers:
     def new(self) -> list[Straggler]:
         """Nodes that have become slow since the last call; one that recovers may become so again."""
         scores = self.scores()
-        self._named -= {node for node, score in scores.items() if score > _FINE}
-        found = [node for node, score in scores.items() if score < _SLOW and node not in self._named]
+        self._named -= {node for node, score in scores.items() if score > _FINE_ABOVE}
+        found = [node for node, score in scores.items() if score < _SLOW_BELOW and node not in self._named]
         self._named |= set(found)
         return [Straggler(node, scores[node]) for node in found]
 
 
-def _usual(times: Sequence[float]) -> float:
+def _typical_seconds(times: Sequence[float]) -> float:
     """What the work takes: the median over groups, the newest one whole, is deaf to a hiccup or two."""
-    ends = range(len(times), _TOGETHER - 1, -_TOGETHER)
-    return median(fmean(times[end - _TOGETHER : end]) for end in ends)
+    ends = range(len(times), _GROUP_SIZE - 1, -_GROUP_SIZE)
+    return median(fmean(times[end - _GROUP_SIZE : end]) for end in ends)

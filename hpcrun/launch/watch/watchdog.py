@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrun.launch.attempt_events import Progress
+from hpcrun.launch.attempt_events import RankProgress
 from hpcrun.specs.job import JobSpec
 from hpcrun.units import parse_time
 
 _FLOOR_S = {"training": 30.0, "command": 600.0}
 _STEP = "step"
-_AWAY_S = 5.0
+_MAX_CALL_GAP_S = 5.0
 """Whoever asks less often was stopped himself: for that time nobody is to blame."""
 
 
@@ -38,13 +38,13 @@ class Hang:
 
 
 @dataclass
-class _Place:
+class _RankPosition:
     section: str
     step: int | None
     since: float
 
 
-class Watchdog:
+class HangWatchdog:
     """Hears progress and says who is late; all times are its caller's monotonic clock.
 
     What sections took is kept from one attempt to the next. The first steps of an attempt are not measured
@@ -62,12 +62,12 @@ class Watchdog:
 
     def begin(self) -> None:
         """A new attempt: nobody has said anything yet."""
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _RankPosition] = {}
         self._stopped: dict[int, float] = {}
         self._warm: set[int] = set()
         self._asked: float | None = None
 
-    def heard(self, one: Progress, now: float) -> None:
+    def heard(self, one: RankProgress, now: float) -> None:
         """A rank says where it is."""
         for section, seconds in one.longest_s.items():
             self._longest[section] = max(seconds, self._longest.get(section, 0.0))
@@ -75,7 +75,7 @@ class Watchdog:
             self._warm.add(one.rank)
         place = self._places.get(one.rank)
         if place is None or (place.section, place.step) != (one.section, one.step) or one.longest_s:
-            self._places[one.rank] = _Place(one.section, one.step, now)
+            self._places[one.rank] = _RankPosition(one.section, one.step, now)
 
     def stopped(self, rank: int, is_stopped: bool, now: float) -> None:
         """A rank's process was stopped by a signal, or goes on: whatever it did, it does no more of it."""
@@ -96,7 +96,7 @@ class Watchdog:
 
     def hang(self, now: float) -> Hang | None:
         """Who is late now; to be asked often."""
-        if self._asked is not None and now - self._asked > _AWAY_S:
+        if self._asked is not None and now - self._asked > _MAX_CALL_GAP_S:
             for place in self._places.values():
                 place.since += now - self._asked
             self._stopped = {rank: since + now - self._asked for rank, since in self._stopped.items()}

@@ -1,0 +1,279 @@
+"""The nodes of a run with an agent on each, as its supervisor sees them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcrun.fabric.inventory import Inventory, parse_inventory
+from hpcrun.health.connection_test import choose_targets, describe_unreachable
+from hpcrun.health.preflight import LONGEST_S, Ask
+from hpcrun.launch.agents.agent_pool import AgentHandle, AgentPool
+from hpcrun.launch.agents.worker_process import WORKER_MESSAGE_KIND
+from hpcrun.launch.attempt_events import (
+    AttemptEvent,
+    NodeEvent,
+    NodeLost,
+    RankConnected,
+    RankEnded,
+    RankStarted,
+    decode_node_event,
+)
+from hpcrun.launch.rendezvous import (
+    CONNECTION_TEST_KIND,
+    RENDEZVOUS_KIND,
+    RendezvousPoint,
+    RendezvousRequest,
+    parse_rendezvous_point,
+)
+from hpcrun.process import ProcessId
+from hpcrun.runs.heartbeat_age import Heard
+from hpcrun.runs.lease import FencedError
+from hpcrun.specs.placement import Placement
+from hpcrun.specs.rundir import Attempt, RunDir
+
+_ANSWER_TIMEOUT_S = 15.0
+_DUMP_SLACK_S = 1.0
+"""The answer comes soon after the time that the agents have for it."""
+
+
+class AgentNodes:
+    """Several nodes, each with an agent."""
+
+    def __init__(self, crew: AgentPool, run: RunDir) -> None:
+        self._agent_pool, self._losses, self._heard = crew, len(crew.lost), Heard(run)
+        self._attempt, self._placement = 0, Placement(())
+        self._up: set[int] = set()
+        self._met: set[int] = set()
+        self._ended: set[int] = set()
+        self._worker_messages: list[tuple[str, dict[str, Any]]] = []
+
+    def _pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
+        """What agents have said; what comes from drain workers waits until somebody asks for it."""
+        for agent, message in self._agent_pool.pump(timeout_s):
+            if message["kind"] == WORKER_MESSAGE_KIND:
+                self._worker_messages.append((agent.node, message["told"]))
+            else:
+                yield agent, message
+
+    @property
+    def lost(self) -> list[NodeLost]:
+        """The nodes that have ceased to answer, first one first."""
+        return self._agent_pool.lost
+
+    def _await(
+        self, kind: str, timeout_s: float, attempt: int | None = None, nodes: Sequence[str] | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """One answer of this kind, about this attempt or the newest, from every living agent (of `nodes`)."""
+        about = self._attempt if attempt is None else attempt
+        answers: dict[str, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        asked = [one for one in self._agent_pool.living if nodes is None or one.node in nodes]
+        while any(one.node not in answers and not one.is_lost for one in asked):
+            for agent, message in self._pump(0.1):
+                if message["kind"] == kind and message.get("attempt") == about:
+                    answers[agent.node] = message
+            self._new_losses()
+            if time.monotonic() > deadline:
+                break
+        return answers
+
+    def _new_losses(self) -> list[NodeLost]:
+        """Who was lost since the last call; the ranks there have ended."""
+        for agent, why in self._agent_pool.find_unresponsive():
+            self._agent_pool.lose(agent, why)
+        new = self._agent_pool.lost[self._losses :]
+        self._losses += len(new)
+        for one in new:
+            self._ended |= set(self._placement.on(one.node))
+        return new
+
+    @property
+    def alive(self) -> tuple[str, ...]:
+        """The nodes whose agent answers."""
+        return tuple(agent.node for agent in self._agent_pool.living)
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, str]]:
+        """What Slurm has told every agent about its place, where it has."""
+        said = {node: one.hello for node, one in self._agent_pool.members.items()}
+        told = {node: hello["address"] for node, hello in said.items() if hello}
+        return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
+
+    @property
+    def inventories(self) -> dict[str, Inventory]:
+        """What the agents have said with their first words."""
+        said = (
+            (node, parse_inventory(one.hello.get("inside"))) for node, one in self._agent_pool.members.items()
+        )
+        return {node: found for node, found in said if found is not None}
+
+    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+        """Have every agent look at its node."""
+        for agent in self._agent_pool.members.values():
+            agent.tell(do="preflight", **ask.of(agent.node).as_json())
+        return self._await("preflight", LONGEST_S + _ANSWER_TIMEOUT_S, ask.attempt)
+
+    def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
+        """Ask the agents of the nodes with ranks."""
+        for node in request.nodes:
+            self._agent_pool.members[node].tell(do=RENDEZVOUS_KIND, **request.of(node).as_json())
+        answers = self._await(RENDEZVOUS_KIND, _ANSWER_TIMEOUT_S, request.attempt, request.nodes)
+        return {node: parse_rendezvous_point(one) for node, one in answers.items()}
+
+    def try_connections(self) -> tuple[str, tuple[str, ...]]:
+        """Each listens, each tries the others, and only then they cease to listen."""
+        nodes = self._placement.nodes
+        listening = self._trial("listen", {node: {} for node in nodes})
+        places = {node: one["place"] for node, one in listening.items() if one.get("place")}
+        orders = {node: {"places": choose_targets(places, node)} for node in places}
+        tried = self._trial("try", orders)
+        self._trial("end", {node: {} for node in places}, wait=False)
+        absent = [node for node in nodes if node not in tried]
+        words, blamed = describe_unreachable({node: one["failed"] for node, one in tried.items()}, [*tried])
+        if absent:
+            words = "; ".join(filter(None, (f"{', '.join(absent[:8])} took no part in a trial", words)))
+        return words, blamed
+
+    def _trial(
+        self, step: str, orders: Mapping[str, dict[str, Any]], *, wait: bool = True
+    ) -> dict[str, dict[str, Any]]:
+        for node, more in orders.items():
+            self._agent_pool.members[node].tell(
+                do=CONNECTION_TEST_KIND, attempt=self._attempt, step=step, **more
+            )
+        if not wait:
+            return {}
+        return self._await(f"{CONNECTION_TEST_KIND} {step}", _ANSWER_TIMEOUT_S, nodes=[*orders])
+
+    def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
+        """Tell every agent which ranks to look out for."""
+        self._attempt, self._placement = attempt.number, placement
+        self._up, self._met, self._ended = set(), set(), set()
+        for agent in self._agent_pool.members.values():
+            ranks = placement.on(agent.node)
+            agent.tell(do="watch", attempt=attempt.number, ranks=ranks, hears=hears)
+        # The ranks are started only when everybody looks: what was there before can then be told from theirs.
+        self._await("watching", _ANSWER_TIMEOUT_S)
+
+    def launcher_started(self, launcher: ProcessId) -> None:
+        """The agents do not need to know it."""
+
+    def start(self, node: str, argv: Sequence[str], log: Path) -> None:
+        """Start a process of the launcher's on a node."""
+        self._agent_pool.members[node].tell(do="start", attempt=self._attempt, argv=list(argv), log=str(log))
+
+    def fileno(self) -> int:
+        """Becomes readable when an agent has something to tell."""
+        return self._agent_pool.fileno()
+
+    @property
+    def _expected(self) -> set[int]:
+        return set(range(len(self._placement.ranks)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has been seen."""
+        return self._expected <= self._up | self._ended
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all ranks have met and none has ended."""
+        return self._expected <= self._met and not self._ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has ended; those of a lost node have."""
+        return self._expected <= self._ended
+
+    def news(self, *, look: bool) -> Iterator[AttemptEvent]:
+        """What the agents have seen of this attempt."""
+        for agent, message in self._pump(0.0):
+            if message.pop("attempt", None) != self._attempt:
+                continue
+            happening = decode_node_event(message)
+            if happening is not None and happening.rank not in self._placement.on(agent.node):
+                self._agent_pool.refuse(agent, f"it tells of rank {happening.rank}, which is not there")
+            elif happening is not None:
+                if isinstance(happening, RankEnded):
+                    happening = happening.to_supervisor_clock(time.time())
+                self._note(happening)
+                yield happening
+        yield from self._new_losses()
+        self._heard.show({one.node: one.silent_s for one in self._agent_pool.living})
+
+    def verify(self) -> None:
+        """FencedError where another supervisor has taken over."""
+        self._agent_pool.verify()
+
+    def _note(self, happening: NodeEvent) -> None:
+        match happening:
+            case RankStarted(rank):
+                self._up.add(rank)
+            case RankConnected(rank):
+                self._met.add(rank)
+            case RankEnded(rank):
+                self._ended.add(rank)
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank or to all that are up."""
+        for agent in self._agent_pool.members.values():
+            if rank is None or self._placement.ranks[rank] == agent.node:
+                agent.tell(do="signal", attempt=self._attempt, number=number, rank=rank)
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass; what an agent says meanwhile is heard."""
+        for _ in self._pump(seconds):
+            continue
+        self._new_losses()
+
+    def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
+        """Have every agent see to its own ranks; those of one that does not answer are missing."""
+        for agent in self._agent_pool.members.values():
+            agent.tell(do="dump", attempt=self._attempt, timeout_s=timeout_s)
+        answers = self._await("dumped", timeout_s + _DUMP_SLACK_S)
+        return {int(rank): seen for one in answers.values() for rank, seen in one["ranks"].items()}
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        for agent in self._agent_pool.members.values():
+            agent.tell(do="kill", attempt=self._attempt)
+
+    def clear(self, timeout_s: float, launcher: int) -> list[str]:
+        """Have every agent end what is left; the launcher on this host is not theirs to end."""
+        for agent in self._agent_pool.members.values():
+            spared = [launcher] if agent.node == os.uname().nodename else []
+            agent.tell(do="clear", attempt=self._attempt, spared=spared)
+        try:
+            answers = self._await("cleared", timeout_s + _ANSWER_TIMEOUT_S)
+        except FencedError:
+            # The others do what their new supervisor says, and the agent of this node has been told to.
+            return []
+        return [
+            f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
+        ]
+
+    def warm(self, spares: Sequence[str]) -> None:
+        """Have these nodes load what ranks of ours load; nobody waits for it."""
+        for node in spares:
+            self._agent_pool.members[node].tell(do="warm", attempt=self._attempt)
+
+    def restart_lost_agents(self) -> None:
+        """Try to have lost nodes back for an attempt to come; takes no time."""
+        self._agent_pool.restart_lost_agents()
+
+    def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
+        """Tell the drain worker of a node something."""
+        self._agent_pool.members[node].tell(do=WORKER_MESSAGE_KIND, told=told)
+
+    def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
+        """What drain workers have said since the last call."""
+        said, self._worker_messages = self._worker_messages, []
+        return said
+
+    def close(self) -> None:
+        """End the agents."""
+        self._agent_pool.close()
