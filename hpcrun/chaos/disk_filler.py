@@ -12,13 +12,13 @@ from typing import Self
 
 from hpcrun.errors import SiteError, UsageError
 
-_PIECE_BYTES = 2**30
-_SMALLEST_BYTES = 4096
-_OF_A_NODE = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay")
+_CHUNK_BYTES = 2**30
+_MIN_CHUNK_BYTES = 4096
+_NODE_FILESYSTEMS = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay")
 """File systems that stand on one node; of others, nobody here knows who else is hurt."""
 
 
-class Filler:
+class DiskFiller:
     """Takes the room of the file system of a directory, inside the block.
 
     UsageError for a file system that also holds the run, or that others may share, unless with `force`.
@@ -27,14 +27,14 @@ class Filler:
     def __init__(self, where: Path, run: Path, *, force: bool) -> None:
         if not where.is_dir():
             raise UsageError(f"{where}: is no directory on {os.uname().nodename}")
-        kind = _kind(where.stat().st_dev)
+        kind = _filesystem_type(where.stat().st_dev)
         self.told = f"a file system of type {kind or 'unknown'}"
         if not force and where.stat().st_dev == run.stat().st_dev:
             raise UsageError(
                 f"{where}: is on the file system that holds the run ({run}); name a node's scratch or tmpfs,"
                 " or use --force"
             )
-        if not force and kind not in _OF_A_NODE:
+        if not force and kind not in _NODE_FILESYSTEMS:
             raise UsageError(
                 f"{where}: is {self.told}, which other nodes may share; name a node's scratch or tmpfs, or"
                 " use --force"
@@ -50,8 +50,8 @@ class Filler:
     def fill(self, leave_bytes: int, is_over: Callable[[], bool]) -> int:
         """Take all but the last of it, a piece at a time; how much was taken, which a quota may bound."""
         room = os.fstatvfs(self._file.fileno())
-        ahead, taken, piece = room.f_bavail * room.f_frsize - leave_bytes, 0, _PIECE_BYTES
-        while ahead > taken and piece >= _SMALLEST_BYTES and not is_over():
+        ahead, taken, piece = room.f_bavail * room.f_frsize - leave_bytes, 0, _CHUNK_BYTES
+        while ahead > taken and piece >= _MIN_CHUNK_BYTES and not is_over():
             size = min(piece, ahead - taken)
             try:
                 os.posix_fallocate(self._file.fileno(), taken, size)
@@ -68,7 +68,7 @@ class Filler:
         self._file.close()
 
 
-def _kind(device: int) -> str | None:
+def _filesystem_type(device: int) -> str | None:
     """The type of the file system of a device, as the kernel lists it; None where it does not."""
     name = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():

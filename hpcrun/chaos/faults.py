@@ -12,10 +12,10 @@ from hpcrun.errors import Problem, UsageError
 from hpcrun.units import parse_memory, parse_time
 
 _DAY_S = 86400.0
-_LEAVE = "1M"
+_DEFAULT_LEAVE = "1M"
 
 
-class Kind(NamedTuple):
+class FaultKind(NamedTuple):
     """What a fault strikes, which keys it takes besides its victim, and which of them have no default."""
 
     at: Literal["rank", "node", "run"]
@@ -23,20 +23,20 @@ class Kind(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-KINDS = {
-    "kill-rank": Kind("rank", ("signal",)),
-    "stop-rank": Kind("rank", ("for",)),
-    "resume-rank": Kind("rank"),
-    "kill-agent": Kind("node"),
-    "vanish": Kind("node", ("force",)),
-    "slow": Kind("node", ("share", "for"), ("for",)),
-    "fill-disk": Kind("node", ("where", "leave", "for", "force"), ("where", "for")),
-    "kill-supervisor": Kind("run"),
+FAULT_KINDS = {
+    "kill-rank": FaultKind("rank", ("signal",)),
+    "stop-rank": FaultKind("rank", ("for",)),
+    "resume-rank": FaultKind("rank"),
+    "kill-agent": FaultKind("node"),
+    "vanish": FaultKind("node", ("force",)),
+    "slow": FaultKind("node", ("share", "for"), ("for",)),
+    "fill-disk": FaultKind("node", ("where", "leave", "for", "force"), ("where", "for")),
+    "kill-supervisor": FaultKind("run"),
 }
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """One fault, asked for; without rank and node the victim is chosen at random, by the seed."""
 
     do: str
@@ -54,9 +54,9 @@ class Fault:
     force: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> FaultKind:
         """What it strikes."""
-        return KINDS[self.do]
+        return FAULT_KINDS[self.do]
 
     @property
     def is_random(self) -> bool:
@@ -64,13 +64,13 @@ class Fault:
         return self.kind.at != "run" and self.rank is None and self.node is None
 
 
-def read_fault(values: Mapping[str, Any]) -> tuple[Fault | None, list[Problem]]:
+def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[Problem]]:
     """A fault from plain values (do, rank, random, signal, for, …), or all that is wrong with them."""
     do = values.get("do")
-    if do not in KINDS:
+    if do not in FAULT_KINDS:
         found = "is missing" if do is None else f"{do!r} is no fault"
-        return None, [Problem("do", f"{found}; there are: {', '.join(KINDS)}")]
-    kind = KINDS[do]
+        return None, [Problem("do", f"{found}; there are: {', '.join(FAULT_KINDS)}")]
+    kind = FAULT_KINDS[do]
     given = {key: value for key, value in values.items() if value is not None and value is not False}
     allowed = {"do", *kind.takes, *(() if kind.at == "run" else (kind.at, "random", "seed"))}
     problems = [
@@ -81,18 +81,18 @@ def read_fault(values: Mapping[str, Any]) -> tuple[Fault | None, list[Problem]]:
         if key not in allowed
     ]
     problems += [Problem(key, f"is missing, which {do} needs") for key in kind.needs if key not in given]
-    problems += _victim(kind, given)
+    problems += _check_victim(kind, given)
     read: dict[str, Any] = {}
     for key, value in given.items():
-        if key in allowed and key in _READERS:
+        if key in allowed and key in _FIELD_PARSERS:
             try:
-                read.update(_READERS[key](value))
+                read.update(_FIELD_PARSERS[key](value))
             except UsageError as error:
                 problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
-    return (None, problems) if problems else (Fault(do, **read), [])
+    return (None, problems) if problems else (InjectedFault(do, **read), [])
 
 
-def _victim(kind: Kind, given: Mapping[str, Any]) -> list[Problem]:
+def _check_victim(kind: FaultKind, given: Mapping[str, Any]) -> list[Problem]:
     if kind.at == "run":
         return []
     if (kind.at in given) == ("random" in given):
@@ -103,25 +103,25 @@ def _victim(kind: Kind, given: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def _rank(value: Any) -> dict[str, Any]:
-    if not _is_whole(value) or value < 0:
+def _parse_rank(value: Any) -> dict[str, Any]:
+    if not _is_whole_number(value) or value < 0:
         raise UsageError(f"{value!r} is no rank; ranks count from 0")
     return {"rank": value}
 
 
-def _node(value: Any) -> dict[str, Any]:
+def _parse_node(value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or not value:
         raise UsageError(f"{value!r} is no node's name")
     return {"node": value}
 
 
-def _seed(value: Any) -> dict[str, Any]:
-    if not _is_whole(value):
+def _parse_seed(value: Any) -> dict[str, Any]:
+    if not _is_whole_number(value):
         raise UsageError(f"{value!r} is no whole number")
     return {"seed": value}
 
 
-def _signal(value: Any) -> dict[str, Any]:
+def _parse_signal(value: Any) -> dict[str, Any]:
     name = f"SIG{str(value).upper().removeprefix('SIG')}"
     if name in ("SIGSTOP", "SIGCONT"):
         raise UsageError(f"for {name} there are stop-rank and resume-rank")
@@ -131,11 +131,11 @@ def _signal(value: Any) -> dict[str, Any]:
         raise UsageError(f"{value!r} is no signal; write a name such as KILL, TERM, SEGV or BUS") from None
 
 
-def _for(value: Any) -> dict[str, Any]:
-    return {"for_s": read_seconds(value, "for")}
+def _parse_for(value: Any) -> dict[str, Any]:
+    return {"for_s": parse_fault_seconds(value, "for")}
 
 
-def read_seconds(value: Any, where: str) -> float:
+def parse_fault_seconds(value: Any, where: str) -> float:
     """Seconds of a time such as 30s; UsageError where it is none, or longer than a day."""
     if not isinstance(value, str):
         raise UsageError(f"{where}: {value!r} has no unit; write 30s or 5m")
@@ -145,38 +145,38 @@ def read_seconds(value: Any, where: str) -> float:
     return limit.seconds
 
 
-def _share(value: Any) -> dict[str, Any]:
+def _parse_share(value: Any) -> dict[str, Any]:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
         raise UsageError(f"{value!r} is no share; write a number between 0 and 1, such as 0.5")
     return {"share": float(value)}
 
 
-def _where(value: Any) -> dict[str, Any]:
+def _parse_where(value: Any) -> dict[str, Any]:
     if not isinstance(value, str) or not value.startswith("/"):
         raise UsageError(f"{value!r} is no absolute path of a directory")
     return {"where": value}
 
 
-def _leave(value: Any) -> dict[str, Any]:
+def _parse_leave(value: Any) -> dict[str, Any]:
     return {"leave_mib": parse_memory(str(value), "leave")}
 
 
-def _force(value: Any) -> dict[str, Any]:
+def _parse_force(value: Any) -> dict[str, Any]:
     return {"force": bool(value)}
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_READERS = {
-    "rank": _rank,
-    "node": _node,
-    "seed": _seed,
-    "signal": _signal,
-    "for": _for,
-    "share": _share,
-    "where": _where,
-    "leave": _leave,
-    "force": _force,
+_FIELD_PARSERS = {
+    "rank": _parse_rank,
+    "node": _parse_node,
+    "seed": _parse_seed,
+    "signal": _parse_signal,
+    "for": _parse_for,
+    "share": _parse_share,
+    "where": _parse_where,
+    "leave": _parse_leave,
+    "force": _parse_force,
 }

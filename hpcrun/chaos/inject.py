@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hpcrun import process
-from hpcrun.chaos.faults import Fault
+from hpcrun.chaos.faults import InjectedFault
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.hostlist import fold
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import owner_name, user_name
 from hpcrun.process import with_our_package
 from hpcrun.runs.run_lock import read_supervisor_record
-from hpcrun.runs.run_state import look_at_all
+from hpcrun.runs.run_state import read_run_states
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job_of
@@ -30,22 +30,22 @@ from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import LineWriter, read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
-from hpcrun.submission.batch_script import python_of
+from hpcrun.submission.batch_script import job_python
 
-_ANSWER_S = 60.0
-_LEAVE_S = 10.0
+_ANSWER_TIMEOUT_S = 60.0
+_UNDO_TIMEOUT_S = 10.0
 
 
-class NotYetError(UsageError):
+class TargetNotReadyError(UsageError):
     """The victim is not there; where another attempt is about to start, it may be in a moment."""
 
 
 @dataclass(frozen=True)
-class Aim:
+class InjectionTarget:
     """A fault with its victim found: what is about to be done."""
 
     run: RunDir
-    fault: Fault
+    fault: InjectedFault
     attempt: int
     node: str
     ranks: tuple[int, ...]
@@ -55,7 +55,7 @@ class Aim:
     @property
     def is_here(self) -> bool:
         """Whether the victim is on this very host."""
-        return short(self.node) == short(os.uname().nodename)
+        return short_host_name(self.node) == short_host_name(os.uname().nodename)
 
     def __str__(self) -> str:
         """In words, as what one is about to do."""
@@ -91,7 +91,7 @@ class Aim:
         job = self.supervisor["slurm_job"]
         step = ["srun", f"--jobid={job}", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1"]
         step += [f"--nodelist={self.node}", "--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
-        return [*step, _python_of(self.run), *words]
+        return [*step, _node_python(self.run), *words]
 
 
 def require_running(run: RunDir) -> None:
@@ -103,7 +103,7 @@ def require_running(run: RunDir) -> None:
         raise UsageError(
             f"{run.id} belongs to {owner_name(owner)}; faults are rehearsed on runs of one's own"
         )
-    (state,) = look_at_all([run])
+    (state,) = read_run_states([run])
     why = f" ({state.message})" if state.message else ""
     if state.state == "unknown":
         raise SiteError(f"{run.id}: nothing was done: {state.message}")
@@ -111,28 +111,34 @@ def require_running(run: RunDir) -> None:
         raise UsageError(f"{run.id} is {state.state}{why}; there is nothing to rehearse on")
 
 
-def aim(run: RunDir, fault: Fault) -> Aim:
+def find_target(run: RunDir, fault: InjectedFault) -> InjectionTarget:
     """Find the victim of a fault among what the newest attempt has; UsageError where there is no such one."""
     supervisor, attempts = read_supervisor_record(run), run.attempts()
     found = read_placement(attempts[-1].placement) if attempts else None
     if found is None or not supervisor:
-        raise NotYetError(f"{run.id} is about to start; there is nobody to strike yet, ask again in a moment")
+        raise TargetNotReadyError(
+            f"{run.id} is about to start; there is nobody to strike yet, ask again in a moment"
+        )
     placement, number = found[0], attempts[-1].number
     if fault.kind.at == "run":
-        return Aim(run, fault, number, short(supervisor["host"]), (), supervisor)
-    chosen = _chosen(run, fault, placement, supervisor)
+        return InjectionTarget(run, fault, number, short_host_name(supervisor["host"]), (), supervisor)
+    chosen = _choose_victim(run, fault, placement, supervisor)
     if fault.kind.at == "rank":
         assert chosen.rank is not None
         _require_rank(run, chosen.rank, placement)
         if read_json(attempts[-1].rank_record(chosen.rank)) is None:
-            raise NotYetError(f"rank {chosen.rank} of attempt {number} of {run.id} has not come up yet")
-        return Aim(run, chosen, number, placement.ranks[chosen.rank], (chosen.rank,), supervisor)
+            raise TargetNotReadyError(
+                f"rank {chosen.rank} of attempt {number} of {run.id} has not come up yet"
+            )
+        return InjectionTarget(run, chosen, number, placement.ranks[chosen.rank], (chosen.rank,), supervisor)
     assert chosen.node is not None
     _require_node(run, chosen, placement, supervisor)
-    return Aim(run, chosen, number, chosen.node, tuple(placement.on(chosen.node)), supervisor)
+    return InjectionTarget(run, chosen, number, chosen.node, tuple(placement.on(chosen.node)), supervisor)
 
 
-def _chosen(run: RunDir, fault: Fault, placement: Placement, supervisor: dict[str, Any]) -> Fault:
+def _choose_victim(
+    run: RunDir, fault: InjectedFault, placement: Placement, supervisor: dict[str, Any]
+) -> InjectedFault:
     """The fault with a victim; one at random is the same for the same seed, attempt and placement."""
     if not fault.is_random:
         return fault
@@ -140,15 +146,15 @@ def _chosen(run: RunDir, fault: Fault, placement: Placement, supervisor: dict[st
     dice = random.Random(seed)
     if fault.kind.at == "rank":
         return replace(fault, rank=dice.randrange(len(placement.ranks)), seed=seed)
-    nodes = _nodes(fault, placement)
-    spared = short(supervisor["host"]) if fault.do == "vanish" and not fault.force else None
-    among = [node for node in nodes if short(node) != spared]
+    nodes = _candidate_nodes(fault, placement)
+    spared = short_host_name(supervisor["host"]) if fault.do == "vanish" and not fault.force else None
+    among = [node for node in nodes if short_host_name(node) != spared]
     if not among:
         raise UsageError(f"{run.id}: its one node has its supervisor as well; --force takes it all the same")
     return replace(fault, node=dice.choice(among), seed=seed)
 
 
-def _nodes(fault: Fault, placement: Placement) -> list[str]:
+def _candidate_nodes(fault: InjectedFault, placement: Placement) -> list[str]:
     spares = () if fault.do == "slow" else placement.spares
     return [*placement.nodes, *spares]
 
@@ -159,17 +165,21 @@ def _require_rank(run: RunDir, rank: int, placement: Placement) -> None:
         raise UsageError(f"rank {rank}: {run.id} has no such rank; there are: {'0 to ' * (last > 0)}{last}")
 
 
-def _require_node(run: RunDir, fault: Fault, placement: Placement, supervisor: dict[str, Any]) -> None:
-    nodes, host = _nodes(fault, placement), short(supervisor["host"])
+def _require_node(
+    run: RunDir, fault: InjectedFault, placement: Placement, supervisor: dict[str, Any]
+) -> None:
+    nodes, host = _candidate_nodes(fault, placement), short_host_name(supervisor["host"])
     if fault.node not in nodes:
         spares = f", and as spares {fold(placement.spares)}" if placement.spares else ""
         raise UsageError(
             f"node {fault.node}: is none of {run.id}; its ranks stand on {fold(placement.nodes)}{spares}"
         )
-    if fault.do == "kill-agent" and (supervisor.get("slurm_job") is None or [*map(short, nodes)] == [host]):
+    if fault.do == "kill-agent" and (
+        supervisor.get("slurm_job") is None or [*map(short_host_name, nodes)] == [host]
+    ):
         raise UsageError(f"{run.id} has no agents: its supervisor is on the one node of its ranks, {host}")
-    if fault.do == "vanish" and short(fault.node) == host and not fault.force:
-        others = [node for node in nodes if short(node) != host]
+    if fault.do == "vanish" and short_host_name(fault.node) == host and not fault.force:
+        others = [node for node in nodes if short_host_name(node) != host]
         instead = f"name another ({fold(others)}), or " if others else ""
         raise UsageError(
             f"node {fault.node}: has the supervisor of {run.id} as well, without which the run ends;"
@@ -177,10 +187,10 @@ def _require_node(run: RunDir, fault: Fault, placement: Placement, supervisor: d
         )
 
 
-class Strike:
+class Injection:
     """A fault that is being rehearsed; `close` undoes what still lasts."""
 
-    def __init__(self, aimed: Aim) -> None:
+    def __init__(self, aimed: InjectionTarget) -> None:
         self.aim = aimed
         self._waiting, self._over = b"", False
         self._said: list[dict[str, Any]] = []
@@ -207,12 +217,12 @@ class Strike:
 
     def _await(self) -> dict[str, Any]:
         """The moment of the strike, which is recorded; HpcrunError where there was none."""
-        end = time.monotonic() + _ANSWER_S
+        end = time.monotonic() + _ANSWER_TIMEOUT_S
         while not self._said and not self._over:
             self._read(0.2)
             if time.monotonic() > end:
                 raise SiteError(
-                    f"{self.aim.node} gave no answer in {_ANSWER_S:g} s; nothing is known to be done"
+                    f"{self.aim.node} gave no answer in {_ANSWER_TIMEOUT_S:g} s; nothing is known to be done"
                 )
         if not self._said:
             words = self._last_words()
@@ -221,7 +231,7 @@ class Strike:
         if first["kind"] == "refused":
             words = f"{self.aim.node}: {first['text']}"
             if first.get("is_gone"):
-                raise NotYetError(words)
+                raise TargetNotReadyError(words)
             raise UsageError(words) if first["exit_code"] == UsageError.exit_code else SiteError(words)
         return self._record("struck", first)
 
@@ -286,7 +296,7 @@ class Strike:
         assert self._child.stderr is not None
         with suppress(BrokenPipeError):
             self._child.stdin.close()
-        end = time.monotonic() + _LEAVE_S
+        end = time.monotonic() + _UNDO_TIMEOUT_S
         while not self._over and time.monotonic() < end:
             self.news(0.1)
         try:
@@ -298,9 +308,9 @@ class Strike:
         self._child.stderr.close()
 
 
-def inflict(aimed: Aim, write: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+def inject_fault(aimed: InjectionTarget, write: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """Carry a fault out, and wait until it is undone where it lasts; the records, each written at once."""
-    strike = Strike(aimed)
+    strike = Injection(aimed)
     records = [strike.struck]
     write(strike.struck)
     try:
@@ -313,15 +323,15 @@ def inflict(aimed: Aim, write: Callable[[dict[str, Any]], None]) -> list[dict[st
     return records
 
 
-def short(name: str) -> str:
+def short_host_name(name: str) -> str:
     """A host's name without its domain: Slurm and the host itself may not agree on that."""
     return name.partition(".")[0]
 
 
-def _python_of(run: RunDir) -> str:
+def _node_python(run: RunDir) -> str:
     """The Python that the nodes have; the one that runs this where the run's records do not say."""
     owner = run.sweep_of_element or run
     with suppress(HpcrunError):
         cluster = load_cluster(owner.cluster) if owner.cluster.exists() else None
-        return python_of(load_job_of(run).spec, cluster)
+        return job_python(load_job_of(run).spec, cluster)
     return sys.executable

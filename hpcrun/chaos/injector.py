@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.chaos.disk_filler import Filler
+from hpcrun.chaos.disk_filler import DiskFiller
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.process import Handle, ProcessId
 from hpcrun.specs.records import read_json
@@ -31,11 +31,11 @@ _LOOK_S = 2.0
 _ROUNDS = 5
 
 
-class GoneError(UsageError):
+class TargetGoneError(UsageError):
     """The victim is not there any more, or not yet."""
 
 
-def strike(run: RunDir, order: Mapping[str, Any]) -> int:
+def execute_injection(run: RunDir, order: Mapping[str, Any]) -> int:
     """Carry out one order; a refusal is said on standard output as well, and is the exit code."""
     # Slurm's signals to the steps of a job are meant for the ranks; an end has to undo what was done.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -43,64 +43,64 @@ def strike(run: RunDir, order: Mapping[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        _STRIKES[order["do"]](run, order)
+        _INJECTIONS[order["do"]](run, order)
     except HpcrunError as error:
-        _say("refused", str(error), exit_code=error.exit_code, is_gone=isinstance(error, GoneError))
+        _report("refused", str(error), exit_code=error.exit_code, is_gone=isinstance(error, TargetGoneError))
         return error.exit_code
     except OSError as error:
-        _say("refused", f"{error.filename or 'strike'}: {error.strerror or error}", exit_code=3)
+        _report("refused", f"{error.filename or 'strike'}: {error.strerror or error}", exit_code=3)
         return 3
     return 0
 
 
 def _kill_rank(run: RunDir, order: Mapping[str, Any]) -> None:
     number = signal.Signals(order["signal"])
-    with _holding(_tree(run, order, order["rank"])) as handles:
-        _say("struck", f"{number.name} to rank {order['rank']}", handles)
-        _send(handles, number)
+    with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
+        _report("struck", f"{number.name} to rank {order['rank']}", handles)
+        _signal_all(handles, number)
 
 
 def _stop_rank(run: RunDir, order: Mapping[str, Any]) -> None:
     rank, lasts_s = order["rank"], order["for_s"]
-    with _holding(_tree(run, order, rank)) as handles:
-        _say("struck", f"SIGSTOP to rank {rank}", handles)
+    with _open_handles(_rank_process_tree(run, order, rank)) as handles:
+        _report("struck", f"SIGSTOP to rank {rank}", handles)
         try:
-            _stop(handles, lambda: _tree(run, order, rank))
+            _stop_processes(handles, lambda: _rank_process_tree(run, order, rank))
             if lasts_s is not None:
                 _wait(lasts_s)
         finally:
             if lasts_s is not None:
-                _resume(run, order, [rank])
+                _resume_ranks(run, order, [rank])
         if lasts_s is not None:
-            _say("over", f"SIGCONT to rank {rank}")
+            _report("over", f"SIGCONT to rank {rank}")
 
 
 def _resume_rank(run: RunDir, order: Mapping[str, Any]) -> None:
-    with _holding(_tree(run, order, order["rank"])) as handles:
-        _say("struck", f"SIGCONT to rank {order['rank']}", handles)
-        _send(handles, signal.SIGCONT)
+    with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
+        _report("struck", f"SIGCONT to rank {order['rank']}", handles)
+        _signal_all(handles, signal.SIGCONT)
 
 
-def _slow(run: RunDir, order: Mapping[str, Any]) -> None:
+def _slow_node(run: RunDir, order: Mapping[str, Any]) -> None:
     """Stop the ranks of the node for a share of every short period."""
     share, ranks = order["share"], order["ranks"]
-    found = _trees(run, order, ranks)
+    found = _rank_process_trees(run, order, ranks)
     if not found:
-        raise GoneError(f"no rank of {run.id} runs on {_node()} any more")
-    _say("struck", f"takes {share:.0%} of the time from {_several(ranks)}", found)
+        raise TargetGoneError(f"no rank of {run.id} runs on {_local_node()} any more")
+    _report("struck", f"takes {share:.0%} of the time from {_format_ranks(ranks)}", found)
     end = time.monotonic() + order["for_s"]
     try:
         while found and time.monotonic() < end:
-            with _holding(found) as handles:
-                if _take(share, handles, min(end, time.monotonic() + _LOOK_S)):
+            with _open_handles(found) as handles:
+                if _pause_for_share(share, handles, min(end, time.monotonic() + _LOOK_S)):
                     break
-            found = _trees(run, order, ranks)
+            found = _rank_process_trees(run, order, ranks)
     finally:
-        _resume(run, order, ranks)
-    _say("over", f"leaves {_several(ranks)} alone")
+        _resume_ranks(run, order, ranks)
+    _report("over", f"leaves {_format_ranks(ranks)} alone")
 
 
-def _take(share: float, handles: Sequence[Handle], until: float) -> bool:
+def _pause_for_share(share: float, handles: Sequence[Handle], until: float) -> bool:
     """Take this share of the time from them; True when our input has ended.
 
     We may come late to either end of a slice: what was taken too much or too little is made up for.
@@ -111,9 +111,9 @@ def _take(share: float, handles: Sequence[Handle], until: float) -> bool:
         if _wait(max(0.0, (1 - share) * _PERIOD_S - owed / share)):
             return True
         stopped = time.monotonic()
-        _send(handles, signal.SIGSTOP)
+        _signal_all(handles, signal.SIGSTOP)
         is_left = _wait(max(0.0, share * (stopped - begin) - taken) / (1 - share))
-        _send(handles, signal.SIGCONT)
+        _signal_all(handles, signal.SIGCONT)
         taken += time.monotonic() - stopped
         if is_left:
             return True
@@ -121,104 +121,104 @@ def _take(share: float, handles: Sequence[Handle], until: float) -> bool:
 
 
 def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
-    agents = _agents(run, order)
+    agents = _find_agents(run, order)
     if not agents:
-        raise GoneError(f"no agent of {run.id} runs on {_node()} any more")
-    _say("struck", "SIGKILL to the agent", agents)
+        raise TargetGoneError(f"no agent of {run.id} runs on {_local_node()} any more")
+    _report("struck", "SIGKILL to the agent", agents)
     process.kill_all(agents)
 
 
-def _vanish(run: RunDir, order: Mapping[str, Any]) -> None:
+def _kill_node(run: RunDir, order: Mapping[str, Any]) -> None:
     """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
-    found = [*_parent_of_supervisor(order), *_supervisor(order), *_agents(run, order)]
+    found = [*_find_guardian(order), *_find_supervisor(order), *_find_agents(run, order)]
     found += [one for top in list(found) for one in process.descendants(top)]
     found += process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
     ours = {os.getpid(), *_ancestors()}
-    all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_ours(one)]
+    all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_own_process(one)]
     if not all_of_it:
-        raise GoneError(f"nothing of {run.id} runs on {_node()} any more")
-    _say("struck", f"SIGKILL to all of the run on {_node()}", all_of_it)
+        raise TargetGoneError(f"nothing of {run.id} runs on {_local_node()} any more")
+    _report("struck", f"SIGKILL to all of the run on {_local_node()}", all_of_it)
     process.kill_all(all_of_it)
 
 
 def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
-    found = _supervisor(order)
+    found = _find_supervisor(order)
     if not found:
-        raise GoneError(f"the supervisor of {run.id} does not run on {_node()} any more")
-    _say("struck", "SIGKILL to the supervisor", found)
+        raise TargetGoneError(f"the supervisor of {run.id} does not run on {_local_node()} any more")
+    _report("struck", "SIGKILL to the supervisor", found)
     process.kill_all(found)
 
 
 def _fill_disk(run: RunDir, order: Mapping[str, Any]) -> None:
     where = Path(order["where"])
-    with Filler(where, run.path, force=order["force"]) as filler:
-        _say("struck", f"fills {where} ({filler.told})")
+    with DiskFiller(where, run.path, force=order["force"]) as filler:
+        _report("struck", f"fills {where} ({filler.told})")
         taken = filler.fill(order["leave_mib"] * 2**20, lambda: _wait(0))
-        _say("filled", f"took {taken / 2**20:.0f} MiB of {where}", taken_bytes=taken)
+        _report("filled", f"took {taken / 2**20:.0f} MiB of {where}", taken_bytes=taken)
         _wait(order["for_s"])
-    _say("over", f"gives {where} back")
+    _report("over", f"gives {where} back")
 
 
-_STRIKES: dict[str, Callable[[RunDir, Mapping[str, Any]], None]] = {
+_INJECTIONS: dict[str, Callable[[RunDir, Mapping[str, Any]], None]] = {
     "kill-rank": _kill_rank,
     "stop-rank": _stop_rank,
     "resume-rank": _resume_rank,
     "kill-agent": _kill_agent,
-    "vanish": _vanish,
-    "slow": _slow,
+    "vanish": _kill_node,
+    "slow": _slow_node,
     "fill-disk": _fill_disk,
     "kill-supervisor": _kill_supervisor,
 }
 
 
-def _tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
+def _rank_process_tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
     """The processes of a rank, parents first; UsageError where it is gone, or its pid is not the run's.
 
     Of a command it is the program, and not the script before it that tells how the program has ended.
     """
     attempt = run.attempt(order["attempt"])
     record = read_json(attempt.rank_record(rank)) or {}
-    if record.get("node") != _node():
-        raise GoneError(f"rank {rank} of {run.id} has not come up on {_node()}")
+    if record.get("node") != _local_node():
+        raise TargetGoneError(f"rank {rank} of {run.id} has not come up on {_local_node()}")
     top = ProcessId(record["pid"], record["start_ticks"])
     if not process.is_alive(top):
-        raise GoneError(f"rank {rank} of {run.id} has ended already (pid {top.pid})")
-    if not _is_of(attempt, top):
+        raise TargetGoneError(f"rank {rank} of {run.id} has ended already (pid {top.pid})")
+    if not _belongs_to_attempt(attempt, top):
         raise UsageError(
             f"rank {rank} of {run.id}: pid {top.pid} does not carry the run's mark in its environment (it may"
             " have overwritten it, as with setproctitle); it is left alone"
         )
-    below = [one for one in process.descendants(top) if _is_of(attempt, one)]
+    below = [one for one in process.descendants(top) if _belongs_to_attempt(attempt, one)]
     if not (attempt.path / "rank.sh").exists():
         return [top, *below]
     if not below:
-        raise GoneError(f"rank {rank} of {run.id}: its program has ended already")
+        raise TargetGoneError(f"rank {rank} of {run.id}: its program has ended already")
     return below
 
 
-def _trees(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> list[ProcessId]:
+def _rank_process_trees(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> list[ProcessId]:
     """The same of several ranks, without those that have ended."""
     found: list[ProcessId] = []
     for rank in ranks:
         with suppress(UsageError):
-            found += _tree(run, order, rank)
+            found += _rank_process_tree(run, order, rank)
     return found
 
 
-def _is_of(attempt: Attempt, one: ProcessId) -> bool:
+def _belongs_to_attempt(attempt: Attempt, one: ProcessId) -> bool:
     marks = process.environment_of(one.pid)
     wanted = (attempt.run.run_id, str(attempt.number))
-    return _is_ours(one) and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == wanted
+    return _is_own_process(one) and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == wanted
 
 
-def _is_ours(one: ProcessId) -> bool:
+def _is_own_process(one: ProcessId) -> bool:
     """Whether it is this user's, and still itself."""
     with suppress(OSError):
         return Path(f"/proc/{one.pid}").stat().st_uid == os.getuid() and process.is_alive(one)
     return False
 
 
-def _agents(run: RunDir, order: Mapping[str, Any]) -> list[ProcessId]:
+def _find_agents(run: RunDir, order: Mapping[str, Any]) -> list[ProcessId]:
     """The agent of this node, known by its command line and its job."""
     found = []
     for one, words in process.command_lines():
@@ -226,26 +226,30 @@ def _agents(run: RunDir, order: Mapping[str, Any]) -> list[ProcessId]:
         if verb >= 2 and words[verb - 2 : verb] == ["-m", "hpcrun"] and words[verb + 1 :]:
             with suppress(OSError):
                 is_it = os.path.samefile(words[verb + 1], run.path)  # noqa: PTH121 - a word may be any text
-                if is_it and _is_ours(one) and _is_of_job(one, order):
+                if is_it and _is_own_process(one) and _belongs_to_job(one, order):
                     found.append(one)
     return found
 
 
-def _supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
+def _find_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
     """The supervisor, where it is a process of this node."""
     told = order["supervisor"]
     one = ProcessId(told["pid"], told["start_ticks"])
-    return [one] if told["host"] == _node() and _is_ours(one) and _is_of_job(one, order) else []
+    return (
+        [one]
+        if told["host"] == _local_node() and _is_own_process(one) and _belongs_to_job(one, order)
+        else []
+    )
 
 
-def _parent_of_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
+def _find_guardian(order: Mapping[str, Any]) -> list[ProcessId]:
     """In a batch job, the process that would have another supervisor come back."""
     known = dict(process.command_lines())
-    parents = [process.identify(process.parent_of(one.pid) or 0) for one in _supervisor(order)]
+    parents = [process.identify(process.parent_of(one.pid) or 0) for one in _find_supervisor(order)]
     return [one for one in parents if one is not None and "_task" in known.get(one, ())]
 
 
-def _is_of_job(one: ProcessId, order: Mapping[str, Any]) -> bool:
+def _belongs_to_job(one: ProcessId, order: Mapping[str, Any]) -> bool:
     job = order["supervisor"].get("slurm_job")
     return job is None or process.started_with(one.pid, "SLURM_JOB_ID") == str(job)
 
@@ -258,7 +262,7 @@ def _ancestors() -> Iterator[int]:
 
 
 @contextmanager
-def _holding(found: Sequence[ProcessId]) -> Iterator[list[Handle]]:
+def _open_handles(found: Sequence[ProcessId]) -> Iterator[list[Handle]]:
     """A hold on each of them inside the block: a pid may be given to another process at any time."""
     handles = [Handle(one) for one in found]
     try:
@@ -268,14 +272,14 @@ def _holding(found: Sequence[ProcessId]) -> Iterator[list[Handle]]:
             handle.close()
 
 
-def _send(handles: Sequence[Handle], number: int) -> None:
+def _signal_all(handles: Sequence[Handle], number: int) -> None:
     for handle in handles:
         handle.signal(number)
 
 
-def _stop(handles: Sequence[Handle], look: Callable[[], list[ProcessId]]) -> None:
+def _stop_processes(handles: Sequence[Handle], look: Callable[[], list[ProcessId]]) -> None:
     """Stop them, and what they have started meanwhile."""
-    _send(handles, signal.SIGSTOP)
+    _signal_all(handles, signal.SIGSTOP)
     known = {handle.process for handle in handles}
     for _ in range(_ROUNDS):
         with suppress(UsageError):
@@ -283,13 +287,13 @@ def _stop(handles: Sequence[Handle], look: Callable[[], list[ProcessId]]) -> Non
             if not more:
                 return
             known.update(more)
-            with _holding(more) as new:
-                _send(new, signal.SIGSTOP)
+            with _open_handles(more) as new:
+                _signal_all(new, signal.SIGSTOP)
 
 
-def _resume(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    with _holding(_trees(run, order, ranks)) as handles:
-        _send(handles, signal.SIGCONT)
+def _resume_ranks(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> None:
+    with _open_handles(_rank_process_trees(run, order, ranks)) as handles:
+        _signal_all(handles, signal.SIGCONT)
 
 
 def _wait(seconds: float) -> bool:
@@ -301,17 +305,17 @@ def _wait(seconds: float) -> bool:
     return False
 
 
-def _several(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _node() -> str:
+def _local_node() -> str:
     return os.uname().nodename
 
 
-def _say(kind: str, text: str, found: Sequence[Handle | ProcessId] = (), **more: Any) -> None:
+def _report(kind: str, text: str, found: Sequence[Handle | ProcessId] = (), **more: Any) -> None:
     pids = [one.process.pid if isinstance(one, Handle) else one.pid for one in found]
-    now = {"time": time.time(), "monotonic": time.monotonic(), "node": _node()}
+    now = {"time": time.time(), "monotonic": time.monotonic(), "node": _local_node()}
     line = json.dumps({"kind": kind, "text": text, **now, "pids": pids, **more})
     # Whoever has asked may be gone; what was done is undone all the same.
     with suppress(BrokenPipeError):

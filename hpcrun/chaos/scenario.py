@@ -13,25 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.chaos.faults import Fault, read_fault, read_seconds
-from hpcrun.chaos.inject import Aim, NotYetError, Strike, aim
+from hpcrun.chaos.faults import InjectedFault, parse_fault, parse_fault_seconds
+from hpcrun.chaos.inject import Injection, InjectionTarget, TargetNotReadyError, find_target
 from hpcrun.errors import HpcrunError, Problem, SpecError, UsageError
-from hpcrun.runs.follow import Watch
+from hpcrun.runs.follow import RunWatcher
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.yaml import ITEMS, load_list
 
 _POLL_S = 0.1
-_AGAIN_S = 1.0
-_PATIENCE_S = 120.0
+_RETRY_S = 1.0
+_VICTIM_TIMEOUT_S = 120.0
 """For so long a victim is waited for that is not there: the next attempt may be about to start."""
 
 
 @dataclass(frozen=True)
-class Scene:
+class ScenarioStep:
     """One fault of a scenario, and when it is due: at a time of the play, or after a step of the run."""
 
-    fault: Fault
+    fault: InjectedFault
     at_s: float | None
     step: int | None
     place: str
@@ -43,25 +43,25 @@ class Scene:
         return f"step {self.step}" if self.at_s is None else f"{self.at_s:g} s"
 
 
-def load_scenario(path: Path) -> list[Scene]:
+def load_scenario(path: Path) -> list[ScenarioStep]:
     """Read a scenario; SpecError lists all the mistakes in it, with their lines."""
     document = load_list(path)
-    scenes: list[Scene] = []
+    scenes: list[ScenarioStep] = []
     problems: list[Problem] = []
     for number, values in enumerate(document.values[ITEMS]):
         key = f"{ITEMS}.{number}"
-        scene, wrong = _read_scene(values, document.where(key))
+        scene, wrong = _parse_step(values, document.where(key))
         problems += [Problem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
         if scene is not None:
-            problems += _order(scenes, scene)
+            problems += _check_order(scenes, scene)
             scenes.append(scene)
     if problems:
         raise SpecError(problems)
     return scenes
 
 
-def _read_scene(values: Mapping[str, Any], place: str) -> tuple[Scene | None, list[Problem]]:
-    fault, problems = read_fault({key: one for key, one in values.items() if key not in ("at", "step")})
+def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | None, list[Problem]]:
+    fault, problems = parse_fault({key: one for key, one in values.items() if key not in ("at", "step")})
     at, step = values.get("at"), values.get("step")
     at_s = 0.0
     if (at is None) == (step is None):
@@ -70,15 +70,15 @@ def _read_scene(values: Mapping[str, Any], place: str) -> tuple[Scene | None, li
         problems.append(Problem("step", f"{step!r} is no step; write a whole number"))
     elif at is not None and at != 0:
         try:
-            at_s = read_seconds(at, "at")
+            at_s = parse_fault_seconds(at, "at")
         except UsageError as error:
             problems.append(Problem("at", str(error).removeprefix("at: ")))
     if problems or fault is None:
         return None, problems
-    return Scene(fault, None if at is None else at_s, step, place), []
+    return ScenarioStep(fault, None if at is None else at_s, step, place), []
 
 
-def _order(before: list[Scene], scene: Scene) -> list[Problem]:
+def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[Problem]:
     for key, value, earlier in (
         ("at", scene.at_s, [one.at_s for one in before if one.at_s is not None]),
         ("step", scene.step, [one.step for one in before if one.step is not None]),
@@ -88,14 +88,14 @@ def _order(before: list[Scene], scene: Scene) -> list[Problem]:
     return []
 
 
-def check_victims(run: RunDir, scenes: list[Scene]) -> list[Aim | None]:
+def check_targets(run: RunDir, scenes: list[ScenarioStep]) -> list[InjectionTarget | None]:
     """Whom each scene would strike now, None where that is not known yet; SpecError for those who are not."""
     problems, aims = [], []
     for scene in scenes:
         aimed = None
         try:
-            aimed = aim(run, scene.fault)
-        except NotYetError:
+            aimed = find_target(run, scene.fault)
+        except TargetNotReadyError:
             pass
         except UsageError as error:
             problems.append(Problem("", str(error), scene.place))
@@ -106,22 +106,22 @@ def check_victims(run: RunDir, scenes: list[Scene]) -> list[Aim | None]:
 
 
 @dataclass
-class Play:
+class ScenarioRun:
     """A scenario being played on a run; `note` is told of trouble, `write` of what is done."""
 
     run: RunDir
     note: Callable[[str], None]
     write: Callable[[dict[str, Any]], None]
-    _running: list[Strike] = field(default_factory=list)
+    _running: list[Injection] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _looked: float = 0.0
     _step: int = -1
     _is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._metrics, self._watch = LineReader(self.run.metrics), Watch([self.run])
+        self._metrics, self._watch = LineReader(self.run.metrics), RunWatcher([self.run])
 
-    def run_all(self, scenes: list[Scene]) -> bool:
+    def run_all(self, scenes: list[ScenarioStep]) -> bool:
         """Play all in order, until the last is done or the run is over; whether all were done."""
         all_done = True
         try:
@@ -137,7 +137,7 @@ class Play:
                 strike.close()
         return all_done
 
-    def _wait_for(self, scene: Scene) -> bool:
+    def _wait_for(self, scene: ScenarioStep) -> bool:
         while not self._has_ended():
             self._listen()
             if scene.at_s is not None and time.monotonic() - self._began >= scene.at_s:
@@ -146,15 +146,15 @@ class Play:
                 return True
         return False
 
-    def _strike(self, scene: Scene) -> bool:
+    def _strike(self, scene: ScenarioStep) -> bool:
         """Strike as soon as the victim is there: between two attempts nobody is."""
-        end = time.monotonic() + _PATIENCE_S
+        end = time.monotonic() + _VICTIM_TIMEOUT_S
         while not self._has_ended():
             try:
-                strike = Strike(aim(self.run, scene.fault))
+                strike = Injection(find_target(self.run, scene.fault))
             except HpcrunError as error:
-                if isinstance(error, NotYetError) and time.monotonic() < end:
-                    self._wait(_AGAIN_S)
+                if isinstance(error, TargetNotReadyError) and time.monotonic() < end:
+                    self._wait(_RETRY_S)
                     continue
                 if not self._has_ended():
                     self.note(f"{scene.place} {scene.fault.do}: not done: {error}")

@@ -16,7 +16,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, Problem, UsageError
 from hpcrun.specs.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from hpcrun.chaos.inject import Aim
+    from hpcrun.chaos.inject import InjectionTarget
 
 SCHEMA_VERSION = 1
 
@@ -60,7 +60,7 @@ def kill_rank(
 ) -> None:
     """Send a signal to a rank: to its program and all below it."""
     values = {"rank": rank, "signal": signal, "random": at_random, "seed": seed}
-    _do(name, "kill-rank", values, yes, dry_run, as_json)
+    _inject(name, "kill-rank", values, yes, dry_run, as_json)
 
 
 @app.command("stop-rank")
@@ -76,7 +76,7 @@ def stop_rank(
 ) -> None:
     """Freeze a rank (SIGSTOP) as if it hung; without --for until resume-rank."""
     values = {"rank": rank, "for": for_time, "random": at_random, "seed": seed}
-    _do(name, "stop-rank", values, yes, dry_run, as_json)
+    _inject(name, "stop-rank", values, yes, dry_run, as_json)
 
 
 @app.command("resume-rank")
@@ -88,7 +88,7 @@ def resume_rank(
     as_json: _Json = False,
 ) -> None:
     """Let a rank that was stopped go on (SIGCONT)."""
-    _do(name, "resume-rank", {"rank": rank}, yes, dry_run, as_json)
+    _inject(name, "resume-rank", {"rank": rank}, yes, dry_run, as_json)
 
 
 @app.command("kill-agent")
@@ -102,7 +102,7 @@ def kill_agent(
     as_json: _Json = False,
 ) -> None:
     """Kill our agent on a node; its ranks are left to what the run does about that."""
-    _do(name, "kill-agent", {"node": node, "random": at_random, "seed": seed}, yes, dry_run, as_json)
+    _inject(name, "kill-agent", {"node": node, "random": at_random, "seed": seed}, yes, dry_run, as_json)
 
 
 @app.command()
@@ -121,7 +121,7 @@ def vanish(
     Unlike a power-off it is not silent: the kernel closes the connections, and Slurm keeps the node.
     """
     values = {"node": node, "random": at_random, "seed": seed, "force": force}
-    _do(name, "vanish", values, yes, dry_run, as_json)
+    _inject(name, "vanish", values, yes, dry_run, as_json)
 
 
 @app.command()
@@ -138,7 +138,7 @@ def slow(
 ) -> None:
     """Make the ranks of a node slower: they are stopped for a share of every 0.2 s (SIGSTOP, SIGCONT)."""
     values = {"node": node, "share": share, "for": for_time, "random": at_random, "seed": seed}
-    _do(name, "slow", values, yes, dry_run, as_json)
+    _inject(name, "slow", values, yes, dry_run, as_json)
 
 
 @app.command("fill-disk")
@@ -163,13 +163,13 @@ def fill_disk(
     """
     values: dict[str, Any] = {"node": node, "where": where, "leave": leave, "for": for_time}
     values |= {"random": at_random, "seed": seed, "force": force}
-    _do(name, "fill-disk", values, yes, dry_run, as_json)
+    _inject(name, "fill-disk", values, yes, dry_run, as_json)
 
 
 @app.command("kill-supervisor")
 def kill_supervisor(name: _Run, yes: _Yes = False, dry_run: _DryRun = False, as_json: _Json = False) -> None:
     """Kill the supervisor of a run: in a batch job another comes in its place, else the run ends."""
-    _do(name, "kill-supervisor", {}, yes, dry_run, as_json)
+    _inject(name, "kill-supervisor", {}, yes, dry_run, as_json)
 
 
 @app.command()
@@ -187,12 +187,12 @@ def play(
     It is checked as a whole before the first. The exit code is 1 where one of them could not be done.
     """
     from hpcrun.chaos.inject import require_running
-    from hpcrun.chaos.scenario import Play, check_victims, load_scenario
+    from hpcrun.chaos.scenario import ScenarioRun, check_targets, load_scenario
 
     scenes = load_scenario(scenario)
     run = find_run(name, use="plan" if dry_run else "act")
     require_running(run)
-    aims = check_victims(run, scenes)
+    aims = check_targets(run, scenes)
     plans = [
         f"at {scene.when}: {aimed or f'{scene.fault.do} (its victim has not come up yet)'}"
         for scene, aimed in zip(scenes, aims, strict=True)
@@ -209,41 +209,41 @@ def play(
     def write(record: dict[str, Any]) -> None:
         records.append(record)
         if not as_json:
-            _print(record)
+            _print_record(record)
 
-    all_done = Play(run, _note, write).run_all(scenes)
+    all_done = ScenarioRun(run, _note, write).run_all(scenes)
     if as_json:
         _dump(run=run.id, records=records, all_done=all_done)
     if not all_done:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _do(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool, as_json: bool) -> None:
+def _inject(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool, as_json: bool) -> None:
     from hpcrun.chaos import inject
-    from hpcrun.chaos.faults import read_fault
+    from hpcrun.chaos.faults import parse_fault
 
-    fault, problems = read_fault({"do": do, **values})
+    fault, problems = parse_fault({"do": do, **values})
     if fault is None:
-        raise UsageError("\n".join(_on_the_command_line(one) for one in problems))
+        raise UsageError("\n".join(_as_option_problem(one) for one in problems))
     run = find_run(name, use="plan" if dry_run else "act")
     inject.require_running(run)
-    aimed = inject.aim(run, fault)
+    aimed = inject.find_target(run, fault)
     if dry_run:
-        _say_only(aimed, as_json)
+        _print_dry_run(aimed, as_json)
         return
     if fault.is_random:
         _note(f"at random: {aimed} (seed {aimed.fault.seed})")
     _confirm(run, [str(aimed)], yes)
-    records = inject.inflict(aimed, lambda record: None if as_json else _print(record))
+    records = inject.inject_fault(aimed, lambda record: None if as_json else _print_record(record))
     if as_json:
         _dump(run=run.id, records=records)
 
 
-def _on_the_command_line(problem: Problem) -> str:
+def _as_option_problem(problem: Problem) -> str:
     return str(Problem(f"--{problem.key}", problem.text))
 
 
-def _say_only(aimed: Aim, as_json: bool) -> None:
+def _print_dry_run(aimed: InjectionTarget, as_json: bool) -> None:
     words = shlex.join(aimed.command())
     if as_json:
         _dump(run=aimed.run.id, would=str(aimed), seed=aimed.fault.seed, command=aimed.command())
@@ -263,7 +263,7 @@ def _confirm(run: RunDir, plans: Sequence[str], yes: bool) -> None:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _print(record: dict[str, Any]) -> None:
+def _print_record(record: dict[str, Any]) -> None:
     stamp = time.strftime("%H:%M:%S", time.localtime(record["time"]))
     pids = f" (pid {', '.join(map(str, record['pids']))})" if record["pids"] else ""
     print(f"{stamp}  {record['node']}: {record['text']}{pids}", flush=True)

@@ -10,13 +10,13 @@ import typer
 
 from hpcrun.cli import ckpt_plan
 from hpcrun.cli.ckpt_exchange import export, import_state
-from hpcrun.cli.ckpt_objects import Endpoint, Url, download, look, upload, verify_copies
+from hpcrun.cli.ckpt_objects import Endpoint, Url, download, find_object_copies, upload, verify_object_copies
 from hpcrun.cli.ckpt_repair import repair
-from hpcrun.cli.ckpt_show import checkpoints as _checkpoints
-from hpcrun.cli.ckpt_show import choose as _choose
-from hpcrun.cli.ckpt_show import find_saves
+from hpcrun.cli.ckpt_show import checkpoint_directory as _checkpoints
+from hpcrun.cli.ckpt_show import choose_saved_step as _choose
+from hpcrun.cli.ckpt_show import find_run_or_directory
 from hpcrun.cli.ckpt_show import print_json as _print_json
-from hpcrun.cli.ckpt_show import progress as _progress
+from hpcrun.cli.ckpt_show import show_progress as _progress
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         {"path": str(path), "problem": "set aside when another save of that step took its place"}
         for path in sorted(checkpoints.glob(f"{LEFT}*"))
     ]
-    copies, broken, unknown = look(run, url, endpoint)
+    copies, broken, unknown = find_object_copies(run, url, endpoint)
     more: dict[str, Any] = {"standing": None}
     steps += [_as_json(copy.saved, copy.problem) | more | {"path": copy.url} for copy in copies]
     steps.sort(key=lambda one: one["step"])
@@ -94,7 +94,7 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
     from hpcrun.checkpoint.format import file_name
     from hpcrun.checkpoint.generation import Generation
 
-    saved = _of_format_2(_choose(run, step))
+    saved = _require_format_2(_choose(run, step))
     with Generation(saved) as generation:
         manifest = generation.manifest
     tensors: list[dict[str, Any]] = [
@@ -145,11 +145,11 @@ def verify(
     from hpcrun.specs.saves import read_saves
 
     if in_store or url is not None:
-        verify_copies(run, step, url, endpoint, as_json)
+        verify_object_copies(run, step, url, endpoint, as_json)
         return
     found, unreadable = read_saves(_checkpoints(run))
     wanted = found if step is None else [_choose(run, step)]
-    results = [_verified(saved, jobs) for saved in reversed(wanted)]
+    results = [_verify_step(saved, jobs) for saved in reversed(wanted)]
     results += [
         {"step": None, "path": str(one.path), "state": "damaged", "damages": [one.problem]}
         for one in unreadable
@@ -157,7 +157,7 @@ def verify(
     ]
     if step is not None and results[0]["state"] == "damaged":
         for older in reversed([saved for saved in found if saved.step < step]):
-            results.append(_verified(older, jobs))
+            results.append(_verify_step(older, jobs))
             if results[-1]["state"] == "whole":
                 break
     bad = [one for one in results if one["state"] == "damaged"]
@@ -199,7 +199,7 @@ def diff(
     from hpcrun.checkpoint.generation import Generation
     from hpcrun.errors import EXIT_CHECK_FAILED
 
-    pair = [_of_format_2(_choose(run, step)), _of_format_2(_choose(of or run, other))]
+    pair = [_require_format_2(_choose(run, step)), _require_format_2(_choose(of or run, other))]
     with Generation(pair[0]) as first, Generation(pair[1]) as second:
         same = len(first.manifest.tensors)
         with _progress(f"step {step} and {other}", _raw_bytes(first)) as show:
@@ -247,13 +247,13 @@ def gc(
 
     from hpcrun.checkpoint.commit import find_garbage, remove
     from hpcrun.checkpoint.writer_lease import live_writer
-    from hpcrun.runs.run_state import look_at_all
+    from hpcrun.runs.run_state import read_run_states
     from hpcrun.specs.checkpoint import CheckpointSpec
     from hpcrun.specs.load import load_job_of
 
-    found = find_saves(run, use="plan" if dry_run else "act")
+    found = find_run_or_directory(run, use="plan" if dry_run else "act")
     if found.spec.exists():
-        in_flight = not look_at_all([found])[0].is_over
+        in_flight = not read_run_states([found])[0].is_over
     else:
         in_flight = live_writer(found.checkpoints) is not None
     if keep is None or keep_every is None:
@@ -281,7 +281,7 @@ def gc(
     print(f"{verb} {len(garbage)} items, {amount(sum(one.size_bytes for one in garbage))}")
 
 
-def _of_format_2(saved: Saved) -> Saved:
+def _require_format_2(saved: Saved) -> Saved:
     from hpcrun.errors import UsageError
 
     if saved.format_version == 1:
@@ -311,7 +311,7 @@ def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
     }
 
 
-def _verified(saved: Saved, jobs: int | None) -> dict[str, Any]:
+def _verify_step(saved: Saved, jobs: int | None) -> dict[str, Any]:
     """One saved step, read from the first to the last byte."""
     from hpcrun.checkpoint.format import DamagedError
     from hpcrun.checkpoint.generation import Generation

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import choose, find_saves, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import (
+    choose_saved_step,
+    find_run_or_directory,
+    print_json,
+    refuse_while_running,
+    show_progress,
+)
 from hpcrun.specs.sha256sums import SUMS
 from hpcrun.units import amount
 
@@ -57,13 +63,13 @@ def export(
 
     _check_form(form, dtype=dtype, shard_size=shard_size)
     most = _parse_size(shard_size or "5GB")
-    found, saved = find_saves(run), choose(run, step)
+    found, saved = find_run_or_directory(run), choose_saved_step(run, step)
     if form == "hf" and not found.spec.exists():
         raise UsageError(
             f"{found.path}: has no job, so nobody knows the model of these saves; use --format dcp or hpcrun"
         )
     total, exported, left_out = sum(saved.file_bytes), None, list[str]()
-    with progress(f"step {saved.step}", total) as show:
+    with show_progress(f"step {saved.step}", total) as show:
         if form == "hf":
             from hpcrun.runtime.export import export_hf
 
@@ -79,11 +85,11 @@ def export(
     if as_json:
         told: dict[str, Any] = {"run": found.id, "step": saved.step, "format": form, "path": str(out)}
         told |= {"files": [path.name for path in files], "size_bytes": size, "left_out": left_out}
-        print_json(told | _account_of(exported))
+        print_json(told | _import_report(exported))
         return
     print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
     if exported is not None:
-        _print_account(exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
+        _print_import_report(exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
     if left_out:
         print(f"left out of its spec.yaml, being no part of the state: {', '.join(left_out)}")
 
@@ -137,28 +143,30 @@ def import_state(
         raise UsageError("--job: is of a new run; --run has its own job")
     check_source(source)
     kind, left_out = importing.kind_of(source), list[str]()
-    read = _reader(source, kind, step, dtype)
+    read = _make_reader(source, kind, step, dtype)
     if run is not None:
-        found = find_saves(run, use="act")
+        found = find_run_or_directory(run, use="act")
         refuse_while_running(found, "import", believe=is_over)
-        done = read(found.checkpoints, _job_of(found, kind))
+        done = read(found.checkpoints, _load_target_job(found, kind))
     else:
-        resolved, left_out = _new_job(source, name or "", job)
-        found, done = _import_new(resolved, lambda place: read(place, resolved.spec))
+        resolved, left_out = _make_new_job(source, name or "", job)
+        found, done = _import_into_new_run(resolved, lambda place: read(place, resolved.spec))
     saved = done.saved
     if as_json:
         said = {"run": found.id, "format": kind, "step": saved.step, "samples": saved.position}
         more = {"path": str(saved.path), "left_out": left_out, "hashes_checked": done.is_hashed}
-        print_json(said | more | _account_of(done))
+        print_json(said | more | _import_report(done))
         return
     _print_left_out(source, left_out)
-    _print_account(done, "" if done.is_hashed else f"{source} has no {SUMS}: headers and sizes were checked")
+    _print_import_report(
+        done, "" if done.is_hashed else f"{source} has no {SUMS}: headers and sizes were checked"
+    )
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     goes_on = f"hpcrun train --resume {found.id}" if found.spec.exists() else "Checkpointer.load"
     print(f"{goes_on} goes on from it")
 
 
-def _reader(
+def _make_reader(
     source: Path, kind: str, step: int | None, dtype: str | None
 ) -> Callable[[Path, JobSpec | None], Imported]:
     """What makes the state in a directory a save, given where to and of which job."""
@@ -172,13 +180,13 @@ def _reader(
     total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
 
     def read(checkpoints: Path, job: JobSpec | None) -> Imported:
-        with progress(str(source), total) as show:
+        with show_progress(str(source), total) as show:
             return action(source, checkpoints, job, step, show, **more)
 
     return read
 
 
-def _account_of(done: Exported | Imported | None) -> dict[str, Any]:
+def _import_report(done: Exported | Imported | None) -> dict[str, Any]:
     """What was cast, what came along and what is worth a word, for a program to read."""
     if done is None or done.carried is None:
         return {}
@@ -191,7 +199,7 @@ def _account_of(done: Exported | Imported | None) -> dict[str, Any]:
     }
 
 
-def _print_account(done: Exported | Imported, hashes: str) -> None:
+def _print_import_report(done: Exported | Imported, hashes: str) -> None:
     if hashes:
         print(hashes)
     for cast in done.casts:
@@ -214,7 +222,7 @@ def _print_left_out(source: Path, keys: list[str]) -> None:
         print("set what you need of it in a job file of your own, and give that with --job")
 
 
-def _import_new(resolved: ResolvedJob, read: Callable[[Path], Imported]) -> tuple[RunDir, Imported]:
+def _import_into_new_run(resolved: ResolvedJob, read: Callable[[Path], Imported]) -> tuple[RunDir, Imported]:
     """A run that holds nothing but the imported save; none at all where the import fails."""
     from dataclasses import replace
 
@@ -229,7 +237,7 @@ def _import_new(resolved: ResolvedJob, read: Callable[[Path], Imported]) -> tupl
     return made, replace(done, saved=saved)
 
 
-def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, list[str]]:
+def _make_new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, list[str]]:
     """The job of the new run, and what was left out of it: one's own is taken whole, another's is not."""
     from hpcrun.errors import UsageError
     from hpcrun.specs.load import load_job, load_portable
@@ -244,7 +252,7 @@ def _new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, li
     return (load_job(path, [f"name={name}"]), []) if job is not None else load_portable(path, name)
 
 
-def _job_of(run: RunDir, kind: str) -> JobSpec | None:
+def _load_target_job(run: RunDir, kind: str) -> JobSpec | None:
     """The job that the state has to fit; a script's own directory has none, and takes what a script saved."""
     from hpcrun.errors import UsageError
     from hpcrun.specs.identity import Identity

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import choose, find_saves, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_show import (
+    choose_saved_step,
+    find_run_or_directory,
+    print_json,
+    refuse_while_running,
+    show_progress,
+)
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -43,10 +49,10 @@ def upload(
     from hpcrun.checkpoint.objects.upload import upload as send
     from hpcrun.errors import EXIT_CHECK_FAILED
 
-    found = find_saves(run, use="plan" if dry_run else "act")
-    saved = choose(str(found.path), step)
+    found = find_run_or_directory(run, use="plan" if dry_run else "act")
+    saved = choose_saved_step(str(found.path), step)
     size = sum(saved.file_bytes)
-    with _store_of(found, url, endpoint) as store:
+    with _open_store(found, url, endpoint) as store:
         target = f"{store.url}/{copy_place(found.run_id, saved.step, saved.generation)}".rstrip("/")
         told: dict[str, Any] = {"dry_run": dry_run, "step": saved.step, "generation": saved.generation}
         told |= {"url": target, "size_bytes": size}
@@ -55,17 +61,17 @@ def upload(
             line = f"would copy step {saved.step} to {target}: {told['objects']} objects, {amount(size)}"
             print_json(told) if as_json else print(line)
             return
-        with progress(f"step {saved.step}", size) as show:
+        with show_progress(f"step {saved.step}", size) as show:
             sent = send(store, found.run_id, saved, show=show)
         told |= vars(sent) | {"verified": verify, "damages": []}
         if verify:
             (copy,) = [one for one in list_copies(store, found.run_id)[0] if one.url == target]
-            with progress(f"reading back step {saved.step}", size) as show:
+            with show_progress(f"reading back step {saved.step}", size) as show:
                 told["damages"] = damages(store, copy, show)
     if as_json:
         print_json(told)
     else:
-        _print_sent(told)
+        _print_upload(told)
     if told["damages"]:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -85,9 +91,9 @@ def download(
     """
     from hpcrun.checkpoint.objects import download as home
 
-    found = find_saves(run, use="plan" if dry_run else "act")
+    found = find_run_or_directory(run, use="plan" if dry_run else "act")
     refuse_while_running(found, "download", believe=is_over)
-    with _store_of(found, url, endpoint) as store:
+    with _open_store(found, url, endpoint) as store:
         copy = _choose_copy(store, found, step)
         size = sum(copy.saved.file_bytes)
         told: dict[str, Any] = {"dry_run": dry_run, "step": copy.saved.step, "url": copy.url}
@@ -95,7 +101,7 @@ def download(
         saved = home.whole_at_home(copy, found.checkpoints)
         told["fetched"] = saved is None and not dry_run
         if saved is None and not dry_run:
-            with progress(f"step {copy.saved.step}", size) as show:
+            with show_progress(f"step {copy.saved.step}", size) as show:
                 saved = home.download(store, copy, found.checkpoints, show)
     told["path"] = str(saved.path if saved else found.checkpoints / f"step-{copy.saved.step:08d}")
     if as_json:
@@ -108,18 +114,18 @@ def download(
         print(f"would fetch step {told['step']}, {amount(size)}, from {copy.url} to {told['path']}")
 
 
-def look(
+def find_object_copies(
     run: str, url: str | None, endpoint: str | None
 ) -> tuple[list[ObjectCopy], list[BrokenCopy], str | None]:
     """The copies of a run for `ckpt ls`; or why they are not known. Nothing where the job has no store."""
     from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.errors import HpcrunError
 
-    found = find_saves(run)
+    found = find_run_or_directory(run)
     try:
-        if url is None and _of_job(found) is None:
+        if url is None and _job_store(found) is None:
             return [], [], None
-        with _store_of(found, url, endpoint) as store:
+        with _open_store(found, url, endpoint) as store:
             return *list_copies(store, found.run_id), None
     except HpcrunError as error:
         if url is not None:
@@ -127,7 +133,7 @@ def look(
         return [], [], str(error)
 
 
-def copies_of(
+def open_object_copies(
     run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
 ) -> tuple[list[tuple[Store, ObjectCopy]], str | None]:
     """The copies of a run with their store, open until the stack is; or why they are not known."""
@@ -135,9 +141,9 @@ def copies_of(
     from hpcrun.errors import HpcrunError
 
     try:
-        if url is None and _of_job(run) is None:
+        if url is None and _job_store(run) is None:
             return [], None
-        store = stack.enter_context(_store_of(run, url, endpoint))
+        store = stack.enter_context(_open_store(run, url, endpoint))
         return [(store, copy) for copy in list_copies(store, run.run_id)[0]], None
     except HpcrunError as error:
         if url is not None:
@@ -145,17 +151,19 @@ def copies_of(
         return [], str(error)
 
 
-def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool) -> None:
+def verify_object_copies(
+    run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool
+) -> None:
     """`ckpt verify` of the copies in a store, newest first: all of them are read back."""
     from hpcrun.checkpoint.objects.catalogue import list_copies
     from hpcrun.checkpoint.objects.download import damages
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
-    found, results = find_saves(run), list[dict[str, Any]]()
-    with _store_of(found, url, endpoint) as store:
+    found, results = find_run_or_directory(run), list[dict[str, Any]]()
+    with _open_store(found, url, endpoint) as store:
         copies, broken = list_copies(store, found.run_id)
         for copy in reversed([one for one in copies if step in (None, one.saved.step)]):
-            with progress(f"step {copy.saved.step}", sum(copy.saved.file_bytes)) as show:
+            with show_progress(f"step {copy.saved.step}", sum(copy.saved.file_bytes)) as show:
                 wrong = damages(store, copy, show)
             state = "damaged" if wrong else "whole"
             results.append({"step": copy.saved.step, "path": copy.url, "state": state, "damages": wrong})
@@ -179,7 +187,7 @@ def verify_copies(run: str, step: int | None, url: str | None, endpoint: str | N
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _print_sent(told: dict[str, Any]) -> None:
+def _print_upload(told: dict[str, Any]) -> None:
     kept = f", {told['kept_objects']} were there" if told["kept_objects"] else ""
     sent = f"{told['sent_objects']} objects sent ({amount(told['sent_bytes'])}){kept}"
     print(f"step {told['step']}: {told['url']}: {sent}")
@@ -207,7 +215,7 @@ def _choose_copy(store: Store, run: RunDir, step: int | None) -> ObjectCopy:
     return chosen[-1]
 
 
-def _of_job(run: RunDir) -> tuple[str, str | None] | None:
+def _job_store(run: RunDir) -> tuple[str, str | None] | None:
     """URL and endpoint from the run's job."""
     from hpcrun.specs.load import load_job_of
 
@@ -216,13 +224,13 @@ def _of_job(run: RunDir) -> tuple[str, str | None] | None:
 
 
 @contextmanager
-def _store_of(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[Store]:
+def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[Store]:
     """The store that was asked for, or the job's; UsageError without one."""
     from hpcrun.checkpoint.objects.store import open_store
     from hpcrun.errors import UsageError
 
     if url is None:
-        of_job = _of_job(run)
+        of_job = _job_store(run)
         if of_job is None:
             raise UsageError(f"{run.id}: its job has no checkpoint.object; say where with --url (or --from)")
         url, endpoint = of_job[0], endpoint or of_job[1]

@@ -12,10 +12,10 @@ from hpcrun.units import amount
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.policy.simulation import Checked
-    from hpcrun.checkpoint.policy.size import Figure
+    from hpcrun.checkpoint.policy.size import SourcedValue
     from hpcrun.specs.cluster import ClusterSpec
-    from hpcrun.submission.checkpoint_plan import SavePlan
-    from hpcrun.submission.placement_preview import Network
+    from hpcrun.submission.checkpoint_plan import CheckpointPlan
+    from hpcrun.submission.placement_preview import NetworkState
 
 SCHEMA_VERSION = 1
 
@@ -55,56 +55,67 @@ def plan(
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
     from hpcrun.specs.rundir import all_runs, find_run
-    from hpcrun.submission.checkpoint_cost import parse_assumed
-    from hpcrun.submission.checkpoint_plan import Wish, plan_saves
+    from hpcrun.submission.checkpoint_cost import parse_assumed_costs
+    from hpcrun.submission.checkpoint_plan import CheckpointPlanRequest, plan_checkpoints
 
-    wish = Wish(parse_assumed(assume or ()), bound / 100, check, find_run(sample) if sample else None)
+    wish = CheckpointPlanRequest(
+        parse_assumed_costs(assume or ()), bound / 100, check, find_run(sample) if sample else None
+    )
     resolved = load_job(Path(words[0]), words[1:])
     name = cluster or resolved.spec.cluster
     profile = None if name == "local" else find_cluster(name)
-    network, why = _network(topology, name, resolved.spec.resources.partition, profile)
-    found = plan_saves(resolved, profile, network, list(all_runs()), wish)
+    network, why = _load_network_or_reason(topology, name, resolved.spec.resources.partition, profile)
+    found = plan_checkpoints(resolved, profile, network, list(all_runs()), wish)
     if why:
         typer.echo(f"hpcrun: {why}", err=True)
     if as_json:
         print(json.dumps({"schema_version": SCHEMA_VERSION, **found.as_json()}, default=str))
         return
-    for line in lines(found):
+    for line in format_checkpoint_plan(found):
         print(line)
 
 
-def _network(
+def _load_network_or_reason(
     topology: Path | None, cluster: str | None, partition: str | None, profile: ClusterSpec | None
-) -> tuple[Network | None, str]:
+) -> tuple[NetworkState | None, str]:
     """The network, or why there is none."""
-    from hpcrun.cli.fabric import network_of
+    from hpcrun.cli.fabric import require_network
     from hpcrun.errors import SiteError
-    from hpcrun.submission.placement_preview import look
+    from hpcrun.submission.placement_preview import load_network
 
     if cluster == "local" and topology is None:
         return None, ""
     try:
-        return network_of(topology, cluster, partition), ""
+        return require_network(topology, cluster, partition), ""
     except SiteError as error:
         if profile is not None and profile.topology.source in ("table", "file"):
-            return look(profile, None), ""
+            return load_network(profile, None), ""
         return None, str(error)
 
 
-def lines(found: SavePlan) -> list[str]:
+def format_checkpoint_plan(found: CheckpointPlan) -> list[str]:
     """The plan in plain text."""
-    return [*_holds(found), *_takes(found), *_survives(found), *_advises(found), *_keeps(found)]
+    return [
+        *_format_contents(found),
+        *_format_costs(found),
+        *_format_losses(found),
+        *_format_advice(found),
+        *_format_storage(found),
+    ]
 
 
-def _holds(found: SavePlan) -> list[str]:
+def _format_contents(found: CheckpointPlan) -> list[str]:
     told = ["one save"]
-    told += [_bytes("whole", found.sizes.whole), _bytes("largest node", found.sizes.node)]
+    told += [
+        _format_bytes_line("whole", found.sizes.whole),
+        _format_bytes_line("largest node", found.sizes.node),
+    ]
     room = found.room
     told += [
         "memory of a node",
-        _bytes("there", room.there),
-        _bytes("slots", room.slots),
-        _bytes("parity", room.parity),
+        _format_bytes_line("there", room.there),
+        _format_bytes_line("slots", room.slots),
+        _format_bytes_line("parity", room.parity),
     ]
     left = room.left
     if left is None:
@@ -117,7 +128,7 @@ def _holds(found: SavePlan) -> list[str]:
     return [*told, f"  left          {amount(abs(left))}  {what}"]
 
 
-def _takes(found: SavePlan) -> list[str]:
+def _format_costs(found: CheckpointPlan) -> list[str]:
     from hpcrun.checkpoint.policy.auto_interval import IN_WORDS
 
     otherwise = IN_WORDS if found.spec.checkpoint.every == "auto" else "at a signal and at the end"
@@ -125,11 +136,16 @@ def _takes(found: SavePlan) -> list[str]:
     for one in found.costs.levels:
         every = f"every {one.every} steps" if one.every else otherwise
         told.append(f"  {one.level}: {every}")
-        told += [_time("training waits", one.stall), _time("drains for", one.drain)]
-    return [*told, "times", _time("a step", found.costs.step), _time("a restart", found.costs.restart)]
+        told += [_format_time_line("training waits", one.stall), _format_time_line("drains for", one.drain)]
+    return [
+        *told,
+        "times",
+        _format_time_line("a step", found.costs.step),
+        _format_time_line("a restart", found.costs.restart),
+    ]
 
 
-def _survives(found: SavePlan) -> list[str]:
+def _format_losses(found: CheckpointPlan) -> list[str]:
     from hpcrun.checkpoint.policy.failure_rates import KINDS
 
     losses = found.losses
@@ -149,7 +165,7 @@ def _survives(found: SavePlan) -> list[str]:
     return told
 
 
-def _advises(found: SavePlan) -> list[str]:
+def _format_advice(found: CheckpointPlan) -> list[str]:
     from hpcrun.checkpoint.policy.failure_rates import in_words
 
     advice = found.advice
@@ -168,12 +184,12 @@ def _advises(found: SavePlan) -> list[str]:
         told.append("  in steps: unknown, as the time of a step is; --assume step=2.5")
     costs = f"saves cost {advice.overhead:.2%} of the time (bound {found.bound:.1%})"
     told.append(f"  {costs}; with failures {advice.waste:.2%} is lost, as far as their rates are known")
-    if found.own_waste is not None:
-        told.append(f"  with the intervals of the job file {found.own_waste:.2%} is lost")
-    return told + (_checks(found.checked) if found.checked else [])
+    if found.configured_overhead is not None:
+        told.append(f"  with the intervals of the job file {found.configured_overhead:.2%} is lost")
+    return told + (_format_simulation(found.checked) if found.checked else [])
 
 
-def _checks(checked: Checked) -> list[str]:
+def _format_simulation(checked: Checked) -> list[str]:
     from hpcrun.checkpoint.policy.failure_rates import in_words
 
     told = [f"checked on a simulated run with {checked.failures} failures"]
@@ -184,7 +200,7 @@ def _checks(checked: Checked) -> list[str]:
     return told
 
 
-def _keeps(found: SavePlan) -> list[str]:
+def _format_storage(found: CheckpointPlan) -> list[str]:
     from hpcrun.checkpoint.policy.failure_rates import in_words
 
     checkpoint = found.spec.checkpoint
@@ -214,11 +230,11 @@ def _keeps(found: SavePlan) -> list[str]:
     return told + [f"note: {text}" for text in found.notes]
 
 
-def _bytes(name: str, figure: Figure) -> str:
+def _format_bytes_line(name: str, figure: SourcedValue) -> str:
     return f"  {name:12}  {'unknown' if figure.value is None else amount(figure.value)}  {figure.source}"
 
 
-def _time(name: str, figure: Figure) -> str:
+def _format_time_line(name: str, figure: SourcedValue) -> str:
     from hpcrun.checkpoint.policy.failure_rates import in_words
 
     value = "unknown" if figure.value is None else in_words(figure.value)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_objects import Endpoint, Url, copies_of
-from hpcrun.cli.ckpt_show import find_saves, print_json, progress, refuse_while_running
+from hpcrun.cli.ckpt_objects import Endpoint, Url, open_object_copies
+from hpcrun.cli.ckpt_show import find_run_or_directory, print_json, refuse_while_running, show_progress
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def repair(
     from hpcrun.checkpoint.restore.sources import DirectoryCopy, HeldCopy
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
-    found = find_saves(run, use="plan" if dry_run else "act")
+    found = find_run_or_directory(run, use="plan" if dry_run else "act")
     if not dry_run:
         refuse_while_running(found, "repair", believe=is_over)
     for directory in others or ():
@@ -60,10 +60,10 @@ def repair(
         raise UsageError(f"{run}: has no save of step {step}, whole or damaged; see `hpcrun ckpt ls {run}`")
     repairs: list[Repair] = []
     with ExitStack() as stack:
-        held = holdings_of(found)
+        held = read_inventory(found)
         copies: list[Copy] = [DirectoryCopy(directory) for directory in others or ()]
         copies += [HeldCopy(one) for one in held]
-        copies += stored_copies(found, url, endpoint, stack)
+        copies += open_stored_copies(found, url, endpoint, stack)
         for path in wanted:
             one = _repair(path, copies, held, stack, dry_run)
             if one is not None:
@@ -73,7 +73,7 @@ def repair(
             {"dry_run": dry_run, "looked_at": len(wanted), "repairs": [_as_json(one) for one in repairs]}
         )
     else:
-        _print(repairs, len(wanted), dry_run)
+        _print_repairs(repairs, len(wanted), dry_run)
     if any(one.problem for one in repairs):
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -85,14 +85,14 @@ def _repair(
     from hpcrun.checkpoint.restore.repair import repair as repair_generation
 
     stamps = [one.stamp for one in held]
-    with progress(path.name, _size(path)) as show:
+    with show_progress(path.name, _size(path)) as show:
         one = repair_generation(path, copies, stamps, dry_run=dry_run, progress=show)
-        if one is not None and one.missing and (made := made_again(held, one, stack)):
+        if one is not None and one.missing and (made := rebuild_from_parity(held, one, stack)):
             one = repair_generation(path, [*copies, *made], stamps, dry_run=dry_run, progress=show)
     return one
 
 
-def holdings_of(run: RunDir) -> list[Holding]:
+def read_inventory(run: RunDir) -> list[Holding]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
     from hpcrun.checkpoint.restore.outside_copies import holdings_here
     from hpcrun.specs.load import load_job_of
@@ -101,7 +101,7 @@ def holdings_of(run: RunDir) -> list[Holding]:
     return holdings_here(run.run_id, local)
 
 
-def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:
+def rebuild_from_parity(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:
     """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
     import tempfile
 
@@ -114,17 +114,17 @@ def made_again(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Co
     return [HeldCopy(one) for one in rebuilt_here(held, wanted.path, wanted.generation, folder)]
 
 
-def stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
+def open_stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
     """The copies in the object store that the job names, or `url`; open until the stack is."""
     from hpcrun.checkpoint.restore.outside_copies import StoredCopy
 
-    found, unknown = copies_of(run, url, endpoint, stack)
+    found, unknown = open_object_copies(run, url, endpoint, stack)
     if unknown is not None:
         print(f"copies in the object store are not known: {unknown}", file=sys.stderr)
     return [StoredCopy(store, copy) for store, copy in found]
 
 
-def _print(repairs: list[Repair], looked_at: int, dry_run: bool) -> None:
+def _print_repairs(repairs: list[Repair], looked_at: int, dry_run: bool) -> None:
     for one in repairs:
         if one.problem:
             print(f"{one.path}: cannot be repaired: {one.problem}")

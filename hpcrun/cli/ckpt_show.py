@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpcrun.cli.terminal import plain, raw
+from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def checkpoints(run: str) -> Path:
+def checkpoint_directory(run: str) -> Path:
     """Where a run, or a script's directory, has its saves."""
-    return find_saves(run).checkpoints
+    return find_run_or_directory(run).checkpoints
 
 
-def find_saves(word: str, *, use: Use = "read") -> RunDir:
+def find_run_or_directory(word: str, *, use: Use = "read") -> RunDir:
     """RUN of these verbs: a run as all verbs know it, or a directory that a script has given to Checkpointer.
 
     Such a directory is known by its path, or by that of its `checkpoints`. UsageError for anything else.
@@ -67,12 +67,12 @@ def find_saves(word: str, *, use: Use = "read") -> RunDir:
     return saves
 
 
-def choose(run: str, step: int | None) -> Saved:
+def choose_saved_step(run: str, step: int | None) -> Saved:
     """A saved step of a run, or the newest: of what it may go on from, if there is any."""
     from hpcrun.errors import UsageError
     from hpcrun.specs.saves import read_saves, sort_saves
 
-    place = checkpoints(run)
+    place = checkpoint_directory(run)
     sorted_saves = sort_saves(place, read_saves(place)[0])
     found = [*sorted_saves.strangers, *sorted_saves.left, *sorted_saves.line]
     chosen = [saved for saved in found if step is None or saved.step == step]
@@ -85,7 +85,7 @@ def choose(run: str, step: int | None) -> Saved:
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """How far it has come, on a terminal; nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda _size: None
@@ -97,13 +97,15 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         done += size
         if time.monotonic() - drawn > 0.2:
             drawn = time.monotonic()
-            raw(sys.stderr).write(f"\r\x1b[K{plain(what)}: {amount(done)} of {amount(total)}")
+            unescaped_stream(sys.stderr).write(
+                f"\r\x1b[K{escape_control_characters(what)}: {amount(done)} of {amount(total)}"
+            )
             sys.stderr.flush()
 
     try:
         yield show
     finally:
-        raw(sys.stderr).write("\r\x1b[K")
+        unescaped_stream(sys.stderr).write("\r\x1b[K")
         sys.stderr.flush()
 
 
@@ -119,7 +121,7 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
     """
     from hpcrun.checkpoint.writer_lease import live_writer
     from hpcrun.errors import UsageError
-    from hpcrun.runs.run_state import look_at_all
+    from hpcrun.runs.run_state import read_run_states
     from hpcrun.specs.provenance import read_provenance
 
     if not run.spec.exists():  # a script's saves
@@ -131,7 +133,7 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
         return
     if not run.attempts() and read_provenance(run) is None:
         return  # it was never started
-    (state,) = look_at_all([run])
+    (state,) = read_run_states([run])
     if state.is_over or (believe and state.state == "unknown"):
         return
     if state.state == "unknown":

@@ -35,7 +35,7 @@ def show(name: _Name = None, as_json: _Json = False) -> None:
     """What a profile says, defaults included; null is what it leaves unsaid."""
     from hpcrun.specs.cluster import render_cluster
 
-    cluster = _find(name)
+    cluster = _find_profile(name)
     if as_json:
         _print_json({"cluster": cluster.model_dump(mode="json")})
     else:
@@ -91,7 +91,7 @@ def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) 
     from hpcrun.slurm.draft import differences, doubts, not_compared
     from hpcrun.slurm.syntax import profile_errors
 
-    cluster = _find(name)
+    cluster = _find_profile(name)
     broken = [f"{key}: {words}" for key, words in profile_errors(cluster)]
     warnings = doubts(cluster)
     live = ask_cluster(cluster.slurm_cluster, timeout)
@@ -108,7 +108,7 @@ def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) 
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
-def _find(name: str | None) -> ClusterSpec:
+def _find_profile(name: str | None) -> ClusterSpec:
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.profiles import config_directories
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.terminal import raw
+from hpcrun.cli.terminal import unescaped_stream
 
 if TYPE_CHECKING:
     from hpcrun.data.corpus import Corpus
@@ -60,7 +60,7 @@ def prepare(
         )
     finally:
         done()
-    _tell_skipped(made.skipped)
+    _print_skipped(made.skipped)
     sidecar = made.sidecar
     if as_json:
         content = json.loads(sidecar.render())
@@ -99,8 +99,8 @@ def inspect(
         raise UsageError("; ".join(mistakes)) from None
     corpus = inspect_corpus(data)
     samples = _samples(corpus, show)
-    _tell_skipped(corpus.skipped)
-    figures = _figures(path, corpus)
+    _print_skipped(corpus.skipped)
+    figures = _describe_corpus(path, corpus)
     if as_json:
         _print_json({**figures, "skipped": corpus.skipped, "samples": samples})
         return
@@ -111,7 +111,7 @@ def inspect(
         print(f"\nsequence {sample['sequence']}:\n{sample.get('text') or sample['ids']}")
 
 
-def _figures(path: str, corpus: Corpus) -> dict[str, Any]:
+def _describe_corpus(path: str, corpus: Corpus) -> dict[str, Any]:
     return {
         "path": path,
         "kind": corpus.kind,
@@ -145,7 +145,7 @@ def _samples(corpus: Corpus, count: int) -> list[dict[str, Any]]:
     return samples
 
 
-def _tell_skipped(skipped: tuple[tuple[str, str], ...]) -> None:
+def _print_skipped(skipped: tuple[tuple[str, str], ...]) -> None:
     for path, reason in skipped[:3]:
         print(f"left out: {_printable(path)} {reason}", file=sys.stderr)
     if len(skipped) > 3:
@@ -175,12 +175,12 @@ def _progress() -> tuple[Callable[[int, int], None], Callable[[], None]]:
             print(
                 f"\r{line}" if terminal else line,
                 end="" if terminal else "\n",
-                file=raw(sys.stderr),
+                file=unescaped_stream(sys.stderr),
                 flush=True,
             )
 
     def done() -> None:
         if terminal:
-            print("\r\033[K", end="", file=raw(sys.stderr), flush=True)
+            print("\r\033[K", end="", file=unescaped_stream(sys.stderr), flush=True)
 
     return show, done

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hpcrun.cli.terminal import plain, raw
+from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.local_identity import from_here
 from hpcrun.runs.save_text import describe_save, describe_weights
 
@@ -23,14 +23,14 @@ _LINE_EVERY_S = 5.0
 _REFRESH_S = 0.1
 
 
-def make_display(steps: int, stream: TextIO | None = None) -> Lines:
+def make_display(steps: int, stream: TextIO | None = None) -> LineDisplay:
     """The display that suits where talk goes (stderr): rich is loaded only for a terminal."""
     stream = stream or sys.stderr
     # Of a command nobody knows the steps.
-    return Bar(steps, stream) if steps and stream.isatty() else Lines(steps, stream)
+    return ProgressBarDisplay(steps, stream) if steps and stream.isatty() else LineDisplay(steps, stream)
 
 
-class Lines:
+class LineDisplay:
     """One line a tenth of the run or every five seconds, whichever is later; and one for everything rare."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
@@ -41,7 +41,7 @@ class Lines:
         """Something worth a line."""
         # A terminal that was closed must not take the run with it.
         with contextlib.suppress(OSError):
-            self._stream.write(f"hpcrun: {plain(text)}\n")
+            self._stream.write(f"hpcrun: {escape_control_characters(text)}\n")
             self._stream.flush()
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Lines:
         due = now - self._said_at >= _LINE_EVERY_S and step - self._said_step >= self._steps / 100
         if due or step == self._steps or step - self._said_step >= max(1, self._steps // 10):
             self._said_at, self._said_step = now, step
-            self.note(f"step {step}/{self._steps}  {describe_step(record, self._steps)}")
+            self.note(f"step {step}/{self._steps}  {format_step(record, self._steps)}")
 
     def finished(self, outcome: AttemptOutcome) -> None:
         """The run is over; the command says how it ended."""
@@ -81,7 +81,7 @@ class Lines:
         """Leave the screen as it should stay."""
 
 
-class Bar(Lines):
+class ProgressBarDisplay(LineDisplay):
     """A progress bar with the live loss; notes scroll above it."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
@@ -96,7 +96,9 @@ class Bar(Lines):
             super().note(text)
             return
         with contextlib.suppress(OSError):
-            self._progress.console.print(f"hpcrun: {plain(text)}", markup=False, highlight=False)
+            self._progress.console.print(
+                f"hpcrun: {escape_control_characters(text)}", markup=False, highlight=False
+            )
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met: from now on there is something to draw."""
@@ -110,7 +112,7 @@ class Bar(Lines):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}", markup=False),
-            console=Console(file=raw(self._stream)),
+            console=Console(file=unescaped_stream(self._stream)),
             auto_refresh=False,
         )
         self._task = self._progress.add_task("step", total=self._steps, figures="")
@@ -119,7 +121,7 @@ class Bar(Lines):
     def _step(self, step: int, record: dict[str, Any]) -> None:
         if self._progress is None or self._task is None:
             return
-        figures = describe_step(record, self._steps)
+        figures = format_step(record, self._steps)
         self._progress.update(self._task, completed=step, figures=figures)
         now = time.monotonic()
         if now - self._drawn >= _REFRESH_S or step == self._steps:
@@ -135,18 +137,18 @@ class Bar(Lines):
             self._progress = None
 
 
-def describe_step(record: dict[str, Any], steps: int) -> str:
+def format_step(record: dict[str, Any], steps: int) -> str:
     """Loss, speed and time left of a step's record; figures that it lacks are left out."""
     parts = []
     if (loss := record.get("loss")) is not None:
         parts.append(f"loss {loss:.4f}")
     if (rate := record.get("tokens_per_s")) is not None:
-        parts.append(f"{short(rate)} tokens/s")
+        parts.append(f"{format_short_number(rate)} tokens/s")
     if (mfu := record.get("mfu")) is not None:
         parts.append(f"mfu {mfu:.1%}")
     if (seconds := record.get("step_time_s")) is not None:
         left = seconds * (steps - record.get("step", steps))
-        parts.append(f"{duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
+        parts.append(f"{format_short_duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
     return "  ".join(parts)
 
 
@@ -161,7 +163,7 @@ def command_name() -> str:
     return from_here(ours)
 
 
-def short(number: float) -> str:
+def format_short_number(number: float) -> str:
     """A large number in three figures: 1.23k, 45.6M."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
@@ -169,7 +171,7 @@ def short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_short_duration(seconds: float) -> str:
     """A time span in its two largest units: 45 s, 12 m 5 s, 3 h 10 m, 2 d 4 h."""
     whole = round(seconds)
     units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))

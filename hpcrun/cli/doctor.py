@@ -90,35 +90,35 @@ def doctor(
     if hca and (not words or words[0] != "pairs"):
         raise UsageError("--hca goes with pairs: it names the adapters to try between nodes")
     if words and words[0] == "pairs":
-        from hpcrun.cli.doctor_pairs import pairs
+        from hpcrun.cli.doctor_pairs import compare_pairs
         from hpcrun.hostlist import expand
 
-        findings = pairs(words[1:], list(expand(hca)) if hca else [], at_least, as_json)
+        findings = compare_pairs(words[1:], list(expand(hca)) if hca else [], at_least, as_json)
     elif words:
-        findings = _compare(words, cluster, as_json)
+        findings = _compare_reports(words, cluster, as_json)
     elif everywhere:
-        findings = _look_everywhere(cluster, nccl_version, connect, as_json)
+        findings = _examine_all_nodes(cluster, nccl_version, connect, as_json)
     elif counters is not None or since is not None:
-        findings = _count(root, counters, since, as_json)
+        findings = _check_counters(root, counters, since, as_json)
     else:
-        findings = _look(root, cluster, nccl_version, reference_time, as_json)
+        findings = _examine_node(root, cluster, nccl_version, reference_time, as_json)
     broken = any(one.level == "fault" for one in findings)
     raise typer.Exit(EXIT_CHECK_FAILED if broken and not always_0 else EXIT_DONE)
 
 
-def _look(
+def _examine_node(
     root: Path, cluster: str | None, nccl: str | None, reference: float | None, as_json: bool
 ) -> list[Finding]:
     from hpcrun.specs.cluster import NetworkSpec
     from hpcrun.tuning.host.checks import Question, clock_skew
     from hpcrun.tuning.host.doctor_report import examine
 
-    profile, notes = _profile(cluster)
+    profile, notes = _load_profile(cluster)
     network = profile.network if profile else NetworkSpec()
     uses_ucx = profile is not None and profile.mpi.library == "openmpi"
-    library = _version(nccl, is_here=root == Path("/"))
-    advised = _advised(profile, library.version, notes)
-    host = _host(root, advised)
+    library = _find_nccl_version(nccl, is_here=root == Path("/"))
+    advised = _advised_settings(profile, library.version, notes)
+    host = _read_node(root, advised)
     report = examine(Question(host, network, library.version, uses_ucx, advised, library.cuda))
     skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
@@ -137,7 +137,7 @@ def _look(
     return findings
 
 
-def _host(root: Path, advised: Mapping[str, str] | None = None) -> Host:
+def _read_node(root: Path, advised: Mapping[str, str] | None = None) -> Host:
     from hpcrun.tuning.host.node_report import look
 
     if not root.is_dir():
@@ -146,7 +146,7 @@ def _host(root: Path, advised: Mapping[str, str] | None = None) -> Host:
     return look(Path(os.path.realpath(root)) if root.is_absolute() else root, advised=advised)
 
 
-def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
+def _load_profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
     """The profile; without a name a doctor does without, where it cannot tell which one holds."""
     from hpcrun.specs.cluster import find_cluster
 
@@ -159,7 +159,7 @@ def _profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
     return found, [] if found else ["no profile: every active adapter counts as one for jobs"]
 
 
-def _version(text: str | None, *, is_here: bool) -> Found:
+def _find_nccl_version(text: str | None, *, is_here: bool) -> Found:
     from hpcrun.tuning.registry.nccl_library import Found, Library, find_library
     from hpcrun.tuning.registry.registry import parse_version
 
@@ -168,7 +168,7 @@ def _version(text: str | None, *, is_here: bool) -> Found:
     return find_library(environ=os.environ) if is_here else Found(None)
 
 
-def _advised(
+def _advised_settings(
     profile: ClusterSpec | None, version: tuple[int, ...] | None, notes: list[str]
 ) -> dict[str, str]:
     """What jobs get by the profile; where that is wrong, they get no advice, and a note says so."""
@@ -182,25 +182,25 @@ def _advised(
         return named
 
 
-def _look_everywhere(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
-    from hpcrun.health.connectivity import try_all
-    from hpcrun.health.fleet_doctor import require_allocation, visit_all
+def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
+    from hpcrun.health.connectivity import check_all_connections
+    from hpcrun.health.fleet_doctor import require_allocation, run_fleet_doctor
     from hpcrun.slurm.allocation import find_allocation
     from hpcrun.tuning.finding import read_finding, worst_first
     from hpcrun.tuning.host.fleet import compare
 
-    profile, notes = _profile(cluster)
-    _version(nccl, is_here=False)
+    profile, notes = _load_profile(cluster)
+    _find_nccl_version(nccl, is_here=False)
     options = [*(["--cluster", cluster] if cluster else []), *(["--nccl-version", nccl] if nccl else [])]
     allocation = require_allocation(find_allocation(os.environ))
-    answers = visit_all(allocation, options)
+    answers = run_fleet_doctor(allocation, options)
     reports = {one.node: one.report for one in answers if one.report is not None}
     findings = [finding for one in answers for finding in one.findings]
     interface = profile.network.interface if profile else None
     if len(reports) > 1:
         findings += compare(reports, interface)
     if connect and len(reports) > 1:
-        findings += try_all(allocation, interface)
+        findings += check_all_connections(allocation, interface)
     own = {
         node: [read_finding(values) for values in report.get("findings", ())]
         for node, report in reports.items()
@@ -231,7 +231,7 @@ def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
         print(f"{one.level:9}  {fold(nodes_of[one])}  {one.check}  {one}")
 
 
-def _compare(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
+def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
     from hpcrun.tuning.host.doctor_report import read_reports
     from hpcrun.tuning.host.fleet import compare
 
@@ -240,7 +240,7 @@ def _compare(words: list[str], cluster: str | None, as_json: bool) -> list[Findi
             f"doctor {words[0]}: is not known; write doctor, doctor compare A.json B.json ..., or doctor"
             " pairs NODES [FILE...]"
         )
-    profile, _ = _profile(cluster)
+    profile, _ = _load_profile(cluster)
     reports: dict[str, dict[str, Any]] = {}
     for word in words[1:]:
         reports |= read_reports(_read_json(Path(word)), word)
@@ -266,7 +266,7 @@ def _read_json(path: Path) -> Any:
     return found
 
 
-def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -> list[Finding]:
+def _check_counters(root: Path, target: Path | None, since: Path | None, as_json: bool) -> list[Finding]:
     from dataclasses import replace
 
     from hpcrun.files import check_output
@@ -274,7 +274,7 @@ def _count(root: Path, target: Path | None, since: Path | None, as_json: bool) -
     from hpcrun.tuning.host.counters import diagnose, growth, read_counters, take
     from hpcrun.tuning.host.node_report import ask_captured, ask_here
 
-    host = _host(root)
+    host = _read_node(root)
     now = take(host, root, ask_here if host.time else ask_captured(root))
     if host.time:
         now = replace(now, time=time.time())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-def pairs(
+def compare_pairs(
     words: Sequence[str], adapters: Sequence[str], at_least_GBps: float | None, as_json: bool
 ) -> list[Finding]:
     """Read the outputs of trials, print what they say and what comes next; gives the findings."""
@@ -30,7 +30,7 @@ def pairs(
     if len(nodes) < 2:
         raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
     ends = ends_of(nodes, adapters)
-    trials = [trial for name in words[1:] for trial in parse_trials(_text(Path(name)), name)]
+    trials = [trial for name in words[1:] for trial in parse_trials(_read_text(Path(name)), name)]
     standing = stand(ends, among(ends, trials), at_least_GBps)
     findings, coming = list(judge(standing)), next_pairs(standing)
     if as_json:
@@ -78,7 +78,7 @@ def _print_next_adapters(coming: Sequence[tuple[str, str]]) -> None:
     )
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -14,7 +14,7 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_SAVED, HpcrunError,
 from hpcrun.specs.rundir import RunDir, find_run, find_runs
 
 if TYPE_CHECKING:
-    from hpcrun.runs.event_text import Entry
+    from hpcrun.runs.event_text import EventLine
 
 SCHEMA_VERSION = 1
 
@@ -42,9 +42,9 @@ def events(
     if run.sweep.is_file():
         raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
     if follow:
-        event_text.follow_story(run, _write_json if as_json else _write, _note)
+        event_text.follow_events(run, _write_json if as_json else _write, _note)
         return
-    found = event_text.story(run)
+    found = event_text.format_events(run)
     if as_json:
         print(_dump(run=run.id, events=[vars(entry) for entry in found]))
         return
@@ -54,11 +54,11 @@ def events(
         _note(f"nothing has happened to {run.id} yet")
 
 
-def _write(entry: Entry) -> None:
+def _write(entry: EventLine) -> None:
     print(entry, flush=True)
 
 
-def _write_json(entry: Entry) -> None:
+def _write_json(entry: EventLine) -> None:
     print(_dump(**vars(entry)), flush=True)
 
 
@@ -71,7 +71,7 @@ def postmortem(
     as_json: _Json = False,
 ) -> None:
     """Put what an engineer asks for into one tar: records, logs, the story; secrets are masked."""
-    from hpcrun.runs.postmortem import postmortem as write_bundle
+    from hpcrun.runs.postmortem import write_postmortem as write_bundle
 
     run = find_run(name)
     bundle = write_bundle(run, out)
@@ -95,15 +95,15 @@ def save(
     """Ask runs to save at their next step and go on (SIGUSR1)."""
     from hpcrun.runs import control
 
-    seconds = _seconds(timeout, wait)
-    asked: list[control.Asked] = []
+    seconds = _parse_timeout(timeout, wait)
+    asked: list[control.SaveRequest] = []
 
     def ask_one(run: RunDir) -> None:
-        asked.append(control.save(run, force=force))
+        asked.append(control.request_save(run, force=force))
         for line in asked[-1].lines:
             print(line, flush=True)
 
-    code = _each(names, ask_one)
+    code = _for_each_run(names, ask_one)
     if wait:
         saved = [control.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
         code = max(code, EXIT_DONE if all(saved) else EXIT_CHECK_FAILED)
@@ -118,17 +118,17 @@ def stop(
 ) -> None:
     """Ask runs to save and stop; they are not queued again. What waits is taken out of the queue."""
     from hpcrun.runs import control
-    from hpcrun.runs.follow import wait as wait_for
+    from hpcrun.runs.follow import wait_for_runs as wait_for
 
-    seconds = _seconds(timeout, wait)
+    seconds = _parse_timeout(timeout, wait)
     asked: list[RunDir] = []
 
     def ask_one(run: RunDir) -> None:
-        for line in control.stop(run):
+        for line in control.request_stop(run):
             print(line, flush=True)
         asked.append(run)
 
-    code = _each(names, ask_one)
+    code = _for_each_run(names, ask_one)
     for state in wait_for(asked, _note, timeout_s=seconds) if wait and asked else ():
         if not state.is_over:
             _note(f"not over after {timeout}: {state.run.id}")
@@ -138,7 +138,7 @@ def stop(
     raise typer.Exit(code)
 
 
-def _each(names: list[str], ask_one: Callable[[RunDir], None]) -> int:
+def _for_each_run(names: list[str], ask_one: Callable[[RunDir], None]) -> int:
     """Ask every run, whatever becomes of those before; the worst exit code."""
     code = EXIT_DONE
     for run in find_runs(names, use="act"):
@@ -150,7 +150,7 @@ def _each(names: list[str], ask_one: Callable[[RunDir], None]) -> int:
     return code
 
 
-def _seconds(timeout: str | None, wait: bool) -> float | None:
+def _parse_timeout(timeout: str | None, wait: bool) -> float | None:
     if timeout is None:
         return None
     if not wait:

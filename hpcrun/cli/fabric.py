@@ -15,7 +15,7 @@ from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
     from hpcrun.mesh import Degrees
-    from hpcrun.submission.placement_preview import Forecast, Network
+    from hpcrun.submission.placement_preview import NetworkState, PlacementPreview
 
 SCHEMA_VERSION = 1
 TAKES_COMMAND = True
@@ -28,8 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.command("nodes")(lemon_nodes.nodes)
-app.command("drain-request")(lemon_nodes.drain)
+app.command("nodes")(lemon_nodes.show_lemon_nodes)
+app.command("drain-request")(lemon_nodes.write_drain_request)
 
 _Topology = Annotated[
     Path | None,
@@ -51,7 +51,7 @@ def show(
     topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = False, svg: _Svg = None
 ) -> None:
     """The network as a tree, with what is free where."""
-    network = network_of(topology, cluster)
+    network = require_network(topology, cluster)
     if as_json:
         states = {"states": dict(network.states), "bad": dict(network.bad)}
         _print_json(
@@ -60,7 +60,7 @@ def show(
         return
     from hpcrun.fabric.draw import tree_text
 
-    _tell(network)
+    _print_notes(network)
     print(tree_text(network.fabric, network.states), end="")
 
 
@@ -69,7 +69,7 @@ def free(topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = 
     """How many nodes are free under each leaf, and which."""
     from hpcrun.hostlist import fold
 
-    network = network_of(topology, cluster)
+    network = require_network(topology, cluster)
     by_leaf: dict[str, list[str]] = {}
     for node in network.free:
         above = network.fabric.unit(node, 0) if network.fabric.levels else None
@@ -77,7 +77,7 @@ def free(topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = 
     if as_json:
         _print_json({"free": by_leaf})
         return
-    _tell(network)
+    _print_notes(network)
     for leaf, nodes in by_leaf.items():
         print(f"{leaf}  {len(nodes)} free: {fold(nodes)}")
     if not by_leaf:
@@ -103,7 +103,7 @@ def place(
 ) -> None:
     """Which nodes a job would ask for, which rank would sit where, what that costs, and why."""
     from hpcrun.specs.load import load_job
-    from hpcrun.submission.placement_preview import forecast
+    from hpcrun.submission.placement_preview import preview_placement
 
     given = words or []
     names_job = bool(given) and "=" not in given[0]
@@ -111,16 +111,16 @@ def place(
         Path(given[0]) if names_job else None, given[1:] if names_job else given, command=context.obj
     )
     spec = resolved.spec
-    network = network_of(
+    network = require_network(
         topology, cluster or spec.cluster, spec.resources.partition, spec.resources.reservation
     )
-    found = forecast(spec, resolved.plan, network)
+    found = preview_placement(spec, resolved.plan, network)
     if svg is not None:
         _draw(svg, found, spec.degrees, axis)
     if as_json:
         _print_json(found.as_json())
         return
-    _tell(network)
+    _print_notes(network)
     _print_forecast(found)
 
 
@@ -158,33 +158,33 @@ def avoid(
         print(f"{node}  {why}")
 
 
-def network_of(
+def require_network(
     topology: Path | None,
     cluster: str | None,
     partition: str | None = None,
     reservation: str | None = None,
-) -> Network:
+) -> NetworkState:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
     from hpcrun.slurm.cluster_state import ask_cluster
     from hpcrun.specs.cluster import find_cluster
-    from hpcrun.submission.placement_preview import look
+    from hpcrun.submission.placement_preview import load_network
 
     profile = find_cluster(None if cluster in (None, "default", "local") else cluster)
     if topology is not None:
-        return look(profile, None, file=topology)
+        return load_network(profile, None, file=topology)
     try:
         live = ask_cluster(profile.slurm_cluster if profile else None)
     except SiteError as error:
         raise SiteError(f"{error}; --topology FILE reads a captured topology") from None
-    return look(profile, live, partition=partition, reservation=reservation)
+    return load_network(profile, live, partition=partition, reservation=reservation)
 
 
-def _tell(network: Network) -> None:
+def _print_notes(network: NetworkState) -> None:
     for line in (*network.notes, *network.damaged):
         typer.echo(f"hpcrun: {line}", err=True)
 
 
-def _print_forecast(found: Forecast) -> None:
+def _print_forecast(found: PlacementPreview) -> None:
     from hpcrun.fabric.draw import tree_text
 
     placed = found.placed
@@ -200,17 +200,17 @@ def _print_forecast(found: Forecast) -> None:
         print(f"cost    {placed.cost.seconds * 1e3:.3g} ms of communication a step, modelled")
 
 
-def _widest(found: Forecast) -> str:
+def _costliest_axis(found: PlacementPreview) -> str:
     """The axis that crosses the outermost level with most bytes."""
     axes = [one for one in found.placed.cost.axes if any(one.bytes)]
     return max(axes, key=lambda one: tuple(reversed(one.bytes))).axis if axes else "pp"
 
 
-def _draw(path: Path, found: Forecast, degrees: Degrees, axis: str | None) -> None:
+def _draw(path: Path, found: PlacementPreview, degrees: Degrees, axis: str | None) -> None:
     from hpcrun.fabric.draw import svg
 
     placement = found.placed.placement
-    text = svg(found.network.fabric, placement, degrees, axis or _widest(found))
+    text = svg(found.network.fabric, placement, degrees, axis or _costliest_axis(found))
     try:
         write_output(path, text)
     except OSError as error:

@@ -15,14 +15,14 @@ from hpcrun.local_identity import user_name
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hpcrun.health.lemon_nodes import Score
+    from hpcrun.health.lemon_nodes import LemonScore
 
 SCHEMA_VERSION = 1
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def nodes(
+def show_lemon_nodes(
     top: Annotated[int, typer.Option(metavar="N", min=1, help="At most so many, worst first.")] = 20,
     forget: Annotated[
         str | None,
@@ -41,16 +41,16 @@ def nodes(
     if forget is not None:
         _forget(forget, now)
         return
-    scores = _scores(now)
+    scores = _load_scores(now)
     shown = dict(list(scores.items())[:top])
     if as_json:
         listed = [{"node": node, **found.as_json()} for node, found in shown.items()]
         _print_json({"nodes": listed, "more": len(scores) - len(shown)})
         return
     for node, found in shown.items():
-        print(_told(node, found))
+        print(_format_score(node, found))
         last = found.seen[0]
-        print(f"    {_stamp(last.time)}  run {last.run}: {last.evidence or last.cause}")
+        print(f"    {_format_time(last.time)}  run {last.run}: {last.evidence or last.cause}")
         if last.log:
             print(f"    log: {last.log}")
     if len(scores) > len(shown):
@@ -59,7 +59,7 @@ def nodes(
         print("your runs have seen nothing against any node")
 
 
-def drain(
+def write_drain_request(
     nodes: Annotated[
         list[str] | None,
         typer.Argument(
@@ -80,11 +80,11 @@ def drain(
     """A text that asks the admin to drain nodes: what was seen there, when, in which jobs, and the logs."""
     import time
 
-    from hpcrun.health.drain_request import drain_request, post, read_webhook
+    from hpcrun.health.drain_request import build_drain_request, post_webhook, read_webhook_url
 
-    url = None if webhook is None else read_webhook(webhook)
+    url = None if webhook is None else read_webhook_url(webhook)
     now = time.time()
-    request = drain_request(_chosen(_scores(now), nodes), user_name(), now)
+    request = build_drain_request(_choose_scores(_load_scores(now), nodes), user_name(), now)
     if out is not None:
         try:
             write_output(out, request["text"])
@@ -96,25 +96,25 @@ def drain(
     elif out is None:
         print(request["text"], end="")
     if url is not None:
-        post(url, {"schema_version": SCHEMA_VERSION, **request})
+        post_webhook(url, {"schema_version": SCHEMA_VERSION, **request})
         typer.echo("hpcrun: the webhook has taken it", err=True)
 
 
 def _forget(listed: str, now: float) -> None:
-    from hpcrun.health.lemon_nodes import forget, sightings_file
+    from hpcrun.health.lemon_nodes import forget_node_faults, node_fault_file
     from hpcrun.hostlist import expand
     from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 
     named = expand(listed, "--forget")
-    known = _scores(now)
+    known = _load_scores(now)
     strange = [node for node in named if node not in known]
     if strange or not named:
         raise UsageError(
             f"--forget {listed}: nothing was seen of {', '.join(strange) or 'no node'}; seen were:"
             f" {', '.join(known) or 'none'}"
         )
-    forget(sightings_file(), named, now)
-    print(sightings_file())
+    forget_node_faults(node_fault_file(), named, now)
+    print(node_fault_file())
     listed_as_bad = load_bad_nodes(bad_node_files().values()).active(now)
     for node in named:
         if node in listed_as_bad:
@@ -122,17 +122,17 @@ def _forget(listed: str, now: float) -> None:
             typer.echo(f"hpcrun: {told}", err=True)
 
 
-def _scores(now: float) -> dict[str, Score]:
+def _load_scores(now: float) -> dict[str, LemonScore]:
     """Of all nodes that something counts against; damaged lines are told."""
-    from hpcrun.health.lemon_nodes import load_sightings, score, sightings_file
+    from hpcrun.health.lemon_nodes import load_node_faults, node_fault_file, score_nodes
 
-    found = load_sightings(sightings_file())
+    found = load_node_faults(node_fault_file())
     for line in found.notes:
         typer.echo(f"hpcrun: {line}", err=True)
-    return score(found.entries, now)
+    return score_nodes(found.entries, now)
 
 
-def _chosen(scores: Mapping[str, Score], words: list[str] | None) -> dict[str, Score]:
+def _choose_scores(scores: Mapping[str, LemonScore], words: list[str] | None) -> dict[str, LemonScore]:
     from hpcrun.hostlist import expand
 
     if not words:
@@ -150,13 +150,13 @@ def _chosen(scores: Mapping[str, Score], words: list[str] | None) -> dict[str, S
     return {node: scores[node] for node in named}
 
 
-def _told(node: str, found: Score) -> str:
+def _format_score(node: str, found: LemonScore) -> str:
     causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
-    until = "not avoided" if found.until is None else f"avoided until {_stamp(found.until)}"
+    until = "not avoided" if found.until is None else f"avoided until {_format_time(found.until)}"
     return f"{node}  score {found.score:.2f}  {until}  {causes}"
 
 
-def _stamp(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     import time
 
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
 
 from hpcrun import __version__, local_identity
-from hpcrun.cli.streams import Streams
+from hpcrun.cli.streams import OutputStreams
 from hpcrun.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcrun.launch.supervisor_restart import SupervisorCrash
 
 
-class Verb(NamedTuple):
+class CommandVerb(NamedTuple):
     """Where a verb lives, and its line of help; the module's Typer `app` may hold several verbs."""
 
     module: str
@@ -38,50 +38,74 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "train": Verb("hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True, "is told"),
-    "submit": Verb(
+    "train": CommandVerb(
+        "hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True, "is told"
+    ),
+    "submit": CommandVerb(
         "hpcrun.cli.submit", "hand a job over to the cluster; --dry-run shows the script", False, "is told"
     ),
-    "list": Verb("hpcrun.cli.runs", "the runs, and how far each has come", False, "is read"),
-    "status": Verb("hpcrun.cli.runs", "what a run is doing, or how it ended", False, "is read"),
-    "describe": Verb("hpcrun.cli.runs", "everything that is known of a run", False, "is read"),
-    "wait": Verb("hpcrun.cli.runs", "wait until runs are over; the exit code is theirs", False, "is told"),
-    "logs": Verb("hpcrun.cli.runs", "what a rank has printed; -f follows it", False, "is read"),
-    "cancel": Verb("hpcrun.cli.runs", "ask a run to save and stop", False, "is told"),
-    "save": Verb("hpcrun.cli.events", "ask a run to save now, and to go on", False, "is told"),
-    "stop": Verb("hpcrun.cli.events", "ask a run to save and stop; --wait until it has", False, "is told"),
-    "events": Verb("hpcrun.cli.events", "the story of a run in plain lines; -f follows it", False, "is read"),
-    "postmortem": Verb(
+    "list": CommandVerb("hpcrun.cli.runs", "the runs, and how far each has come", False, "is read"),
+    "status": CommandVerb("hpcrun.cli.runs", "what a run is doing, or how it ended", False, "is read"),
+    "describe": CommandVerb("hpcrun.cli.runs", "everything that is known of a run", False, "is read"),
+    "wait": CommandVerb(
+        "hpcrun.cli.runs", "wait until runs are over; the exit code is theirs", False, "is told"
+    ),
+    "logs": CommandVerb("hpcrun.cli.runs", "what a rank has printed; -f follows it", False, "is read"),
+    "cancel": CommandVerb("hpcrun.cli.runs", "ask a run to save and stop", False, "is told"),
+    "save": CommandVerb("hpcrun.cli.events", "ask a run to save now, and to go on", False, "is told"),
+    "stop": CommandVerb(
+        "hpcrun.cli.events", "ask a run to save and stop; --wait until it has", False, "is told"
+    ),
+    "events": CommandVerb(
+        "hpcrun.cli.events", "the story of a run in plain lines; -f follows it", False, "is read"
+    ),
+    "postmortem": CommandVerb(
         "hpcrun.cli.events", "one tar with what an engineer asks for, without secrets", False, "is told"
     ),
-    "chaos": Verb("hpcrun.cli.chaos", "rehearse faults on a running run of one's own", False, "is told"),
-    "metrics": Verb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
-    "data": Verb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
-    "ckpt": Verb("hpcrun.cli.ckpt", "the saves of a run: list, prove, repair, compare, clean up, move"),
-    "cluster": Verb("hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"),
-    "fabric": Verb("hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"),
-    "tune": Verb("hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"),
-    "doctor": Verb("hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"),
-    "template": Verb("hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"),
-    "demo": Verb("hpcrun.cli.demo", "see it work here: train, stop, resume, compare", False, "is told"),
+    "chaos": CommandVerb(
+        "hpcrun.cli.chaos", "rehearse faults on a running run of one's own", False, "is told"
+    ),
+    "metrics": CommandVerb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
+    "data": CommandVerb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
+    "ckpt": CommandVerb(
+        "hpcrun.cli.ckpt", "the saves of a run: list, prove, repair, compare, clean up, move"
+    ),
+    "cluster": CommandVerb(
+        "hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"
+    ),
+    "fabric": CommandVerb(
+        "hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"
+    ),
+    "tune": CommandVerb(
+        "hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"
+    ),
+    "doctor": CommandVerb(
+        "hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"
+    ),
+    "template": CommandVerb(
+        "hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"
+    ),
+    "demo": CommandVerb(
+        "hpcrun.cli.demo", "see it work here: train, stop, resume, compare", False, "is told"
+    ),
 }
 
 
-_SHOWING = {"--help", "--dry-run", "--print-spec", "--print-schema"}
+_PRINTING_OPTIONS = {"--help", "--dry-run", "--print-spec", "--print-schema"}
 """With these, every verb does nothing but print."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit; every error that a person can act on is one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    streams = Streams()
-    output = _what_for(arguments)
+    streams = OutputStreams()
+    output = _output_policy(arguments)
     if output == "is read":
         streams.end_with_reader()
     try:
         code = _run(arguments)
     except HpcrunError as error:
-        _complain(str(error))
+        _print_error(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
@@ -91,25 +115,25 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if arguments[:1] and arguments[0] in _INTERNAL:  # their logs are read by those who look for a cause
             raise
-        _complain(_words(error))
+        _print_error(_format_os_error(error))
         code = EXIT_SITE
     if lost := streams.lost():
-        _complain(lost)
+        _print_error(lost)
         code = code if output == "is told" else code or EXIT_SITE
     sys.exit(code)
 
 
-def _what_for(arguments: list[str]) -> Literal["is read", "is told", "is needed"]:
+def _output_policy(arguments: list[str]) -> Literal["is read", "is told", "is needed"]:
     """What becomes of a command whose output nobody takes; see Verb."""
     verb, *rest = arguments or [""]
     if verb in _INTERNAL:
         return "is told"
     own = rest[: rest.index("--")] if "--" in rest else rest
-    is_shown = not _SHOWING.isdisjoint(own)
+    is_shown = not _PRINTING_OPTIONS.isdisjoint(own)
     return VERBS[verb].output if verb in VERBS and not is_shown else "is needed"
 
 
-def _words(error: OSError) -> str:
+def _format_os_error(error: OSError) -> str:
     """What the system refused, and where."""
     told = error.strerror or str(error) or type(error).__name__
     if error.filename:
@@ -132,11 +156,11 @@ def _run(arguments: list[str]) -> int:
     if verb in _INTERNAL:
         return _INTERNAL[verb](*rest)
     if verb not in VERBS:
-        raise UsageError(f"{verb}: no such command{_nearest(verb)}; there are: {', '.join(VERBS)}")
-    return _call(verb, rest)
+        raise UsageError(f"{verb}: no such command{_suggest_nearest(verb)}; there are: {', '.join(VERBS)}")
+    return _run_verb(verb, rest)
 
 
-def _call(verb: str, rest: list[str]) -> int:
+def _run_verb(verb: str, rest: list[str]) -> int:
     if VERBS[verb].holds_signals:
         from hpcrun.launch.signal_queue import block_signals
 
@@ -160,9 +184,9 @@ def _call(verb: str, rest: list[str]) -> int:
     try:
         # Not through its `main`, which would turn a closed pipe and an interrupt into codes of its own.
         with command.make_context(f"hpcrun {verb}", rest, obj=after) as context:
-            from hpcrun.cli.terminal import neutral_streams
+            from hpcrun.cli.terminal import escaping_streams
 
-            with neutral_streams():
+            with escaping_streams():
                 command.invoke(context)
     except typer.Exit as leave:
         return leave.exit_code
@@ -177,7 +201,7 @@ def _call(verb: str, rest: list[str]) -> int:
     return EXIT_DONE
 
 
-def _be_rank(run_dir: str, number: str) -> int:
+def _run_rank(run_dir: str, number: str) -> int:
     """The internal verb `_rank RUN ATTEMPT`: the shim first, so that whatever comes after is logged."""
     from pathlib import Path
 
@@ -202,7 +226,7 @@ def _be_rank(run_dir: str, number: str) -> int:
         os._exit(rank_error.exit_code_of(error))
 
 
-def _be_agent(run_dir: str, called: str = "") -> int:
+def _run_agent(run_dir: str, called: str = "") -> int:
     """The internal verb `_agent RUN [called]`: what the supervisor starts on each node of an allocation."""
     from pathlib import Path
 
@@ -213,7 +237,7 @@ def _be_agent(run_dir: str, called: str = "") -> int:
     return EXIT_DONE
 
 
-def _be_successor(run_dir: str, epoch: str) -> int:
+def _run_successor(run_dir: str, epoch: str) -> int:
     """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
     from hpcrun.launch.signal_queue import block_signals
 
@@ -221,16 +245,16 @@ def _be_successor(run_dir: str, epoch: str) -> int:
     return int(importlib.import_module("hpcrun.launch.failover.takeover").run_taken_over(run_dir, epoch))
 
 
-def _be_task(folder: str) -> int:
+def _run_batch_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
     from hpcrun.launch.signal_queue import block_signals
     from hpcrun.launch.supervisor_restart import supervise_with_restarts
 
     block_signals()
-    return supervise_with_restarts(lambda fall: _supervise(folder, fall))
+    return supervise_with_restarts(lambda fall: _run_supervisor(folder, fall))
 
 
-def _supervise(folder: str, fall: SupervisorCrash | None) -> int:
+def _run_supervisor(folder: str, fall: SupervisorCrash | None) -> int:
     """What that job does, in a child of the process that the batch script waits for; see its module."""
     try:
         task = importlib.import_module("hpcrun.launch.batch_task")
@@ -241,51 +265,51 @@ def _supervise(folder: str, fall: SupervisorCrash | None) -> int:
     return int(task.run_submitted(folder, fall))
 
 
-def _make_call() -> int:
+def _run_function_call() -> int:
     """The internal verb `_call`: a rank of a function's run; see its module."""
     return int(importlib.import_module("hpcrun.submission.function_call").main())
 
 
-def _strike(run_dir: str, order: str) -> int:
+def _execute_injection(run_dir: str, order: str) -> int:
     """The internal verb `_chaos RUN ORDER`: what a rehearsal starts where its victim is."""
     import json
     from pathlib import Path
 
-    from hpcrun.chaos.injector import strike
+    from hpcrun.chaos.injector import execute_injection
     from hpcrun.specs.rundir import RunDir
 
-    return strike(RunDir(Path(run_dir)), json.loads(order))
+    return execute_injection(RunDir(Path(run_dir)), json.loads(order))
 
 
-def _be_beside(run_dir: str, name: str = "") -> int:
+def _run_sidecar(run_dir: str, name: str = "") -> int:
     """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
     return int(importlib.import_module("hpcrun.telemetry.sidecar").main(run_dir, name))
 
 
-def _be_drain_worker(root: str = "") -> int:
+def _run_checkpoint_worker(root: str = "") -> int:
     """The internal verb `_drain [ROOT]`: a node's drain worker, the child of its agent; see its module."""
     importlib.import_module("hpcrun.checkpoint.flush.worker").main(root)
     return EXIT_DONE
 
 
-def _be_reached(interface: str) -> int:
+def _run_connectivity_step(interface: str) -> int:
     """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
-    from hpcrun.health.connectivity import take_part
+    from hpcrun.health.connectivity import run_connectivity_step
 
-    take_part(interface)
+    run_connectivity_step(interface)
     return EXIT_DONE
 
 
 _INTERNAL: dict[str, Callable[..., int]] = {
-    "_rank": _be_rank,
-    "_agent": _be_agent,
-    "_task": _be_task,
-    "_call": _make_call,
-    "_chaos": _strike,
-    "_beside": _be_beside,
-    "_reach": _be_reached,
-    "_drain": _be_drain_worker,
-    "_takeover": _be_successor,
+    "_rank": _run_rank,
+    "_agent": _run_agent,
+    "_task": _run_batch_task,
+    "_call": _run_function_call,
+    "_chaos": _execute_injection,
+    "_beside": _run_sidecar,
+    "_reach": _run_connectivity_step,
+    "_drain": _run_checkpoint_worker,
+    "_takeover": _run_successor,
 }
 """What we start ourselves."""
 
@@ -301,17 +325,17 @@ def _print_help() -> None:
     print("4 not a number, 5 ranks died, 75 saved (to be resumed), 130 interrupted.")
 
 
-def _nearest(word: str) -> str:
+def _suggest_nearest(word: str) -> str:
     import difflib
 
     close = difflib.get_close_matches(word, VERBS, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _complain(text: str) -> None:
-    from hpcrun.cli.terminal import plain
+def _print_error(text: str) -> None:
+    from hpcrun.cli.terminal import escape_control_characters
 
-    text = plain(text)
+    text = escape_control_characters(text)
     # Where it cannot be said, the exit code still tells.
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))

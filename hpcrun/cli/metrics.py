@@ -50,12 +50,15 @@ def metrics(
         raise UsageError("metrics: name a run, or several; or give --dashboard or --alerts")
     if out is not None and as_json:
         raise UsageError("metrics: --out is for Prometheus's text; give it or --json")
-    from hpcrun.telemetry.prometheus_exporter import figures_of
-    from hpcrun.telemetry.prometheus_metrics import render_exposition, samples
+    from hpcrun.telemetry.prometheus_exporter import read_run_metrics
+    from hpcrun.telemetry.prometheus_metrics import metric_samples, render_exposition
 
-    figures = [figures_of(part) for run in find_runs(names) for part in _parts(run)]
+    figures = [read_run_metrics(part) for run in find_runs(names) for part in _run_parts(run)]
     if as_json:
-        found = [{"name": name, "labels": labels, "value": value} for name, labels, value in samples(figures)]
+        found = [
+            {"name": name, "labels": labels, "value": value}
+            for name, labels, value in metric_samples(figures)
+        ]
         print(json.dumps({"schema_version": SCHEMA_VERSION, "time": time.time(), "samples": found}))
         return
     text = render_exposition(figures)
@@ -68,9 +71,9 @@ def metrics(
     write_whole(out, text, 0o644)
 
 
-def _parts(run: RunDir) -> list[RunDir]:
+def _run_parts(run: RunDir) -> list[RunDir]:
     if not run.sweep.is_file():
         return [run]
-    from hpcrun.runs.run_state import elements_of
+    from hpcrun.runs.run_state import read_sweep_elements
 
-    return elements_of(run)
+    return read_sweep_elements(run)

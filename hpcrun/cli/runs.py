@@ -12,14 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from hpcrun.cli.display import Lines, duration
-from hpcrun.cli.terminal import one_line, write_log
+from hpcrun.cli.display import LineDisplay, format_short_duration
+from hpcrun.cli.terminal import escape_to_one_line, write_log
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
 from hpcrun.runs import run_state
 from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
 
 SCHEMA_VERSION = 1
-_QUICK_BYTES = 32 * 2**20
+_MAX_QUICK_LEDGER_BYTES = 32 * 2**20
 """Metrics of more than this, some eighty thousand steps, take seconds to read."""
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
@@ -37,29 +37,29 @@ def list_runs(
 ) -> None:
     """The runs under the root (HPCRUN_ROOT, the profile's, ./runs), oldest first."""
     for state in states or ():
-        if state not in run_state.STATES:
-            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(run_state.STATES)}")
-    found = [one for one in run_state.look_at_all(list(all_runs())) if not states or one.state in states]
+        if state not in run_state.RUN_STATES:
+            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(run_state.RUN_STATES)}")
+    found = [one for one in run_state.read_run_states(list(all_runs())) if not states or one.state in states]
     root = ", ".join(map(str, runs_roots()))
     if as_json:
         _print_json(root=root, runs=[one.as_json() for one in found])
     elif found:
         _print_table(
-            ("RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE"), [_listed(one) for one in found]
+            ("RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE"), [_list_row(one) for one in found]
         )
     else:
         print(f"no runs {'in this state ' if states else ''}under {root}")
 
 
-def _listed(state: run_state.RunState) -> tuple[str, ...]:
+def _list_row(state: run_state.RunState) -> tuple[str, ...]:
     return (
         state.run.id,
-        _counts(state) or state.shown,
+        _format_element_counts(state) or state.shown,
         state.job or "-",
         _or_dash(state.attempt),
-        _step(state),
-        _loss(state.loss),
-        _age(state),
+        _format_step(state),
+        _format_loss(state.loss),
+        _format_age(state),
     )
 
 
@@ -76,16 +76,16 @@ def status(
     if len(chosen) == 1 and not everything:
         _show_one(chosen[0], as_json)
         return
-    found = [one for one in run_state.look_at_all(chosen) if not (everything and one.is_over)]
+    found = [one for one in run_state.read_run_states(chosen) if not (everything and one.is_over)]
     if as_json:
         _print_json(runs=[one.as_json() for one in found])
     elif found:
         rows = [
             (
                 one.run.id,
-                _counts(one) or one.shown,
+                _format_element_counts(one) or one.shown,
                 one.job or "-",
-                _step(one),
+                _format_step(one),
                 one.message.partition("\n")[0],
             )
             for one in found
@@ -99,51 +99,51 @@ def _show_one(run: RunDir, as_json: bool) -> None:
     if run.sweep.is_file():
         _show_sweep(run, as_json)
         return
-    state = run_state.with_slurm_state(run_state.look_at_all([run])[0])
+    state = run_state.with_slurm_state(run_state.read_run_states([run])[0])
     if as_json:
-        from hpcrun.runs.describe import account
+        from hpcrun.runs.describe import compute_run_ledger
 
-        _print_json(**state.as_json(), ledger=account(state).as_json())
+        _print_json(**state.as_json(), ledger=compute_run_ledger(state).as_json())
         return
     _print_facts(
         run=run.path,
-        state=_why(state),
+        state=_format_message(state),
         exit=state.exit_code,
-        job=_job(state),
+        job=_format_job(state),
         nodes=state.nodes,
         host=f"{state.host} (pid {state.pid})" if state.host else None,
         attempt=state.attempt,
         replicas=f"{state.replicas} of {state.whole_replicas}" if state.replicas else None,
-        step=None if state.step is None else _step(state).replace("/", " of "),
-        loss=None if state.loss is None else _loss(state.loss),
-        eval=None if state.eval_loss is None else _loss(state.eval_loss),
-        **_accounts(state),
-        changed=f"{_age(state)} ago",
+        step=None if state.step is None else _format_step(state).replace("/", " of "),
+        loss=None if state.loss is None else _format_loss(state.loss),
+        eval=None if state.eval_loss is None else _format_loss(state.eval_loss),
+        **_quick_ledger_facts(state),
+        changed=f"{_format_age(state)} ago",
     )
 
 
-def _accounts(state: run_state.RunState) -> dict[str, str]:
+def _quick_ledger_facts(state: run_state.RunState) -> dict[str, str]:
     """Faults, spares and goodput, where reading every step is a matter of a moment."""
-    if _size(state.run.metrics) > _QUICK_BYTES:
+    if _file_size(state.run.metrics) > _MAX_QUICK_LEDGER_BYTES:
         return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
-    from hpcrun.runs.describe import account, saves_of
+    from hpcrun.runs.describe import compute_run_ledger, read_checkpoint_stats
 
-    ledger = account(state)
-    told = {"saves": "; ".join(saves_of(state.run).lines())}
+    ledger = compute_run_ledger(state)
+    told = {"saves": "; ".join(read_checkpoint_stats(state.run).lines())}
     told |= {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
     if ledger.spares_left is not None:
         told["spares"] = f"{ledger.spares_left} left"
     if ledger.goodput is not None:
-        lost = ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in ledger.losses())
+        lost = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in ledger.losses())
         told["goodput"] = f"{ledger.goodput:.1%}" + (f"; lost to {lost}" if lost else "")
     return told
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 10 else duration(value)
+def _format_seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 10 else format_short_duration(value)
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -151,23 +151,23 @@ def _size(path: Path) -> int:
 
 
 def _show_sweep(run: RunDir, as_json: bool) -> None:
-    from hpcrun.runs.describe import sweep_table
+    from hpcrun.runs.describe import read_sweep_results
 
-    table = sweep_table(run)
-    whole = run_state.sum_up(run, [state for _, state in table])
+    table = read_sweep_results(run)
+    whole = run_state.summarize_sweep(run, [state for _, state in table])
     if as_json:
         results = [{"overrides": changes, **state.as_json()} for changes, state in table]
         _print_json(**whole.as_json(), results=results)
         return
-    _print_facts(run=run.path, state=whole.message, job=_job(whole))
+    _print_facts(run=run.path, state=whole.message, job=_format_job(whole))
     rows = [
         (
             state.run.path.name,
             " ".join(f"{key}={value}" for key, value in changes.items()),
             state.shown,
-            _step(state),
-            _loss(state.loss),
-            _loss(state.eval_loss),
+            _format_step(state),
+            _format_loss(state.loss),
+            _format_loss(state.eval_loss),
             state.message.partition("\n")[0],
         )
         for changes, state in table
@@ -179,20 +179,20 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
 @app.command()
 def describe(name: _Run, as_json: _Json = False) -> None:
     """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
-    from hpcrun.runs.describe import describe as describe_run
+    from hpcrun.runs.describe import describe_run
 
     told, ledger = describe_run(find_run(name))
     if as_json:
         _print_json(**told, ledger=ledger.as_json())
         return
-    _print_facts(**_described(told))
+    _print_facts(**_description_rows(told))
     for one in told["attempts"]:
-        print(_attempt(one))
+        print(_format_attempt(one))
     for line in ledger.lines() if ledger.attempts else ():
         print(line)
 
 
-def _attempt(one: dict[str, Any]) -> str:
+def _format_attempt(one: dict[str, Any]) -> str:
     where = f" on {one['host']}" if one["host"] else ""
     job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
     few = f", {one['replicas']['there']} of {one['replicas']['whole']} replicas" if one["replicas"] else ""
@@ -202,7 +202,7 @@ def _attempt(one: dict[str, Any]) -> str:
     return f"attempt {one['attempt']}{where}{job}{few}: {one['status']}{why}{again}; {one['logs']}"
 
 
-def _described(told: dict[str, Any]) -> dict[str, Any]:
+def _description_rows(told: dict[str, Any]) -> dict[str, Any]:
     """What there is to tell, under the words that people read."""
     origin = told["origin"] or {}
     slurm = f" (Slurm says {told['slurm_state']})" if told["slurm_state"] else ""
@@ -211,21 +211,21 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
     facts |= {
         "start": told["start"],
         "after": ", ".join(told["after"]),
-        "overrides": _pairs(told["overrides"]),
+        "overrides": _format_pairs(told["overrides"]),
     }
     if origin:
         dirty = " and changes of its own, see code difference" if origin["is_dirty"] else ""
         facts |= {
             "kind": f"{origin['kind']} of {origin['ranks']} rank{'s' * (origin['ranks'] != 1)}",
-            "made": f"{_when(origin['created'])} by {origin['user']} on {origin['host']}",
+            "made": f"{_format_time(origin['created'])} by {origin['user']} on {origin['host']}",
             "directory": origin["directory"],
             "command": shlex.join(origin["argv"]),
             "code": f"commit {origin['commit']}{dirty}" if origin["commit"] else "not in a git repository",
             "versions": f"hpcrun {origin['hpcrun']}, python {origin['python']}",
             "cluster": origin["cluster"],
             "template": origin["template"],
-            "environment": _pairs(origin["inputs"]),
-            "submitted": "; ".join(_submitted(one) for one in origin["submissions"]),
+            "environment": _format_pairs(origin["inputs"]),
+            "submitted": "; ".join(_format_submission(one) for one in origin["submissions"]),
         }
     files = {
         name: value if isinstance(value, str) else ", ".join(value) for name, value in told["files"].items()
@@ -234,11 +234,11 @@ def _described(told: dict[str, Any]) -> dict[str, Any]:
     return facts | files | {"saved": saved, "levels": "; ".join(told["save_lines"])}
 
 
-def _submitted(one: dict[str, Any]) -> str:
+def _format_submission(one: dict[str, Any]) -> str:
     what = f"job {one['job']}" if one["job"] is not None else f"pid {one['pid']} on {one['host']}"
     cluster = f" on {one['cluster']}" if one["cluster"] else ""
     array = f" as array {one['array']}" if one["array"] else ""
-    return f"{what}{cluster}{array}, {_when(one['time'])}"
+    return f"{what}{cluster}{array}, {_format_time(one['time'])}"
 
 
 @app.command()
@@ -254,13 +254,13 @@ def wait(
     from hpcrun.units import parse_time
 
     seconds = None if timeout is None else parse_time(timeout, "--timeout").seconds
-    found = follow.wait(find_runs(names), _note, timeout_s=seconds)
+    found = follow.wait_for_runs(find_runs(names), _note, timeout_s=seconds)
     if as_json:
         _print_json(runs=[one.as_json() for one in found])
     if ahead := [one.run.id for one in found if not one.is_over]:
         _note(f"not over after {timeout}: {', '.join(ahead)}")
         raise typer.Exit(EXIT_CHECK_FAILED)
-    raise typer.Exit(run_state.worst(one.code for one in found))
+    raise typer.Exit(run_state.worst_exit_code(one.code for one in found))
 
 
 @app.command()
@@ -286,27 +286,27 @@ def logs(
             f"{run.id} is a sweep: say which element with --element (see hpcrun status {run.id})"
         )
     if follow:
-        follow_run(run, rank=rank, attempt=attempt, batch=batch)
+        show_run_output(run, rank=rank, attempt=attempt, batch=batch)
         return
-    paths = following.batch_logs(run) if batch else following.log_files(run, rank, attempt)
+    paths = following.find_batch_logs(run) if batch else following.find_rank_logs(run, rank, attempt)
     if not paths:
         raise UsageError(f"{run.id}: no batch shell has printed anything yet")
     if as_json:
-        files = [{"path": str(path), "text": "".join(following.read_files([path]))} for path in paths]
+        files = [{"path": str(path), "text": "".join(following.read_file_chunks([path]))} for path in paths]
         _print_json(id=run.id, files=files)
         return
-    for text in following.read_files(paths):
+    for text in following.read_file_chunks(paths):
         write_log(text)
 
 
-def follow_run(
+def show_run_output(
     run: RunDir, *, rank: int | None = None, attempt: int | None = None, batch: bool = False
 ) -> int:
     """Show what a run prints until it is over, and on stderr how it comes along; its exit code."""
-    from hpcrun.runs.follow import follow
+    from hpcrun.runs.follow import follow_logs
 
-    lines = Lines(run_state.look_at(run).steps or 0, sys.stderr)
-    return follow(run, write_log, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
+    lines = LineDisplay(run_state.read_run_state(run).steps or 0, sys.stderr)
+    return follow_logs(run, write_log, lines.note, rank=rank, attempt=attempt, batch=batch, step=lines.step)
 
 
 @app.command()
@@ -322,7 +322,7 @@ def cancel(
     for run in find_runs(names, use="act"):
         lines, trouble = [], None
         try:
-            lines = stopping.cancel(run, now=now)
+            lines = stopping.cancel_run(run, now=now)
         except HpcrunError as error:
             # The others are still to be stopped.
             trouble, code = str(error), max(code, error.exit_code)
@@ -340,7 +340,7 @@ def _print_json(**values: Any) -> None:
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = [head, *([one_line(cell) for cell in row] for row in rows)]
+    table = [head, *([escape_to_one_line(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in table) for column in range(len(head))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -360,28 +360,28 @@ def _note(text: str) -> None:
     sys.stderr.flush()
 
 
-def _age(state: run_state.RunState) -> str:
+def _format_age(state: run_state.RunState) -> str:
     """Since it last wrote something; the stamp may be of a clock that is ahead of this one."""
-    return duration(max(0.0, time.time() - state.changed))
+    return format_short_duration(max(0.0, time.time() - state.changed))
 
 
-def _why(state: run_state.RunState) -> str:
+def _format_message(state: run_state.RunState) -> str:
     return state.shown + (f": {state.message}" if state.message else "")
 
 
-def _job(state: run_state.RunState) -> str | None:
+def _format_job(state: run_state.RunState) -> str | None:
     return f"{state.job} on {state.cluster}" if state.job and state.cluster else state.job
 
 
-def _counts(state: run_state.RunState) -> str:
+def _format_element_counts(state: run_state.RunState) -> str:
     return ", ".join(f"{count} {name}" for name, count in (state.elements or {}).items())
 
 
-def _step(state: run_state.RunState) -> str:
+def _format_step(state: run_state.RunState) -> str:
     return _or_dash(state.step) + (f"/{state.steps}" if state.step is not None and state.steps else "")
 
 
-def _loss(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
@@ -389,11 +389,11 @@ def _or_dash(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _pairs(values: dict[str, Any] | None) -> str:
+def _format_pairs(values: dict[str, Any] | None) -> str:
     return " ".join(f"{key}={value}" for key, value in (values or {}).items())
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (ValueError, OverflowError, OSError):

@@ -14,10 +14,10 @@ from typing import TextIO
 
 from hpcrun.local_identity import fill_descriptors
 
-_FOR_GOOD = (errno.EPIPE, errno.EBADF)
+_PERMANENT_ERRORS = (errno.EPIPE, errno.EBADF)
 
 
-class _Lenient(io.FileIO):
+class _LenientFile(io.FileIO):
     """A descriptor that takes everything, and remembers what has become of it."""
 
     failure: OSError | None = None
@@ -28,7 +28,7 @@ class _Lenient(io.FileIO):
         """Write, or drop what cannot be written."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         # A full disk may have room again.
-        if self.failure is None or self.failure.errno not in _FOR_GOOD:
+        if self.failure is None or self.failure.errno not in _PERMANENT_ERRORS:
             try:
                 return super().write(view) or 0
             except OSError as error:
@@ -38,7 +38,7 @@ class _Lenient(io.FileIO):
         return len(view)
 
 
-class Streams:
+class OutputStreams:
     """The two streams, in place of Python's own from now on; what stands in their place already is left."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Streams:
         if sys.stdin is None:
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
         if sys.stdout is sys.__stdout__:
-            self._output, sys.stdout = _opened(1, sys.stdout)
+            self._output, sys.stdout = _open_stream(1, sys.stdout)
         if sys.stderr is sys.__stderr__:
-            self._error, sys.stderr = _opened(2, sys.stderr)
+            self._error, sys.stderr = _open_stream(2, sys.stderr)
 
     def end_with_reader(self) -> None:
         """The command is over as soon as nobody reads its output: BrokenPipeError."""
@@ -62,13 +62,13 @@ class Streams:
             self._output.ends_with_reader = False
         sys.stdout.flush()
         failure = self._output.failure if self._output is not None else None
-        if failure is None or failure.errno in _FOR_GOOD:
+        if failure is None or failure.errno in _PERMANENT_ERRORS:
             return None
         return f"standard output: {failure.strerror}"
 
 
-def _opened(number: int, stream: TextIO | None) -> tuple[_Lenient, TextIO]:
-    raw = _Lenient(number, "wb", closefd=False)
+def _open_stream(number: int, stream: TextIO | None) -> tuple[_LenientFile, TextIO]:
+    raw = _LenientFile(number, "wb", closefd=False)
     encoding, errors = "utf-8", "strict"
     if stream is not None:
         stream.flush()

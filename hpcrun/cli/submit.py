@@ -82,17 +82,17 @@ def submit(
     if slurm_version is not None and not dry_run:
         raise UsageError("--slurm-version goes with --dry-run: a job is submitted to the Slurm that is here")
     from hpcrun.submission import submit
-    from hpcrun.submission.request import Request
+    from hpcrun.submission.request import SubmissionRequest
 
     job, overrides = _job_and_overrides(words or [])
-    request = Request(
+    request = SubmissionRequest(
         job=job,
         overrides=_with_cluster(overrides, cluster),
         command=None if context.obj is None else tuple(context.obj),
         resume=None if resume is None else find_run(resume, use="plan" if dry_run else "act"),
         only_failed=only_failed,
-        after=_runs(after),
-        after_any=_runs(after_any),
+        after=_find_runs(after),
+        after_any=_find_runs(after_any),
         template=template,
         slurm_version=slurm_version,
     )
@@ -104,7 +104,7 @@ def submit(
         else:
             print(shown.script, end="")
         raise typer.Exit(EXIT_CHECK_FAILED if shown.refused else EXIT_DONE)
-    done = submit.submit(request, _note, detail)
+    done = submit.submit_job(request, _note, detail)
     if as_json:
         _print_json(done.as_json())
     else:
@@ -113,7 +113,7 @@ def submit(
     if follow:
         # What reads the one JSON object is not to meet the job's log.
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
-            code = _follow(done.run)
+            code = _follow_run(done.run)
         raise typer.Exit(code)
 
 
@@ -136,7 +136,7 @@ def _job_and_overrides(words: list[str]) -> tuple[Path | None, list[str]]:
     return (Path(words[0]), words[1:]) if names_job else (None, words)
 
 
-def _runs(names: str | None) -> tuple[RunDir, ...]:
+def _find_runs(names: str | None) -> tuple[RunDir, ...]:
     if names is None:
         return ()
     found = tuple(find_run(name.strip()) for name in names.split(",") if name.strip())
@@ -150,11 +150,11 @@ def _note(text: str) -> None:
     sys.stderr.flush()
 
 
-def _follow(run: RunDir) -> int:
-    from hpcrun.cli.runs import follow_run
+def _follow_run(run: RunDir) -> int:
+    from hpcrun.cli.runs import show_run_output
 
     try:
-        return follow_run(run)
+        return show_run_output(run)
     except KeyboardInterrupt:
         _note(
             f"the job goes on; `hpcrun logs -f {run.id}` follows it again, `hpcrun cancel {run.id}` stops it"

@@ -81,7 +81,7 @@ def show(
     template = library.find(name)
     layers = library.chain(template)
     if rendered:
-        job = contract.fixture(library, template, _load_profile(profile), _checked(slurm_version))
+        job = contract.fixture(library, template, _load_profile(profile), _checked_version(slurm_version))
         text = contract.render_script(library, template, job)
     else:
         text = read_source(template)
@@ -152,7 +152,7 @@ def check(
 
     library = Library()
     template = library.find(name)
-    found = contract.check(library, template, _load_profile(profile), _checked(slurm_version))
+    found = contract.check(library, template, _load_profile(profile), _checked_version(slurm_version))
     if as_json:
         problems = [{"where": one.where, "key": one.key, "text": one.text} for one in found]
         _print_json({"path": str(template.path), "ok": not found, "problems": problems})
@@ -173,7 +173,7 @@ def diff(
     library = Library()
     template = library.find(name)
     other = contract.shipped_counterpart(library, template)
-    job = contract.fixture(library, template, _load_profile(profile), _checked(slurm_version))
+    job = contract.fixture(library, template, _load_profile(profile), _checked_version(slurm_version))
     before = contract.render_script(library.shipped(), other, job)
     after = contract.render_script(library, template, job)
     lines = list(
@@ -194,7 +194,7 @@ def _load_profile(path: Path | None) -> ClusterSpec | None:
     return find_cluster() if path is None else load_cluster(path)
 
 
-def _checked(version: str | None) -> str | None:
+def _checked_version(version: str | None) -> str | None:
     from hpcrun.slurm.versions import parse_version
 
     if version is not None and parse_version(version) is None:

@@ -70,7 +70,7 @@ def train(
     if world is not None and command:
         raise UsageError("this is already a rank of a world; start the command itself, without hpcrun")
     if world is not None:
-        raise typer.Exit(_be_a_rank(job, overrides, resume, world))
+        raise typer.Exit(_run_as_rank(job, overrides, resume, world))
     outcome = _supervise(job, overrides, resume, command)
     if as_json:
         print(json.dumps(_as_json(outcome)))
@@ -117,7 +117,7 @@ def _print_spec(
     print(f"{render_job(shown).rstrip()}\n# plan: {Masker().mask(prepared.describe())}")
 
 
-def _be_a_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
+def _run_as_rank(job: Path | None, overrides: list[str], resume: str | None, world: World) -> int:
     from hpcrun.cli.display import make_display
 
     signals.unblock_signals()
@@ -147,7 +147,7 @@ def _supervise(
 
         earlier = find_run(resume, use="act") if resume is not None else None
         if earlier is not None:
-            _refuse_one_that_goes_on(earlier)
+            _refuse_active_run(earlier)
         prepared = prepare_job(job, overrides, resume=earlier, command=command)
         site = find_run_context(prepared.spec.cluster)
         display = make_display(prepared.spec.train.steps if prepared.plan else 0)
@@ -159,11 +159,11 @@ def _supervise(
         return outcome
 
 
-def _refuse_one_that_goes_on(run: RunDir) -> None:
+def _refuse_active_run(run: RunDir) -> None:
     """A run that waits in Slurm's queue, or runs there, would be run twice."""
-    from hpcrun.runs.run_state import look_at_all
+    from hpcrun.runs.run_state import read_run_states
 
-    (state,) = look_at_all([run])
+    (state,) = read_run_states([run])
     if state.state in ("queued", "running") and state.job is not None:
         raise UsageError(
             f"{run.id} is {state.state} as job {state.job}; wait for its end, or `hpcrun cancel` it first"

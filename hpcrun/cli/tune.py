@@ -23,7 +23,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def refuse_a_command(context: typer.Context) -> None:
+def refuse_program_command(context: typer.Context) -> None:
     """Only advice is about a program."""
     if context.obj is not None and context.invoked_subcommand != "advise":
         raise UsageError(f"tune {context.invoked_subcommand} takes no command after `--`")

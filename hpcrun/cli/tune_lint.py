@@ -66,16 +66,16 @@ def lint(
     from hpcrun.tuning.lint.inputs import Sources
 
     job, overrides = (Path(words[0]), tuple(words[1:])) if words else (None, ())
-    gathered, report = _look(
+    gathered, report = _run_lint(
         Sources(job, overrides, cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
     )
     if as_json:
-        _print_json({"nccl": _library(gathered), **report.as_json()})
+        _print_json({"nccl": _describe_library(gathered), **report.as_json()})
     else:
-        _tell(gathered, report)
+        _print_report(gathered, report)
         for one in (*report.findings, *(report.origins() if show_all else ())):
             print(plain(str(one)))
-        print(_summary(report))
+        print(_format_summary(report))
     if report.has_errors:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
@@ -96,18 +96,18 @@ def explain(
     from hpcrun.tuning.lint.explain import explain as explain_one
     from hpcrun.tuning.lint.inputs import Sources
 
-    gathered, report = _look(
+    gathered, report = _run_lint(
         Sources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
     )
     found = [explain_one(name, report, gathered.library.version) for name in names]
     if as_json:
-        _print_json({"nccl": _library(gathered), "variables": [one.as_json() for one in found]})
+        _print_json({"nccl": _describe_library(gathered), "variables": [one.as_json() for one in found]})
         return
-    _tell(gathered, report)
+    _print_report(gathered, report)
     print("\n\n".join("\n".join(map(plain, one.lines())) for one in found))
 
 
-def _look(sources: Sources) -> tuple[Gathered, Report]:
+def _run_lint(sources: Sources) -> tuple[Gathered, Report]:
     from hpcrun.tuning.lint.inputs import gather, report_on
 
     if sources.job is None and sources.cluster is not None:
@@ -116,7 +116,7 @@ def _look(sources: Sources) -> tuple[Gathered, Report]:
     return gathered, report_on(gathered)
 
 
-def _tell(gathered: Gathered, report: Report) -> None:
+def _print_report(gathered: Gathered, report: Report) -> None:
     library = gathered.library
     if library.library is None:
         typer.echo("hpcrun: which NCCL is used is not known; --nccl-version X says it", err=True)
@@ -128,7 +128,7 @@ def _tell(gathered: Gathered, report: Report) -> None:
         typer.echo(f"hpcrun: {line}", err=True)
 
 
-def _summary(report: Report) -> str:
+def _format_summary(report: Report) -> str:
     counts = {
         level: sum(one.level == level for one in report.findings) for level in ("error", "warning", "note")
     }
@@ -137,7 +137,7 @@ def _summary(report: Report) -> str:
     return "; ".join([told, f"{count} variable{'' if count == 1 else 's'} looked at", *report.read])
 
 
-def _library(gathered: Gathered) -> dict[str, Any]:
+def _describe_library(gathered: Gathered) -> dict[str, Any]:
     from hpcrun.tuning.registry.registry import show_version
 
     found = gathered.library

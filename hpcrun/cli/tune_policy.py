@@ -67,9 +67,9 @@ def add(
     """
     from hpcrun.tuning.policy.entry import Stated, append_row, make_row
 
-    ours, theirs = _sides(outputs)
+    ours, theirs = _split_sides(outputs)
     stated = Stated(
-        _assignments(settings),
+        _parse_assignments(settings),
         when or time.strftime("%Y-%m-%d"),
         by or user_name(),
         nodes,
@@ -77,16 +77,16 @@ def add(
         nccl,
         collective,
     )
-    runs = _read(ours), _read(theirs)
+    runs = _read_runs(ours), _read_runs(theirs)
     row = make_row(*runs, stated)
-    _tell_unchecked([*runs[0], *runs[1]])
+    _print_unchecked([*runs[0], *runs[1]])
     if not dry_run:
         rows = append_row(file, row)
         typer.echo(f"hpcrun: row {len(rows)} of {file}", err=True)
     if as_json:
         _print_json({"file": str(file), "row": _row_json(row)})
     else:
-        print("\n".join(_lines(row)))
+        print("\n".join(_format_row(row)))
 
 
 @app.command()
@@ -102,12 +102,12 @@ def show(
         _print_json({"file": str(file), "rows": [_row_json(row) for row in rows]})
         return
     for number, row in enumerate(rows, 1):
-        print("\n".join([f"row {number}", *(f"  {line}" for line in _lines(row))]))
+        print("\n".join([f"row {number}", *(f"  {line}" for line in _format_row(row))]))
     if not rows:
         print("it has no rows")
 
 
-def _sides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split_sides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The files behind --with and behind --without."""
     sides: dict[str, list[str]] = {"--with": [], "--without": []}
     side: list[str] | None = None
@@ -123,7 +123,7 @@ def _sides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return sides["--with"], sides["--without"]
 
 
-def _assignments(words: Sequence[str]) -> dict[str, str]:
+def _parse_assignments(words: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in words:
         name, sign, value = word.partition("=")
@@ -134,7 +134,7 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _read(names: Sequence[str]) -> list[Run]:
+def _read_runs(names: Sequence[str]) -> list[Run]:
     from hpcrun.tuning.policy.entry import Run
     from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
 
@@ -148,7 +148,7 @@ def _read(names: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _tell_unchecked(runs: Sequence[Run]) -> None:
+def _print_unchecked(runs: Sequence[Run]) -> None:
     names = [run.name for run in runs if run.found.unchecked]
     if names:
         told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right"
@@ -160,18 +160,18 @@ def _tell_unchecked(runs: Sequence[Run]) -> None:
             typer.echo(f"hpcrun: {told}", err=True)
 
 
-def _lines(row: RowSpec) -> list[str]:
+def _format_row(row: RowSpec) -> list[str]:
     from hpcrun.tuning.policy.policy import gains
 
     least, most = row.nodes
     told = str(least) if least == most else f"{least} to {most}"
     where = f"{told} nodes x {row.ranks_per_node} ranks, NCCL {row.nccl}, {row.when} by {row.by}"
-    verdict = _verdict(row)
+    verdict = _format_verdict(row)
     last = f"supports nothing: {verdict}" if verdict else f"supports {row.assignments} for such jobs"
     return [f"{row.assignments}  {where}", *(f"{one.says:13} {one}" for one in gains(row)), last]
 
 
-def _verdict(row: RowSpec) -> str:
+def _format_verdict(row: RowSpec) -> str:
     from hpcrun.tuning.policy.policy import faults, lacks
     from hpcrun.tuning.registry.registry import parse_version
 
@@ -181,7 +181,7 @@ def _verdict(row: RowSpec) -> str:
 def _row_json(row: RowSpec) -> dict[str, Any]:
     from hpcrun.tuning.policy.policy import gains
 
-    verdict = _verdict(row)
+    verdict = _format_verdict(row)
     plain = row.model_dump(mode="json", by_alias=True, exclude={"measured"})
     return plain | {
         "measured": [one.as_json() for one in gains(row)],

@@ -60,14 +60,14 @@ def predict(
     """Which algorithm wins at which size, by how much, and whether the model can tell."""
     from hpcrun.tuning.model.predict import parse_sizes
 
-    asked = _Asked(words or [], nodes, ranks_per_node, platform, topology, cluster)
+    asked = _RankLayoutOptions(words or [], nodes, ranks_per_node, platform, topology, cluster)
     wanted = parse_sizes(sizes)
-    kind, chosen = _kind(collective), _library(library)
+    kind, chosen = _parse_collective(collective), _parse_library(library)
     if log is not None and chosen != "nccl":
         raise UsageError(f"--log: an NCCL log says nothing of {library}; leave one of the two out")
-    found = _predict(asked, kind, chosen, wanted, log, _version(nccl_version))
+    found = _predict(asked, kind, chosen, wanted, log, _parse_version(nccl_version))
     if plot is not None:
-        _draw(plot, found)
+        _plot_prediction(plot, found)
     if as_json:
         _print_json(found.as_json())
     else:
@@ -99,10 +99,10 @@ def read(
     from hpcrun.tuning.registry.registry import show_version
     from hpcrun.tuning.versions import fitting, judge_versions, versions_in
 
-    text = _text(path)
+    text = _read_text(path)
     log, versions = parse_nccl_log(text), versions_in(text)
     sweep = judge_sweep(parse_nccl_tests(text), log, find_platform(platform) if platform else None)
-    old = None if before is None else parse_nccl_log(_text(before))
+    old = None if before is None else parse_nccl_log(_read_text(before))
     moved = () if old is None else changes(old, log)
     findings = diagnose(log)
     if as_json:
@@ -134,7 +134,7 @@ def read(
         print(f"{one.level:11} {one}")
 
 
-class _Asked:
+class _RankLayoutOptions:
     """Where the ranks are, as it was said on the command line."""
 
     def __init__(
@@ -189,13 +189,13 @@ class _Asked:
                 f"--platform {self.name}: does not say what its network's levels carry; --topology FILE"
                 " --cluster NAME tells it, or a platform FILE.yaml with `levels`"
             )
-        from hpcrun.cli.fabric import network_of
+        from hpcrun.cli.fabric import require_network
 
         resolved = self._job() if self._words else None
         partition = resolved.spec.resources.partition if resolved else None
         cluster = self._cluster or (resolved.spec.cluster if resolved else None)
         try:
-            network = network_of(self._topology, cluster, partition)
+            network = require_network(self._topology, cluster, partition)
         except SiteError as error:
             raise SiteError(f"{error}; --platform NAME|FILE.yaml needs no cluster") from None
         if resolved is None:
@@ -203,9 +203,9 @@ class _Asked:
                 raise UsageError(f"--nodes {nodes}: the topology has {len(network.fabric.nodes)}")
             ranks = in_blocks(network.fabric.nodes, nodes * per_node, per_node).ranks
         else:
-            from hpcrun.submission.placement_preview import forecast
+            from hpcrun.submission.placement_preview import preview_placement
 
-            ranks = forecast(resolved.spec, resolved.plan, network).placed.placement.ranks
+            ranks = preview_placement(resolved.spec, resolved.plan, network).placed.placement.ranks
         return Ground(network.fabric, ranks, inside, reduce_s)
 
     def _job(self) -> Any:
@@ -216,7 +216,7 @@ class _Asked:
 
 
 def _predict(
-    asked: _Asked,
+    asked: _RankLayoutOptions,
     collective: Kind,
     library: Library,
     sizes: list[int],
@@ -226,7 +226,7 @@ def _predict(
     from hpcrun.tuning.model.predict import predict_alpha_beta
 
     if path is not None:
-        return _from_log(asked, collective, sizes, path)
+        return _predict_from_log(asked, collective, sizes, path)
     if library == "nccl":
         nodes, per_node = asked.size()
         if asked.platform is None:
@@ -253,7 +253,7 @@ def _predict(
                 f"--platform {asked.name}: NCCL's graphs for {kind} are not known; use --log FILE"
             )
         source = f"{asked.name}: {asked.platform.source}"
-        errors = _errors(asked, library, nodes)
+        errors = _load_errors(asked, library, nodes)
         notes = older_than_the_model(version)
         return predict_nccl(machine, collective, sizes, errors, source, notes=notes)
     ground = asked.ground()
@@ -261,32 +261,36 @@ def _predict(
     source = (
         f"{asked.name}: {asked.platform.source}" if asked.platform else f"levels of {ground.fabric.source}"
     )
-    return predict_alpha_beta(ground, library, collective, sizes, _errors(asked, library, nodes), source)
+    return predict_alpha_beta(ground, library, collective, sizes, _load_errors(asked, library, nodes), source)
 
 
-def _errors(asked: _Asked, library: Library, nodes: int) -> Callable[[int], ErrorSpec | None]:
+def _load_errors(
+    asked: _RankLayoutOptions, library: Library, nodes: int
+) -> Callable[[int], ErrorSpec | None]:
     from hpcrun.tuning.model.platforms import model_error
 
     return lambda size: model_error(asked.platform, library, nodes, size)
 
 
-def _from_log(asked: _Asked, collective: Kind, sizes: list[int], path: Path) -> Prediction:
+def _predict_from_log(
+    asked: _RankLayoutOptions, collective: Kind, sizes: list[int], path: Path
+) -> Prediction:
     """By the table in the log, or by the graphs in it."""
     from hpcrun.tuning.log.nccl_log import machine_of, parse_nccl_log
     from hpcrun.tuning.model.predict import predict_nccl
 
-    log = parse_nccl_log(_text(path))
+    log = parse_nccl_log(_read_text(path))
     capability = asked.platform.capability if asked.platform else None
     machine, notes = machine_of(log, str(path), asked.nodes, asked.per_node, capability)
     if asked.platform is not None:
         machine = replace(machine, cpu=asked.platform.cpu, nic_latency_us=asked.platform.nic_latency_us)
     table = log.expectations(collective) if collective != "alltoall" else {}
-    errors = _errors(asked, "nccl", machine.nodes)
+    errors = _load_errors(asked, "nccl", machine.nodes)
     source = f"{path}, {log.library or 'NCCL'} {log.version or 'of unknown version'}"
     return predict_nccl(machine, collective, sizes, errors, source, table or None, notes)
 
 
-def _kind(word: str) -> Kind:
+def _parse_collective(word: str) -> Kind:
     from hpcrun.tuning.model.predict import KINDS
 
     plain = word.lower().replace("_", "").replace("-", "")
@@ -296,14 +300,14 @@ def _kind(word: str) -> Kind:
     raise UsageError(f"--collective {word}: is not known; use {', '.join(KINDS)}")
 
 
-def _version(word: str) -> tuple[int, int]:
+def _parse_version(word: str) -> tuple[int, int]:
     from hpcrun.tuning.registry.registry import parse_version
 
     major, minor, *_ = parse_version(word)
     return major, minor
 
 
-def _library(word: str) -> Library:
+def _parse_library(word: str) -> Library:
     names: tuple[Library, ...] = ("nccl", "mpi", "gloo")
     for name in names:
         if name == word.lower():
@@ -311,14 +315,14 @@ def _library(word: str) -> Library:
     raise UsageError(f"--library {word}: is not known; use {', '.join(names)}")
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; name a file") from None
 
 
-def _draw(path: Path, found: Prediction) -> None:
+def _plot_prediction(path: Path, found: Prediction) -> None:
     from hpcrun.tuning.model.plot import plot_svg
 
     try:

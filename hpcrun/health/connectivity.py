@@ -26,18 +26,18 @@ from hpcrun.tuning.registry.device_names import render_names, socket_choice
 _STEP_S = 60.0
 
 
-def try_all(allocation: Allocation, interface: str | None) -> tuple[Finding, ...]:
+def check_all_connections(allocation: Allocation, interface: str | None) -> tuple[Finding, ...]:
     """Have every node connect to every other; a node that takes no part is told.
 
     `interface` is the profile's; without one, what NCCL would take on each node.
     """
     environ = step_environment(without_rank_variables(with_our_package(os.environ)))
-    steps = [_Step(node, interface or "", environ) for node in allocation.nodes]
+    steps = [_ConnectivityStep(node, interface or "", environ) for node in allocation.nodes]
     try:
         with ThreadPoolExecutor(len(steps)) as pool:
-            list(pool.map(_Step.hear_place, steps))
+            list(pool.map(_ConnectivityStep.receive_address, steps))
             places = {step.node: step.place for step in steps if step.place}
-            list(pool.map(lambda step: step.hear_answer(places), steps))
+            list(pool.map(lambda step: step.receive_result(places), steps))
     finally:
         # Everyone listens until everyone has tried.
         for step in steps:
@@ -51,7 +51,7 @@ def try_all(allocation: Allocation, interface: str | None) -> tuple[Finding, ...
     return (*absent, *judge(failed, list(failed), interface or "the interface that NCCL takes"))
 
 
-class _Step:
+class _ConnectivityStep:
     """One node's part, through the pipes of the srun that has started it."""
 
     def __init__(self, node: str, interface: str, environ: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class _Step:
         self._end = threading.Timer(_STEP_S, self._child.kill)
         self._end.start()
 
-    def hear_place(self) -> None:
+    def receive_address(self) -> None:
         """Where the node listens, or why it does not."""
         told = self._line()
         self.place, self.error = told.get("place"), str(told.get("error", ""))
@@ -86,7 +86,7 @@ class _Step:
             assert self._child.stderr is not None
             self.error = (self._child.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
 
-    def hear_answer(self, places: Mapping[str, Any]) -> None:
+    def receive_result(self, places: Mapping[str, Any]) -> None:
         """Tell it where the others listen, and hear which of them it has not reached."""
         if self.error:
             return
@@ -116,25 +116,25 @@ class _Step:
         self._end.cancel()
 
 
-def take_part(interface: str) -> None:
+def run_connectivity_step(interface: str) -> None:
     """A node's part: listen, say where, try the others, say which were not reached; until the input ends."""
-    address = _address(interfaces(), interface)
+    address = _first_address(interfaces(), interface)
     if address is None:
-        _say({"error": f"{interface or 'none of its interfaces'} has no address"})
+        _send_message({"error": f"{interface or 'none of its interfaces'} has no address"})
         return
     with contextlib.closing(ConnectionTest(address)) as trial:
-        _say({"place": trial.place})
+        _send_message({"place": trial.place})
         places: dict[str, list[Any]] = json.loads(sys.stdin.readline() or "{}")
-        _say({"failed": trial.failures(places)})
+        _send_message({"failed": trial.failures(places)})
         sys.stdin.read()
 
 
-def _say(message: Mapping[str, Any]) -> None:
+def _send_message(message: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
-def _address(found: Sequence[Interface], interface: str) -> str | None:
+def _first_address(found: Sequence[Interface], interface: str) -> str | None:
     """The first address of an interface that others can reach, IPv4 first."""
     chosen = socket_choice(found, render_names([interface]) if interface else "")
     for text in chosen.networks if chosen else ():

@@ -15,16 +15,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.health.lemon_nodes import Score
+from hpcrun.health.lemon_nodes import LemonScore
 from hpcrun.hostlist import fold
 from hpcrun.specs.secrets import read_secrets
 
 _POST_S = 10.0
-_MOST_SEEN = 20
-_MOST_URL = 8192
+_MAX_FAULTS_SHOWN = 20
+_MAX_URL_LENGTH = 8192
 
 
-def drain_request(scores: Mapping[str, Score], by: str, now: float) -> dict[str, Any]:
+def build_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) -> dict[str, Any]:
     """What is known against these nodes, as plain values; `text` holds it as people read it."""
     command = drain_command(scores)
     nodes = [
@@ -42,22 +42,28 @@ def drain_request(scores: Mapping[str, Score], by: str, now: float) -> dict[str,
                     "evidence": one.evidence,
                     "log": one.log,
                 }
-                for one in found.seen[:_MOST_SEEN]
+                for one in found.seen[:_MAX_FAULTS_SHOWN]
             ],
         }
         for node, found in scores.items()
     ]
-    return {"by": by, "time": now, "command": command, "nodes": nodes, "text": render(scores, by, now)}
+    return {
+        "by": by,
+        "time": now,
+        "command": command,
+        "nodes": nodes,
+        "text": render_drain_request(scores, by, now),
+    }
 
 
-def drain_command(scores: Mapping[str, Score]) -> str:
+def drain_command(scores: Mapping[str, LemonScore]) -> str:
     """What an admin would type."""
     causes = dict.fromkeys(cause for found in scores.values() for cause in found.causes)
     words = [f"NodeName={fold(scores)}", "State=DRAIN", f"Reason=hpcrun: {', '.join(causes)}"]
     return shlex.join(["scontrol", "update", *words])
 
 
-def render(scores: Mapping[str, Score], by: str, now: float) -> str:
+def render_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) -> str:
     """The text of the request."""
     lines = [
         f"Please look at {fold(scores)}, and drain {'it' if len(scores) == 1 else 'them'} if you agree.",
@@ -66,21 +72,23 @@ def render(scores: Mapping[str, Score], by: str, now: float) -> str:
     for node, found in scores.items():
         causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
         lines += ["", f"{node}: {causes}"]
-        for one in found.seen[:_MOST_SEEN]:
+        for one in found.seen[:_MAX_FAULTS_SHOWN]:
             job = f", job {one.job}" if one.job is not None else ""
-            lines.append(f"  {_stamp(one.time)}  {one.cause}  run {one.run}{job}, attempt {one.attempt}")
+            lines.append(
+                f"  {_format_time(one.time)}  {one.cause}  run {one.run}{job}, attempt {one.attempt}"
+            )
             lines += [f"    {one.evidence}"] if one.evidence else []
             lines += [f"    log: {one.log}"] if one.log else []
-        rest = len(found.seen) - _MOST_SEEN
+        rest = len(found.seen) - _MAX_FAULTS_SHOWN
         lines += [f"  and {rest} more before"] if rest > 0 else []
     return "\n".join([*lines, "", f"    {drain_command(scores)}", ""])
 
 
-def _stamp(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
-def read_webhook(where: str) -> str:
+def read_webhook_url(where: str) -> str:
     """The URL in a private file, or with - in standard input; UsageError for one in the command itself.
 
     A command line is shown to every user of the machine, and the URLs of chat services hold a secret.
@@ -91,18 +99,18 @@ def read_webhook(where: str) -> str:
             " only you may read (chmod 600), and give --webhook FILE, or - for standard input"
         )
     if where == "-":
-        url = sys.stdin.readline(_MOST_URL).strip()
+        url = sys.stdin.readline(_MAX_URL_LENGTH).strip()
     else:
         try:
             url = read_secrets({"webhook": where})["webhook"].strip()
         except SpecError as error:
             text = error.problems[0].text
             raise UsageError(f"--webhook: {text}") from None
-    check_webhook(url)
+    check_webhook_url(url)
     return url
 
 
-def check_webhook(url: str) -> str:
+def check_webhook_url(url: str) -> str:
     """The host of a webhook; UsageError for what would send the request in the clear, or is no URL."""
     try:
         parts = urlsplit(url)
@@ -121,22 +129,22 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class _StaysThere(urllib.request.HTTPRedirectHandler):
+class _NoRedirectHandler(urllib.request.HTTPRedirectHandler):
     """Follows no redirection: where it leads to nobody has agreed to."""
 
     def redirect_request(self, *args: Any, **named: Any) -> None:
         """Nowhere."""
 
 
-def post(url: str, content: Mapping[str, Any]) -> None:
+def post_webhook(url: str, content: Mapping[str, Any]) -> None:
     """Post JSON to a webhook; SiteError says in one line why it was not taken.
 
     The URL itself is not told: those of chat services hold a secret.
     """
-    host = check_webhook(url)
+    host = check_webhook_url(url)
     body = json.dumps(content).encode()
     headers = {"Content-Type": "application/json"}
-    handlers: list[Any] = [_StaysThere()]
+    handlers: list[Any] = [_NoRedirectHandler()]
     if _is_loopback(host):
         handlers.append(urllib.request.ProxyHandler({}))
     try:

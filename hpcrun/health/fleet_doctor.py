@@ -19,12 +19,12 @@ from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.checks import clock_skew
 
-_AT_ONCE = 16
+_MAX_PARALLEL = 16
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class NodeDoctorResult:
     """What came of one node's doctor."""
 
     node: str
@@ -41,31 +41,33 @@ def doctor_command(node: str, options: Sequence[str]) -> list[str]:
     return [*step, sys.executable, "-P", "-m", "hpcrun", "doctor", "--json", "--always-0", *options]
 
 
-def visit_all(allocation: Allocation, options: Sequence[str]) -> list[Answer]:
+def run_fleet_doctor(allocation: Allocation, options: Sequence[str]) -> list[NodeDoctorResult]:
     """Have every node looked at, a few at a time; one without a report has a finding."""
     environ = step_environment(without_rank_variables(with_our_package(os.environ)))
 
-    def visit(node: str) -> Answer:
-        return _visit(node, doctor_command(node, options), environ)
+    def visit(node: str) -> NodeDoctorResult:
+        return _run_node_doctor(node, doctor_command(node, options), environ)
 
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_MAX_PARALLEL) as pool:
         return list(pool.map(visit, allocation.nodes))
 
 
-def _visit(node: str, command: Sequence[str], environ: dict[str, str]) -> Answer:
+def _run_node_doctor(node: str, command: Sequence[str], environ: dict[str, str]) -> NodeDoctorResult:
     started = time.time()
     try:
         done = process.run(command, timeout_s=_TIMEOUT_S, env=environ).require()
         report = json.loads(done.stdout)
     except (HpcrunError, ValueError) as error:
         text = f"its doctor gave no report: {error}"
-        return Answer(node, None, (Finding("fault", "report", node, text, "look at the node with sinfo -R"),))
+        return NodeDoctorResult(
+            node, None, (Finding("fault", "report", node, text, "look at the node with sinfo -R"),)
+        )
     if not isinstance(report, dict):
-        return Answer(node, None, (Finding("fault", "report", node, "its doctor gave no report"),))
+        return NodeDoctorResult(node, None, (Finding("fault", "report", node, "its doctor gave no report"),))
     report["node"] = node  # by Slurm's name: its own may have a domain
     told = report.get("time")
     skew = clock_skew(node, told, started, time.time()) if isinstance(told, float) else []
-    return Answer(node, report, tuple(skew))
+    return NodeDoctorResult(node, report, tuple(skew))
 
 
 def require_allocation(found: Allocation | None) -> Allocation:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.health.check_result import Checked
+from hpcrun.health.check_result import CheckResult
 from hpcrun.health.xids import Xid, XidAction, judge_xids
 
 _FORMAT = "--format=csv,noheader,nounits"
 _FIELDS = ("index", "uuid", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending")
 _RECOVERY = "gpu_recovery_action"
 _ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
-_GONE = ("gpu is lost", "fallen off the bus", "reboot the system to recover")
+_LOST_GPU_MESSAGES = ("gpu is lost", "fallen off the bus", "reboot the system to recover")
 _NO_ACTION = "none"
 _ACTIONS = ("reset", "reboot", "drain p2p", "drain and reset", "gpu reset", "node reboot")
 
@@ -38,23 +38,27 @@ class GpuHealth:
     rows_failed: bool | None = None
 
 
-def parse_gpus(text: str) -> list[GpuHealth]:
+def parse_gpu_health(text: str) -> list[GpuHealth]:
     """The lines of `nvidia-smi --query-gpu=…`, with the recovery action last where it was asked for."""
     found = []
-    for cells in _cells(text):
+    for cells in _split_cells(text):
         if len(cells) in (len(_FIELDS), len(_FIELDS) + 1) and cells[0].isdigit():
             errors = int(cells[2]) if cells[2].isdigit() else None
-            recovery = _said(cells[len(_FIELDS)]) if len(cells) > len(_FIELDS) else None
-            found.append(GpuHealth(cells[0], cells[1], errors, _flag(cells[3]), recovery))
+            recovery = _parse_cell(cells[len(_FIELDS)]) if len(cells) > len(_FIELDS) else None
+            found.append(GpuHealth(cells[0], cells[1], errors, _parse_flag(cells[3]), recovery))
     return found
 
 
-def with_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
+def with_remapped_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
     """The same GPUs with what `nvidia-smi --query-remapped-rows=…` says of them."""
-    rows = {cells[0]: cells for cells in _cells(text) if len(cells) == len(_ROWS)}
+    rows = {cells[0]: cells for cells in _split_cells(text) if len(cells) == len(_ROWS)}
     return [
         GpuHealth(
-            **{**vars(gpu), "rows_pending": _flag(rows[gpu.uuid][1]), "rows_failed": _flag(rows[gpu.uuid][2])}
+            **{
+                **vars(gpu),
+                "rows_pending": _parse_flag(rows[gpu.uuid][1]),
+                "rows_failed": _parse_flag(rows[gpu.uuid][2]),
+            }
         )
         if gpu.uuid in rows
         else gpu
@@ -62,37 +66,39 @@ def with_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
     ]
 
 
-def judge_gpus(gpus: Sequence[GpuHealth], asked: int) -> list[Checked]:
+def judge_gpus(gpus: Sequence[GpuHealth], asked: int) -> list[CheckResult]:
     """A verdict for every GPU with which something is wrong, and for their number."""
-    found = [one for gpu in gpus for one in _judge(gpu)]
+    found = [one for gpu in gpus for one in _judge_gpu(gpu)]
     if not gpus:
-        found.append(Checked("gpu", "unknown", "nvidia-smi names no GPU that is to be seen from here"))
+        found.append(CheckResult("gpu", "unknown", "nvidia-smi names no GPU that is to be seen from here"))
     elif len(gpus) < asked:
-        found.append(Checked("gpu", "fail", f"{len(gpus)} GPUs answer, and {asked} were asked for"))
-    return found or [Checked("gpu")]
+        found.append(CheckResult("gpu", "fail", f"{len(gpus)} GPUs answer, and {asked} were asked for"))
+    return found or [CheckResult("gpu")]
 
 
-def _judge(gpu: GpuHealth) -> list[Checked]:
+def _judge_gpu(gpu: GpuHealth) -> list[CheckResult]:
     who, wrong = f"GPU {gpu.index} ({gpu.uuid})", []
     action = gpu.recovery and gpu.recovery.casefold()
     if action in _ACTIONS:
-        wrong.append(Checked("gpu", "fail", f"{who}: the driver asks for: {gpu.recovery}"))
+        wrong.append(CheckResult("gpu", "fail", f"{who}: the driver asks for: {gpu.recovery}"))
     elif action not in (None, _NO_ACTION):
-        wrong.append(Checked("gpu", "unknown", f"{who}: the driver asks for: {gpu.recovery}"))
+        wrong.append(CheckResult("gpu", "unknown", f"{who}: the driver asks for: {gpu.recovery}"))
     if gpu.rows_failed:
-        wrong.append(Checked("gpu", "fail", f"{who}: a row of its memory could not be remapped"))
+        wrong.append(CheckResult("gpu", "fail", f"{who}: a row of its memory could not be remapped"))
     if gpu.rows_pending:
-        wrong.append(Checked("gpu", "fail", f"{who}: rows of its memory are remapped at its next reset"))
+        wrong.append(CheckResult("gpu", "fail", f"{who}: rows of its memory are remapped at its next reset"))
     if gpu.retired_pending:
-        wrong.append(Checked("gpu", "fail", f"{who}: pages of its memory are retired at its next reset"))
+        wrong.append(CheckResult("gpu", "fail", f"{who}: pages of its memory are retired at its next reset"))
     if gpu.uncorrected and not wrong:
-        wrong.append(Checked("gpu", "warn", f"{who}: {gpu.uncorrected} uncorrected memory errors since boot"))
+        wrong.append(
+            CheckResult("gpu", "warn", f"{who}: {gpu.uncorrected} uncorrected memory errors since boot")
+        )
     return wrong
 
 
-def gpu_health(
+def check_gpu_health(
     asked: int, timeout_s: float, xids: Sequence[Xid] = (), site: Mapping[int, XidAction] | None = None
-) -> list[Checked]:
+) -> list[CheckResult]:
     """Ask nvidia-smi, each question with this time limit; SiteError where it does not answer in time.
 
     `xids`: what the kernel's log has of the GPUs, judged by the site's list and the catalogue.
@@ -101,19 +107,21 @@ def gpu_health(
     for fields in ((*_FIELDS, _RECOVERY), _FIELDS):
         done = process.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", _FORMAT], timeout_s=timeout_s)
         words = " ".join(f"{done.stdout} {done.stderr}".split())
-        if any(word in words.casefold() for word in _GONE):
-            return [Checked("gpu", "fail", f"nvidia-smi: {words[:200]}")]
+        if any(word in words.casefold() for word in _LOST_GPU_MESSAGES):
+            return [CheckResult("gpu", "fail", f"nvidia-smi: {words[:200]}")]
         if done.exit_code == 0:
             break
     else:
-        return [Checked("gpu", "unknown", f"nvidia-smi ended with exit code {done.exit_code}: {words[:200]}")]
-    gpus = parse_gpus(done.stdout)
+        return [
+            CheckResult("gpu", "unknown", f"nvidia-smi ended with exit code {done.exit_code}: {words[:200]}")
+        ]
+    gpus = parse_gpu_health(done.stdout)
     try:
         query = ["nvidia-smi", f"--query-remapped-rows={','.join(_ROWS)}", _FORMAT]
         rows = process.run(query, timeout_s=timeout_s)
-        gpus = with_rows(gpus, rows.stdout if rows.exit_code == 0 else "")
+        gpus = with_remapped_rows(gpus, rows.stdout if rows.exit_code == 0 else "")
     except SiteError as error:
-        return [*judge_gpus(gpus, asked), Checked("gpu", "unknown", str(error))]
+        return [*judge_gpus(gpus, asked), CheckResult("gpu", "unknown", str(error))]
     told = judge_xids(xids, site, is_asked=_is_action_asked(gpus))
     found = judge_gpus(gpus, asked)
     return [*(one for one in found if one.verdict != "ok"), *told] if told else found
@@ -125,14 +133,14 @@ def _is_action_asked(gpus: Sequence[GpuHealth]) -> bool | None:
     return any(one != _NO_ACTION for one in said) if said and len(said) == len(gpus) else None
 
 
-def _cells(text: str) -> list[list[str]]:
+def _split_cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
 
 
-def _said(cell: str) -> str | None:
+def _parse_cell(cell: str) -> str | None:
     """None for what nvidia-smi writes where it has no value: [N/A], [Not Supported], N/A."""
     return None if cell.startswith("[") or cell.upper() == "N/A" or not cell else cell
 
 
-def _flag(cell: str) -> bool | None:
+def _parse_flag(cell: str) -> bool | None:
     return {"yes": True, "no": False, "1": True, "0": False}.get(cell.casefold())

@@ -26,26 +26,26 @@ from hpcrun.hostlist import expand
 from hpcrun.specs.badnodes import BadNode, BadNodes, append_line
 from hpcrun.specs.profiles import config_directories
 
-HALF_LIFE_S = 3 * 86400.0
+FAULT_HALF_LIFE_S = 3 * 86400.0
 """After so long what was seen weighs half."""
-THRESHOLD = 1.0
+LEMON_THRESHOLD = 1.0
 """From this sum on a node is avoided."""
-WEIGHTS = {"node lost": 2.0, "preflight": 1.5, "hang": 0.8, "crash": 0.6, "straggler": 0.4}
+CAUSE_WEIGHTS = {"node lost": 2.0, "preflight": 1.5, "hang": 0.8, "crash": 0.6, "straggler": 0.4}
 """How much each cause weighs when it is new: a lost node is avoided for 3 days, a failed check for less than
 two; ranks that died first, hung alone or were slow must have done so there more than once."""
-FORGOTTEN = "forgotten"
+FORGOTTEN_CAUSE = "forgotten"
 """The cause of an entry with which a person clears a node of all that was seen before."""
-MOST_SHARE = 0.1
+MAX_AVOIDED_SHARE = 0.1
 """Of a partition, no more nodes than this are avoided; of 4 to 9 nodes one, of fewer none."""
 _FOLLOWS = 3
 """What was seen on so many nodes of one run, or by all runs together, is the run's trouble."""
 _WAIT_S, _TRY_S = 5.0, 0.05
-_OLD_S = 10 * HALF_LIFE_S
-_MOST_TEXT = 300
+_MAX_AGE_S = 10 * FAULT_HALF_LIFE_S
+_MAX_TEXT_LENGTH = 300
 
 
 @dataclass(frozen=True)
-class Sighting:
+class NodeFault:
     """One thing that a run saw a node do."""
 
     node: str
@@ -67,17 +67,17 @@ class Sighting:
     @property
     def weight(self) -> float:
         """When it was new."""
-        return WEIGHTS.get(self.cause, 0.0)
+        return CAUSE_WEIGHTS.get(self.cause, 0.0)
 
 
 @dataclass(frozen=True)
-class Score:
+class LemonScore:
     """What all that was seen of a node amounts to."""
 
     score: float
     causes: Mapping[str, int]
     """How often each cause counts."""
-    seen: tuple[Sighting, ...]
+    seen: tuple[NodeFault, ...]
     """What counts, newest first."""
     until: float | None = None
     """When the score falls below THRESHOLD; None where it is below."""
@@ -94,40 +94,40 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Sightings:
+class NodeFaultHistory:
     """All entries of the file, and what of it could not be read."""
 
-    entries: tuple[Sighting, ...] = ()
+    entries: tuple[NodeFault, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 @dataclass
-class _Groups:
+class _FaultGroups:
     """On which nodes the same trouble was seen: in one run, at one moment, and by all runs."""
 
     nodes: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
 
-    def add(self, one: Sighting) -> None:
+    def add(self, one: NodeFault) -> None:
         for key in self._keys(one):
             self.nodes.setdefault(key, set()).add(one.node)
 
-    def follows(self, one: Sighting) -> bool:
+    def follows(self, one: NodeFault) -> bool:
         return any(len(self.nodes[key]) >= _FOLLOWS for key in self._keys(one))
 
     @staticmethod
-    def _keys(one: Sighting) -> list[tuple[Any, ...]]:
+    def _keys(one: NodeFault) -> list[tuple[Any, ...]]:
         # Over a long run nodes are lost, and checks fail, one by one; together it is the switch, or the run.
         if one.cause in ("node lost", "preflight"):
             return [(one.cause, one.run, one.attempt, one.signature)]
         return [(one.cause, one.run, one.signature), *([(one.cause, one.signature)] if one.signature else [])]
 
 
-def sightings_file() -> Path:
+def node_fault_file() -> Path:
     """Where the user's runs write what they saw; it need not exist."""
     return config_directories()["user"] / "node-faults.jsonl"
 
 
-def score(entries: Iterable[Sighting], now: float) -> dict[str, Score]:
+def score_nodes(entries: Iterable[NodeFault], now: float) -> dict[str, LemonScore]:
     """What is known against each node, highest score first; pure. `entries` are in the order of the file.
 
     The same cause counts once for a node and attempt; what follows a run across nodes, and what came before a
@@ -135,39 +135,39 @@ def score(entries: Iterable[Sighting], now: float) -> dict[str, Score]:
     """
     known = list(entries)
     # Before and after by the order of the lines: they are written on many hosts, each with its own clock.
-    cleared = {one.node: place for place, one in enumerate(known) if one.cause == FORGOTTEN}
-    once: dict[tuple[str, str, str, int], tuple[int, Sighting]] = {}
-    groups = _Groups()
+    cleared = {one.node: place for place, one in enumerate(known) if one.cause == FORGOTTEN_CAUSE}
+    once: dict[tuple[str, str, str, int], tuple[int, NodeFault]] = {}
+    groups = _FaultGroups()
     for place, one in enumerate(known):
-        if one.weight and now - one.time < _OLD_S:
+        if one.weight and now - one.time < _MAX_AGE_S:
             groups.add(one)
             key = (one.node, one.cause, one.run, one.attempt)
             newest = max(once.get(key, (place, one))[1], one, key=lambda each: each.time)
             once[key] = place, newest
-    by_node: dict[str, list[Sighting]] = {}
+    by_node: dict[str, list[NodeFault]] = {}
     for place, one in once.values():
         if place > cleared.get(one.node, -1) and not groups.follows(one):
             by_node.setdefault(one.node, []).append(one)
-    scores = {node: _score(seen, now) for node, seen in by_node.items()}
+    scores = {node: _score_node(seen, now) for node, seen in by_node.items()}
     return dict(sorted(scores.items(), key=lambda item: (-item[1].score, item[0])))
 
 
-def _score(seen: Sequence[Sighting], now: float) -> Score:
+def _score_node(seen: Sequence[NodeFault], now: float) -> LemonScore:
     # A clock that is ahead of ours must not make anything weigh more than when it was new.
-    total = math.fsum(one.weight * 0.5 ** (max(0.0, now - one.time) / HALF_LIFE_S) for one in seen)
-    until = now + HALF_LIFE_S * math.log2(total / THRESHOLD) if total >= THRESHOLD else None
+    total = math.fsum(one.weight * 0.5 ** (max(0.0, now - one.time) / FAULT_HALF_LIFE_S) for one in seen)
+    until = now + FAULT_HALF_LIFE_S * math.log2(total / LEMON_THRESHOLD) if total >= LEMON_THRESHOLD else None
     newest = tuple(sorted(seen, key=lambda one: (-one.time, one.cause, one.run)))
-    return Score(total, Counter(one.cause for one in newest), newest, until)
+    return LemonScore(total, Counter(one.cause for one in newest), newest, until)
 
 
-def most_avoided(nodes: int, needed: int = 0) -> int:
+def max_avoided_nodes(nodes: int, needed: int = 0) -> int:
     """How many of a partition's nodes may be avoided for what was seen, when a job needs so many of them."""
-    most = max(int(nodes * MOST_SHARE), 1 if nodes >= 4 else 0)
+    most = max(int(nodes * MAX_AVOIDED_SHARE), 1 if nodes >= 4 else 0)
     return max(0, min(most, nodes - needed))
 
 
-def avoid(
-    scores: Mapping[str, Score], nodes: Collection[str], bad: Collection[str] = (), needed: int = 0
+def select_nodes_to_avoid(
+    scores: Mapping[str, LemonScore], nodes: Collection[str], bad: Collection[str] = (), needed: int = 0
 ) -> BadNodes:
     """The worst of a partition's nodes as entries for its --exclude, each with its reason and its end.
 
@@ -176,43 +176,47 @@ def avoid(
     left = [node for node in nodes if node not in bad]
     wanted = [node for node in left if node in scores and scores[node].until is not None]
     wanted.sort(key=lambda node: -scores[node].score)
-    most = most_avoided(len(nodes), needed + len(nodes) - len(left))
+    most = max_avoided_nodes(len(nodes), needed + len(nodes) - len(left))
     chosen, spared = wanted[:most], wanted[most:]
-    entries = tuple(BadNode((node,), _reason(scores[node]), None, scores[node].until) for node in chosen)
+    entries = tuple(
+        BadNode((node,), _avoidance_reason(scores[node]), None, scores[node].until) for node in chosen
+    )
     if not spared:
         return BadNodes(entries)
     told = f"seen as bad, but not avoided: {', '.join(spared)}: no more than {most} of {len(nodes)} nodes are"
     return BadNodes(entries, (f"{told} for what runs saw; see `hpcrun fabric nodes`",))
 
 
-def _reason(found: Score) -> str:
+def _avoidance_reason(found: LemonScore) -> str:
     causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
     last = found.seen[0]
     end = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.until))
     return f"{causes} in your runs, last in {last.run}: {last.evidence} (until {end})"
 
 
-def load_sightings(path: Path) -> Sightings:
+def load_node_faults(path: Path) -> NodeFaultHistory:
     """All that was seen; what is damaged is skipped and told, with file and line."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return Sightings()
+        return NodeFaultHistory()
     except OSError as error:
-        return Sightings((), (f"{path}: cannot be read ({error.strerror}), so what runs saw does not count",))
+        return NodeFaultHistory(
+            (), (f"{path}: cannot be read ({error.strerror}), so what runs saw does not count",)
+        )
     entries, damaged = [], []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            one = _parse(line)
+            one = _parse_node_fault(line)
             entries += [one] if one else []
             damaged += [] if one else [number]
     if not damaged:
-        return Sightings(tuple(entries))
+        return NodeFaultHistory(tuple(entries))
     lines = f"{len(damaged)} lines, the first is {damaged[0]}" if len(damaged) > 1 else f"line {damaged[0]}"
-    return Sightings(tuple(entries), (f"{path}: no entries, and skipped: {lines}",))
+    return NodeFaultHistory(tuple(entries), (f"{path}: no entries, and skipped: {lines}",))
 
 
-def _parse(line: str) -> Sighting | None:
+def _parse_node_fault(line: str) -> NodeFault | None:
     try:
         found = json.loads(line)
         (node,) = expand(str(found["node"]), "node")
@@ -223,22 +227,22 @@ def _parse(line: str) -> Sighting | None:
     if not 0 <= moment < 1e11 or not all(isinstance(text, str) for text in texts.values()):
         return None
     # It is printed, and made into a line for an admin's shell: nothing but text.
-    texts = {key: _line(text) for key, text in texts.items()}
+    texts = {key: _clean_line(text) for key, text in texts.items()}
     job = found.get("job")
-    return Sighting(node, moment, attempt=attempt, job=job if isinstance(job, int) else None, **texts)
+    return NodeFault(node, moment, attempt=attempt, job=job if isinstance(job, int) else None, **texts)
 
 
-def _line(text: str) -> str:
+def _clean_line(text: str) -> str:
     shown = "".join(letter if letter.isprintable() else " " for letter in text)
-    return " ".join(shown.split())[:_MOST_TEXT]
+    return " ".join(shown.split())[:_MAX_TEXT_LENGTH]
 
 
-def append_sightings(path: Path, entries: Iterable[Sighting]) -> None:
+def append_node_faults(path: Path, entries: Iterable[NodeFault]) -> None:
     """Append entries, whole lines even where several jobs do so at once; SiteError where that fails.
 
     A file system that stalls is waited for a few seconds only.
     """
-    lines = "".join(f"{json.dumps(_as_line(one), ensure_ascii=False)}\n" for one in entries).encode()
+    lines = "".join(f"{json.dumps(_fault_as_json(one), ensure_ascii=False)}\n" for one in entries).encode()
     failed: list[str] = []
 
     def write() -> None:
@@ -278,28 +282,28 @@ def _append_locked(path: Path, lines: bytes) -> None:
         os.close(lock)
 
 
-def _as_line(one: Sighting) -> dict[str, Any]:
+def _fault_as_json(one: NodeFault) -> dict[str, Any]:
     values = {key: value for key, value in vars(one).items() if value not in ("", None)}
-    kept = {key: _line(value) if isinstance(value, str) else value for key, value in values.items()}
+    kept = {key: _clean_line(value) if isinstance(value, str) else value for key, value in values.items()}
     return kept | {"weight": one.weight}
 
 
-def forget(path: Path, nodes: Iterable[str], now: float) -> None:
+def forget_node_faults(path: Path, nodes: Iterable[str], now: float) -> None:
     """Clear nodes of all that was seen of them so far; SiteError where that cannot be written."""
-    append_sightings(path, [Sighting(node, now, FORGOTTEN) for node in nodes])
+    append_node_faults(path, [NodeFault(node, now, FORGOTTEN_CAUSE) for node in nodes])
 
 
-def known_lemons(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodes:
+def load_nodes_to_avoid(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodes:
     """Those nodes that a job is to keep away from for what the user's runs saw, and what to tell of it."""
-    found = load_sightings(sightings_file())
-    chosen = avoid(score(found.entries, now), nodes, bad, needed)
+    found = load_node_faults(node_fault_file())
+    chosen = select_nodes_to_avoid(score_nodes(found.entries, now), nodes, bad, needed)
     return BadNodes(chosen.entries, (*found.notes, *chosen.notes))
 
 
-def note_sightings(entries: Iterable[Sighting]) -> str:
+def record_node_faults(entries: Iterable[NodeFault]) -> str:
     """Append to the user's file; says why that failed, or nothing: it never stops a run."""
     try:
-        append_sightings(sightings_file(), entries)
+        append_node_faults(node_fault_file(), entries)
     except SiteError as error:
         return f"what was seen of the nodes is not kept: {error}"
     return ""

@@ -12,31 +12,31 @@ from typing import Any
 
 from hpcrun.errors import HpcrunError
 from hpcrun.health import probes
-from hpcrun.health.check_result import Checked
-from hpcrun.health.probes import Place
+from hpcrun.health.check_result import CheckResult
+from hpcrun.health.probes import CheckTarget
 from hpcrun.health.xids import XidAction
 from hpcrun.specs.rundir import RunDir
 
 _PROBE_S = 3.0
 _GPU_S = 6.0
 _SLACK_S = 0.5
-LONGEST_S = 9.0
+MAX_PREFLIGHT_S = 9.0
 """No node looks for longer than this; it answers in far less than a second when it is well."""
-_PROBES: dict[str, Callable[[Place], list[Checked]]] = {
-    "limits": probes.limits,
-    "space": probes.space,
-    "write": probes.write,
-    "interface": probes.interface,
-    "leftovers": probes.leftovers,
-    "shm": probes.shm,
-    "sums": probes.arithmetic,
-    "gpu": probes.gpu,
-    "nic": probes.nic,
+_PROBES: dict[str, Callable[[CheckTarget], list[CheckResult]]] = {
+    "limits": probes.probe_limits,
+    "space": probes.probe_space,
+    "write": probes.probe_write,
+    "interface": probes.probe_interface,
+    "leftovers": probes.probe_leftovers,
+    "shm": probes.probe_shared_memory,
+    "sums": probes.probe_arithmetic,
+    "gpu": probes.probe_gpus,
+    "nic": probes.probe_nics,
 }
 
 
 @dataclass(frozen=True)
-class Ask:
+class PreflightRequest:
     """What a node is asked to look at, as it travels to the agents."""
 
     checks: Sequence[str]
@@ -58,50 +58,50 @@ class Ask:
         """Plain values."""
         return asdict(self)
 
-    def of(self, node: str) -> Ask:
+    def of(self, node: str) -> PreflightRequest:
         """The same for one node."""
         return replace(self, hcas=self.hcas_of.get(node.partition(".")[0], self.hcas), hcas_of={})
 
-    def place(self, run: RunDir, root: Path = Path("/")) -> Place:
+    def place(self, run: RunDir, root: Path = Path("/")) -> CheckTarget:
         """What the probes look at."""
         scratch, hcas = tuple(self.scratch), tuple(self.hcas)
         xids = {int(code): action for code, action in self.xids.items()}
-        return Place(run, self.attempt, scratch, self.interface, hcas, self.gpus, xids, root)
+        return CheckTarget(run, self.attempt, scratch, self.interface, hcas, self.gpus, xids, root)
 
 
-class _Probe(threading.Thread):
+class _ProbeThread(threading.Thread):
     """One check, in a thread of its own: a file system or a tool that hangs must not hold up the others."""
 
-    def __init__(self, check: str, look: Callable[[], list[Checked]], limit_s: float) -> None:
+    def __init__(self, check: str, look: Callable[[], list[CheckResult]], limit_s: float) -> None:
         super().__init__(name=f"preflight {check}", daemon=True)
         self.check, self.limit_s = check, limit_s
         self._look = look
-        self.found: list[Checked] | None = None
+        self.found: list[CheckResult] | None = None
 
     def run(self) -> None:
         """Look."""
         try:
             self.found = self._look()
         except (HpcrunError, OSError, ValueError) as error:
-            self.found = [Checked(self.check, "unknown", " ".join(str(error).split())[:200])]
+            self.found = [CheckResult(self.check, "unknown", " ".join(str(error).split())[:200])]
 
     @property
-    def verdicts(self) -> list[Checked]:
+    def verdicts(self) -> list[CheckResult]:
         """What it has found; that it is unknown where it has not come back."""
-        late = Checked(self.check, "unknown", f"gave no answer within {self.limit_s:g} s")
+        late = CheckResult(self.check, "unknown", f"gave no answer within {self.limit_s:g} s")
         return [late] if self.found is None else self.found
 
 
-def look(place: Place, ask: Ask) -> list[Checked]:
+def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[CheckResult]:
     """Everything that was asked for, all at once."""
     waiting = [
-        _Probe(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
+        _ProbeThread(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
         for name, probe in _PROBES.items()
         if name in ask.checks
     ]
-    limit_s = min(ask.program_s, LONGEST_S - 2 * _SLACK_S)
+    limit_s = min(ask.program_s, MAX_PREFLIGHT_S - 2 * _SLACK_S)
     waiting += [
-        _Probe("site", partial(probes.program, path, limit_s), limit_s + _SLACK_S)
+        _ProbeThread("site", partial(probes.run_site_check, path, limit_s), limit_s + _SLACK_S)
         for path in ask.programs
         if "site" in ask.checks
     ]
@@ -113,10 +113,12 @@ def look(place: Place, ask: Ask) -> list[Checked]:
     return [found for one in waiting for found in one.verdicts]
 
 
-def answer(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
+def answer_preflight(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
     """An agent's answer to the order `preflight`: its clock, the time it took, and what is not well."""
     clock, began = time.time(), time.monotonic()
-    ask = Ask(**{key: value for key, value in order.items() if key in Ask.__dataclass_fields__})
-    found = look(ask.place(run), ask)
+    ask = PreflightRequest(
+        **{key: value for key, value in order.items() if key in PreflightRequest.__dataclass_fields__}
+    )
+    found = run_probes(ask.place(run), ask)
     checks = [one.as_json() for one in found if one.verdict != "ok"]
     return {"kind": "preflight", "time": clock, "seconds": time.monotonic() - began, "checks": checks}

@@ -22,15 +22,15 @@ from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
 from hpcrun.files import Folder, aside_name, clock_of
 from hpcrun.health.check_result import (
-    Checked,
+    CheckResult,
     judge_interface,
     judge_limits,
     judge_ports,
     judge_program,
     judge_space,
 )
-from hpcrun.health.gpu_health import gpu_health
-from hpcrun.health.xids import XidAction, recent_xids
+from hpcrun.health.gpu_health import check_gpu_health
+from hpcrun.health.xids import XidAction, read_recent_xids
 from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
 from hpcrun.runs.lease import LEADER_TIMEOUT_S, has_active_leader
@@ -39,16 +39,16 @@ from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_I
 from hpcrun.specs.rundir import RunDir
 
 _BLOCK = bytes(range(256)) * 256
-_END_S = 1.0
-_OLD_S = 600.0
-_SHOWN = 8
-_SIZE = 32
-_SUMS = (627323699524028846, 4224595839)
+_KILL_WAIT_S = 1.0
+_STALE_SEGMENT_S = 600.0
+_MAX_SHOWN = 8
+_MATRIX_SIZE = 32
+_EXPECTED_CHECKSUMS = (627323699524028846, 4224595839)
 """What sums() gives on every sound machine."""
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckTarget:
     """The node that is looked at: its files, and what of it the run uses."""
 
     run: RunDir
@@ -70,7 +70,7 @@ class Place:
         yield from dict.fromkeys([self.root / "tmp", *map(Path, named)])
 
 
-def limits(place: Place) -> list[Checked]:
+def probe_limits(place: CheckTarget) -> list[CheckResult]:
     """The soft limits of this process, which the ranks inherit."""
     soft = {
         name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
@@ -80,30 +80,35 @@ def limits(place: Place) -> list[Checked]:
     return judge_limits(known, is_infiniband=bool(ports(place.root, with_gids=False)))
 
 
-def space(place: Place) -> list[Checked]:
+def probe_space(place: CheckTarget) -> list[CheckResult]:
     """Bytes and inodes that are free where the run writes."""
-    found = [_space(place.run.path, common=True), _space(place.root / "dev/shm", is_memory=True)]
-    return _troubles("space", [*found, *(_excused(path, _space(path)) for path in place.own)])
+    found = [
+        _check_path_space(place.run.path, common=True),
+        _check_path_space(place.root / "dev/shm", is_memory=True),
+    ]
+    return _problems_or_ok(
+        "space", [*found, *(_excuse_foreign_path(path, _check_path_space(path)) for path in place.own)]
+    )
 
 
-def _space(path: Path, *, common: bool = False, is_memory: bool = False) -> Checked:
+def _check_path_space(path: Path, *, common: bool = False, is_memory: bool = False) -> CheckResult:
     try:
         free = os.statvfs(path)
     except FileNotFoundError:
-        return Checked("space", "warn", f"{path}: is not on this node", common)
+        return CheckResult("space", "warn", f"{path}: is not on this node", common)
     except OSError as error:
-        return Checked("space", "fail", f"{path}: {error.strerror}", common)
+        return CheckResult("space", "fail", f"{path}: {error.strerror}", common)
     inodes = free.f_favail if free.f_files else None
     return judge_space(str(path), free.f_bavail * free.f_frsize, inodes, common=common, is_memory=is_memory)
 
 
-def write(place: Place) -> list[Checked]:
+def probe_write(place: CheckTarget) -> list[CheckResult]:
     """A small file, written, synced, and read back, in the run directory and in the node's own places."""
-    own = (_excused(path, _write(path)) for path in place.own if path.exists())
-    return _troubles("write", [_write(place.run.path, common=True), *own])
+    own = (_excuse_foreign_path(path, _check_folder_write(path)) for path in place.own if path.exists())
+    return _problems_or_ok("write", [_check_folder_write(place.run.path, common=True), *own])
 
 
-def _excused(path: Path, found: Checked) -> Checked:
+def _excuse_foreign_path(path: Path, found: CheckResult) -> CheckResult:
     """A failure in a place that another user has made tells nothing against the node."""
     if found.verdict != "fail":
         return found
@@ -115,7 +120,7 @@ def _excused(path: Path, found: Checked) -> Checked:
     return found
 
 
-def _write(folder: Path, *, common: bool = False) -> Checked:
+def _check_folder_write(folder: Path, *, common: bool = False) -> CheckResult:
     # Under a name that nobody can have taken, and made anew: what stands there says nothing about the node.
     name = aside_name("preflight")
     try:
@@ -126,11 +131,13 @@ def _write(folder: Path, *, common: bool = False) -> Checked:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             is_same = os.pread(descriptor, len(_BLOCK) + 1, 0) == _BLOCK
     except OSError as error:
-        return Checked("write", "fail", f"{folder}: a small file cannot be written: {error.strerror}", common)
+        return CheckResult(
+            "write", "fail", f"{folder}: a small file cannot be written: {error.strerror}", common
+        )
     if written == len(_BLOCK) and not is_same:
-        return Checked("write", "fail", f"{folder}: a file reads back differently from what was written")
+        return CheckResult("write", "fail", f"{folder}: a file reads back differently from what was written")
     full = f"{folder}: only {written} of {len(_BLOCK)} bytes could be written"
-    return Checked("write") if written == len(_BLOCK) else Checked("write", "fail", full, common)
+    return CheckResult("write") if written == len(_BLOCK) else CheckResult("write", "fail", full, common)
 
 
 @contextlib.contextmanager
@@ -143,30 +150,30 @@ def _new_file(files: Folder, name: str) -> Iterator[int]:
         files.unlink(name)
 
 
-def interface(place: Place) -> list[Checked]:
+def probe_interface(place: CheckTarget) -> list[CheckResult]:
     """The network interface that the profile names."""
     if place.interface is None:
-        return [Checked("interface")]
+        return [CheckResult("interface")]
     folder = place.root / "sys/class/net" / place.interface
-    state, flags = _line(folder / "operstate"), _line(folder / "flags") or "0x1"
+    state, flags = _read_kernel_file(folder / "operstate"), _read_kernel_file(folder / "flags") or "0x1"
     return [judge_interface(place.interface, state, int(flags, 16))]
 
 
-def nic(place: Place) -> list[Checked]:
+def probe_nics(place: CheckTarget) -> list[CheckResult]:
     """The ports of the RDMA devices."""
     return judge_ports(ports(place.root, with_gids=False), place.hcas)
 
 
-def gpu(place: Place) -> list[Checked]:
+def probe_gpus(place: CheckTarget) -> list[CheckResult]:
     """What nvidia-smi says, where GPUs were asked for."""
     if not place.gpus:
-        return [Checked("gpu")]
+        return [CheckResult("gpu")]
     if shutil.which("nvidia-smi") is None:
-        return [Checked("gpu", "unknown", "there is no nvidia-smi that could tell how the GPUs are")]
-    return gpu_health(place.gpus, 1.8, recent_xids(1.0), place.xids)
+        return [CheckResult("gpu", "unknown", "there is no nvidia-smi that could tell how the GPUs are")]
+    return check_gpu_health(place.gpus, 1.8, read_recent_xids(1.0), place.xids)
 
 
-def leftovers(place: Place) -> list[Checked]:
+def probe_leftovers(place: CheckTarget) -> list[CheckResult]:
     """Processes that this run's earlier attempts, or runs that have ended, have left here.
 
     Those of this run are ended; those of others are told.
@@ -183,24 +190,24 @@ def leftovers(place: Place) -> list[Checked]:
             others.setdefault(environ.get(RUN_DIR_VARIABLE, ""), []).append(found)
         elif environ.get(ATTEMPT_VARIABLE, "").isdigit() and int(environ[ATTEMPT_VARIABLE]) < place.attempt:
             ours.append(found)
-    told = [_ended(ours)] if ours else []
+    told = [_kill_leftovers(ours)] if ours else []
     for path, processes in sorted(others.items()):
-        if path and _is_dead(place.run, run := RunDir(Path(path))):
-            pids = " ".join(str(one.pid) for one in processes[:_SHOWN])
+        if path and _is_run_dead(place.run, run := RunDir(Path(path))):
+            pids = " ".join(str(one.pid) for one in processes[:_MAX_SHOWN])
             text = f"{run.id} has ended, and left processes here ({len(processes)}): {pids}"
-            told.append(Checked("leftovers", "warn", text))
-    return told or [Checked("leftovers")]
+            told.append(CheckResult("leftovers", "warn", text))
+    return told or [CheckResult("leftovers")]
 
 
-def _ended(left: list[ProcessId]) -> Checked:
+def _kill_leftovers(left: list[ProcessId]) -> CheckResult:
     process.kill_all(left)
-    deadline = time.monotonic() + _END_S
+    deadline = time.monotonic() + _KILL_WAIT_S
     while (alive := [one for one in left if process.is_alive(one)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if alive:
-        pids = " ".join(str(one.pid) for one in alive[:_SHOWN])
-        return Checked("leftovers", "fail", f"processes of an earlier attempt cannot be ended: {pids}")
-    return Checked(
+        pids = " ".join(str(one.pid) for one in alive[:_MAX_SHOWN])
+        return CheckResult("leftovers", "fail", f"processes of an earlier attempt cannot be ended: {pids}")
+    return CheckResult(
         "leftovers",
         "warn",
         f"ended what an earlier attempt had left: {len(left)} process{'es' * (len(left) > 1)}",
@@ -212,7 +219,7 @@ def _ancestors() -> Iterator[ProcessId]:
     found = process.identify(os.getpid())
     while found is not None:
         yield found
-        text = _line(Path(f"/proc/{found.pid}/stat")) or ")"
+        text = _read_kernel_file(Path(f"/proc/{found.pid}/stat")) or ")"
         fields = text[text.rindex(")") + 1 :].split()
         found = process.identify(int(fields[1])) if len(fields) > 1 and fields[1] != "0" else None
 
@@ -225,7 +232,7 @@ def _own_pids() -> Iterator[int]:
                     yield int(entry.name)
 
 
-def _is_dead(here: RunDir, run: RunDir) -> bool:
+def _is_run_dead(here: RunDir, run: RunDir) -> bool:
     """Whether another run has ended, or its supervisor has been silent for long."""
     with contextlib.suppress(OSError):
         now = clock_of(here.path)
@@ -235,37 +242,37 @@ def _is_dead(here: RunDir, run: RunDir) -> bool:
     return False
 
 
-def shm(place: Place) -> list[Checked]:
+def probe_shared_memory(place: CheckTarget) -> list[CheckResult]:
     """Shared memory of ours that no process maps any more; it takes the node's memory."""
-    left = stale_segments(place.root / "dev/shm", older_s=_OLD_S)
+    left = stale_segments(place.root / "dev/shm", older_s=_STALE_SEGMENT_S)
     if not left:
-        return [Checked("shm")]
-    names = " ".join(sorted(path.name for path in left)[:_SHOWN])
+        return [CheckResult("shm")]
+    names = " ".join(sorted(path.name for path in left)[:_MAX_SHOWN])
     size = sum(left.values()) / 2**20
     count = f"{len(left)} file{'s' * (len(left) > 1)}"
     text = f"{count} of yours in /dev/shm, {size:.0f} MiB, that no process uses any more: {names}"
-    return [Checked("shm", "warn", text)]
+    return [CheckResult("shm", "warn", text)]
 
 
-def arithmetic(place: Place) -> list[Checked]:
+def probe_arithmetic(place: CheckTarget) -> list[CheckResult]:
     """Whether a fixed product of matrices comes out as it must, in whole and in real numbers."""
-    if sums() != _SUMS:
-        return [Checked("sums", "fail", "a fixed calculation gives a wrong result on this processor")]
-    return [Checked("sums")]
+    if matrix_checksums() != _EXPECTED_CHECKSUMS:
+        return [CheckResult("sums", "fail", "a fixed calculation gives a wrong result on this processor")]
+    return [CheckResult("sums")]
 
 
-def sums() -> tuple[int, int]:
+def matrix_checksums() -> tuple[int, int]:
     """Checksums of two products of matrices from a fixed seed.
 
     Written out, because numpy's BLAS adds in an order that differs between processors.
     """
     seed, numbers = 20261129, []
-    for _ in range(2 * _SIZE * _SIZE):
+    for _ in range(2 * _MATRIX_SIZE * _MATRIX_SIZE):
         seed = (seed * 6364136223846793005 + 1442695040888963407) % 2**64
         numbers.append(seed >> 3)
-    half = _SIZE * _SIZE
-    rows = [numbers[at : at + _SIZE] for at in range(0, half, _SIZE)]
-    columns = [numbers[half + at :: _SIZE] for at in range(_SIZE)]
+    half = _MATRIX_SIZE * _MATRIX_SIZE
+    rows = [numbers[at : at + _MATRIX_SIZE] for at in range(0, half, _MATRIX_SIZE)]
+    columns = [numbers[half + at :: _MATRIX_SIZE] for at in range(_MATRIX_SIZE)]
     whole = 0
     reals = []
     for row in rows:
@@ -278,21 +285,21 @@ def sums() -> tuple[int, int]:
     return whole, zlib.crc32(struct.pack(f"<{len(reals)}d", *reals))
 
 
-def program(path: str, timeout_s: float) -> list[Checked]:
+def run_site_check(path: str, timeout_s: float) -> list[CheckResult]:
     """A site's own check."""
     words = expand_path(path)
     try:
         done = process.run([words], timeout_s=timeout_s)
     except SiteError as error:
-        return [Checked("site", "unknown", str(error))]
+        return [CheckResult("site", "unknown", str(error))]
     return [judge_program(path, done.exit_code, done.stdout or done.stderr)]
 
 
-def _troubles(check: str, found: list[Checked]) -> list[Checked]:
-    return [one for one in found if one.verdict != "ok"] or [Checked(check)]
+def _problems_or_ok(check: str, found: list[CheckResult]) -> list[CheckResult]:
+    return [one for one in found if one.verdict != "ok"] or [CheckResult(check)]
 
 
-def _line(path: Path) -> str | None:
+def _read_kernel_file(path: Path) -> str | None:
     """What a file of the kernel's says; None where there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()

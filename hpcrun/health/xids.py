@@ -14,11 +14,11 @@ from typing import Literal, get_args
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.health.check_result import Checked
+from hpcrun.health.check_result import CheckResult
 
 XidAction = Literal["ignore", "restart", "reset", "reboot", "look"]
 """nothing · the program starts again · the GPU needs a reset · the node a reboot · somebody has to look."""
-ACTIONS: tuple[XidAction, ...] = get_args(XidAction)
+XID_ACTIONS: tuple[XidAction, ...] = get_args(XidAction)
 
 _CATALOGUE: dict[XidAction, tuple[int, ...]] = {
     "restart": (13, 31, 69, 94),
@@ -28,13 +28,13 @@ _CATALOGUE: dict[XidAction, tuple[int, ...]] = {
     "ignore": (43, 63, 92, 121, 154),
 }
 _ACTION_OF = {code: action for action, codes in _CATALOGUE.items() for code in codes}
-_WORDS = {
+_ACTION_TEXT = {
     "reset": "the GPU needs a reset",
     "reboot": "the node needs a reboot",
     "look": "somebody has to look",
 }
-_LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)[^)]*\): (\d+)")
-_NAMED = re.compile(r"\bXid\b:?\s*(?:\([^)]*\):?\s*)?(\d+)")
+_XID_LINE = re.compile(r"NVRM: Xid \((?:PCI:)?([0-9A-Fa-f:.]+)[^)]*\): (\d+)")
+_XID_IN_TEXT = re.compile(r"\bXid\b:?\s*(?:\([^)]*\):?\s*)?(\d+)")
 _STAMP = re.compile(r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(?:[.,]\d+)?[+-]\d{2}:?\d{2}")
 _LOOK_BACK = timedelta(hours=2)
 """What is older has had its remedy, or shows in nvidia-smi."""
@@ -56,26 +56,26 @@ def parse_xids(text: str, now: datetime | None = None) -> list[Xid]:
     """
     found = dict[Xid, None]()
     for line in text.splitlines():
-        match = _LINE.search(line)
+        match = _XID_LINE.search(line)
         if match and not (now and _is_old(line, now)):
             found[Xid(match[1].lower(), int(match[2]))] = None
     return list(found)
 
 
-def action_of(code: int, site: Mapping[int, XidAction] | None = None) -> XidAction | None:
+def xid_action(code: int, site: Mapping[int, XidAction] | None = None) -> XidAction | None:
     """What a number asks for, by the site's own list before the catalogue; None where neither knows it."""
     return (site or {}).get(code, _ACTION_OF.get(code))
 
 
-def is_of_the_program(text: str) -> bool:
+def is_program_xid(text: str) -> bool:
     """Whether a message names XIDs, and none but those after which the program just starts again."""
-    codes = [int(code) for code in _NAMED.findall(text)]
-    return bool(codes) and all(action_of(code) in ("restart", "ignore") for code in codes)
+    codes = [int(code) for code in _XID_IN_TEXT.findall(text)]
+    return bool(codes) and all(xid_action(code) in ("restart", "ignore") for code in codes)
 
 
 def judge_xids(
     found: Iterable[Xid], site: Mapping[int, XidAction] | None = None, *, is_asked: bool | None = None
-) -> list[Checked]:
+) -> list[CheckResult]:
     """A verdict for each that keeps an attempt away, or that somebody should know of.
 
     `is_asked`: whether the driver asks for an action by itself; where it says that none is needed, a list
@@ -83,18 +83,18 @@ def judge_xids(
     """
     verdicts = []
     for one in sorted(found):
-        action = action_of(one.code, site)
+        action = xid_action(one.code, site)
         if action in ("ignore", "restart"):
             continue
-        what = _WORDS[action] if action else "no list knows this number"
+        what = _ACTION_TEXT[action] if action else "no list knows this number"
         is_bad = action in ("reset", "reboot") and is_asked is not False
         verdicts.append(
-            Checked("gpu", "fail" if is_bad else "warn", f"GPU at {one.gpu}: Xid {one.code}: {what}")
+            CheckResult("gpu", "fail" if is_bad else "warn", f"GPU at {one.gpu}: Xid {one.code}: {what}")
         )
     return verdicts
 
 
-def recent_xids(timeout_s: float) -> list[Xid]:
+def read_recent_xids(timeout_s: float) -> list[Xid]:
     """Those in this kernel's log; none where it is not for us to read, which many sites have so."""
     try:
         done = process.run(["dmesg", "--time-format=iso"], timeout_s=timeout_s)

@@ -10,9 +10,9 @@ from itertools import takewhile
 from typing import Any
 
 from hpcrun.errors import EXIT_SITE, UsageError
-from hpcrun.health.check_result import Checked, judge_clock, parse_checked
-from hpcrun.health.lemon_nodes import Sighting
-from hpcrun.health.preflight import Ask
+from hpcrun.health.check_result import CheckResult, judge_clock, parse_check_result
+from hpcrun.health.lemon_nodes import NodeFault
+from hpcrun.health.preflight import PreflightRequest
 from hpcrun.hostlist import fold
 from hpcrun.launch import recovery
 from hpcrun.launch.agents.nodes import Nodes
@@ -25,43 +25,43 @@ from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.tuning.job_settings import advise_job
 from hpcrun.tuning.registry.device_names import parse_devices
 
-_BEGIN = "preflight: "
-_IN_A_ROW = 3
-_OF_THE_NODE = ("space", "write", "leftovers", "sums", "gpu", "nic")
+_MESSAGE_PREFIX = "preflight: "
+_MAX_FAILED_IN_A_ROW = 3
+_NODE_OWN_CHECKS = ("space", "write", "leftovers", "sums", "gpu", "nic")
 """Of one node alone nobody can compare: these are its own trouble all the same."""
 
-Found = tuple[str, Checked]
+NodeCheckResult = tuple[str, CheckResult]
 """A node, and what was found there."""
 
 
 @dataclass(frozen=True)
-class Admission:
+class PreflightResult:
     """What the preflight of an attempt has found."""
 
     nodes: tuple[str, ...]
     """Those that were looked at."""
     seconds: float
-    found: tuple[Found, ...] = ()
+    found: tuple[NodeCheckResult, ...] = ()
     """All that is not well, node by node."""
 
     @property
-    def refused(self) -> dict[str, list[Checked]]:
+    def refused(self) -> dict[str, list[CheckResult]]:
         """The nodes that are left out, with the checks that failed."""
-        failed: dict[str, list[Checked]] = {}
+        failed: dict[str, list[CheckResult]] = {}
         for node, one in self.found:
             if one.verdict == "fail":
                 failed.setdefault(node, []).append(one)
         return failed
 
     @property
-    def blamed(self) -> list[Found]:
+    def blamed(self) -> list[NodeCheckResult]:
         """Failures that are a node's own: not those that all nodes have, nor those of what nodes share."""
         failed = [(node, one) for node, one in self.found if one.verdict == "fail"]
         where: dict[str, set[str]] = {}
         for node, one in failed:
             where.setdefault(one.check, set()).add(node)
         if len(self.nodes) < 2:
-            return [(node, one) for node, one in failed if one.check in _OF_THE_NODE and not one.common]
+            return [(node, one) for node, one in failed if one.check in _NODE_OWN_CHECKS and not one.common]
         return [(node, one) for node, one in failed if len(where[one.check]) < len(self.nodes)]
 
     def notes(self, *, warnings: bool = True) -> Iterator[str]:
@@ -72,7 +72,7 @@ class Admission:
                 out = "; the node is left out" if one.verdict == "fail" else ""
                 said.setdefault(f"{one}{out}", []).append(node)
         for text, nodes in said.items():
-            yield f"{_BEGIN}{fold(nodes)}: {text}"
+            yield f"{_MESSAGE_PREFIX}{fold(nodes)}: {text}"
 
     def as_event(self) -> dict[str, Any]:
         """As it stands in the run's events."""
@@ -80,32 +80,32 @@ class Admission:
         rest = {"nodes": len(self.nodes), "seconds": round(self.seconds, 3), "found": found}
         return {**rest, "excluded": sorted(self.refused)}
 
-    def sightings(self, attempt: Attempt, job: int, now: float) -> list[Sighting]:
+    def node_faults(self, attempt: Attempt, job: int, now: float) -> list[NodeFault]:
         """What is to be remembered against nodes, for the jobs that come after."""
         log, number = str(attempt.run.events), attempt.number
         return [
-            Sighting(node, now, "preflight", attempt.run.id, number, str(one), log, one.check, job)
+            NodeFault(node, now, "preflight", attempt.run.id, number, str(one), log, one.check, job)
             for node, one in self.blamed
         ]
 
 
-def ask_for(
+def build_preflight_request(
     spec: JobSpec, cluster: ClusterSpec | None, attempt: int, nodes: Sequence[str] = (), *, is_alone: bool
-) -> Ask | None:
+) -> PreflightRequest | None:
     """What the nodes are asked to look at; None where the job wants no preflight."""
     checks = checks_of(spec.preflight)
     if not checks:
         return None
     if cluster is None:
-        return Ask(checks, attempt, gpus=spec.resources.gpus_per_node or 0)
+        return PreflightRequest(checks, attempt, gpus=spec.resources.gpus_per_node or 0)
     local = [one.path for one in cluster.file_systems.values() if not one.shared or one.kind == "local"]
-    return Ask(
+    return PreflightRequest(
         checks,
         attempt,
         scratch=local,
         interface=None if is_alone else cluster.network.interface,
         hcas=cluster.network.hcas,
-        hcas_of=adapters_of(spec, cluster, nodes, os.environ),
+        hcas_of=rank_adapters(spec, cluster, nodes, os.environ),
         gpus=spec.resources.gpus_per_node or 0,
         xids={str(code): action for code, action in cluster.preflight.xids.items()},
         programs=cluster.preflight.checks,
@@ -113,7 +113,7 @@ def ask_for(
     )
 
 
-def adapters_of(
+def rank_adapters(
     spec: JobSpec, cluster: ClusterSpec, nodes: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, tuple[str, ...]]:
     """The adapters that the ranks of a node will use, where these are not all that the profile names.
@@ -137,34 +137,42 @@ def adapters_of(
     return found
 
 
-def admit(ask: Ask, nodes: Nodes) -> Admission:
+def run_preflight(ask: PreflightRequest, nodes: Nodes) -> PreflightResult:
     """Have every node look at itself, and judge what they say."""
     sent, began = time.time(), time.monotonic()
     answers = nodes.preflight(ask)
     seconds = time.monotonic() - began
-    return judge(ask, nodes.alive, answers, sent, sent + seconds)
+    return evaluate_preflight(ask, nodes.alive, answers, sent, sent + seconds)
 
 
-def judge(
-    ask: Ask, alive: Sequence[str], answers: Mapping[str, Mapping[str, Any]], sent: float, received: float
-) -> Admission:
+def evaluate_preflight(
+    ask: PreflightRequest,
+    alive: Sequence[str],
+    answers: Mapping[str, Mapping[str, Any]],
+    sent: float,
+    received: float,
+) -> PreflightResult:
     """The answers of the nodes that live; one that gives none is unknown, and stays."""
-    found: list[Found] = []
+    found: list[NodeCheckResult] = []
     for node in alive:
         said = answers.get(node)
         if said is None:
-            found.append((node, Checked("preflight", "unknown", "the node gave no answer in time")))
+            found.append((node, CheckResult("preflight", "unknown", "the node gave no answer in time")))
             continue
-        told = [parse_checked(one) for one in said.get("checks", ())]
+        told = [parse_check_result(one) for one in said.get("checks", ())]
         found += [(node, one) for one in told if one is not None and one.verdict != "ok"]
         if "clock" in ask.checks:
             clock = judge_clock(sent, received, float(said["time"]), float(said["seconds"]))
             found += [(node, clock)] if clock.verdict != "ok" else []
-    return Admission(tuple(alive), received - sent, tuple(found))
+    return PreflightResult(tuple(alive), received - sent, tuple(found))
 
 
-def stopped(
-    attempt: Attempt, admission: Admission, left: Collection[str], needed: int, lost: Iterable[NodeLost] = ()
+def preflight_failure_outcome(
+    attempt: Attempt,
+    admission: PreflightResult,
+    left: Collection[str],
+    needed: int,
+    lost: Iterable[NodeLost] = (),
 ) -> AttemptOutcome:
     """How the attempt ends for which too few nodes are left; it names every check that failed.
 
@@ -179,16 +187,18 @@ def stopped(
     why = "; ".join(f"{fold(nodes)}: {text}" for text, nodes in failed.items())
     names = ", ".join(dict.fromkeys(one.check for checks in admission.refused.values() for one in checks))
     wanted = "1 node is" if needed == 1 else f"{needed} nodes are"
-    message = f"{_BEGIN}{wanted} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
+    message = (
+        f"{_MESSAGE_PREFIX}{wanted} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
+    )
     if names:
         message += f" (to go on all the same: preflight=[{names}] leaves these checks out)"
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
-    if _came_to_nothing(attempt.run) + 1 >= _IN_A_ROW:
-        message, blamed = f"{message}; this is the {_IN_A_ROW}rd attempt in a row", ()
+    if _count_failed_preflights(attempt.run) + 1 >= _MAX_FAILED_IN_A_ROW:
+        message, blamed = f"{message}; this is the {_MAX_FAILED_IN_A_ROW}rd attempt in a row", ()
     return AttemptOutcome(attempt.run, attempt.number, "failed", EXIT_SITE, message, None, lost=blamed)
 
 
-def _came_to_nothing(run: RunDir) -> int:
+def _count_failed_preflights(run: RunDir) -> int:
     """How many attempts before this one have ended with their preflight."""
     before = reversed(recovery.read_outcomes(run))
-    return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_BEGIN), before)])
+    return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_MESSAGE_PREFIX), before)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.runs.snapshot import replicas_of
+from hpcrun.runs.snapshot import read_replica_counts
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.reduced_plan import least_ranks, shrink
 from hpcrun.specs.rundir import Attempt
@@ -26,7 +26,7 @@ class ElasticPlan:
         """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
         if self.plan is None:
             return {}
-        now, missing = self.plan, replicas_of(last)
+        now, missing = self.plan, read_replica_counts(last)
         if now.whole_dp is None and missing is None:
             return {}
         before, whole = missing or (now.whole_dp, now.whole_dp)

@@ -6,7 +6,7 @@ import re
 import signal
 from typing import Any, Literal
 
-from hpcrun.health.xids import is_of_the_program
+from hpcrun.health.xids import is_program_xid
 from hpcrun.launch.watch.stacks import StackGroup
 
 FaultClass = Literal["deterministic", "data", "infrastructure", "preemption", "time limit", "unknown"]
@@ -51,7 +51,7 @@ def classify_crash(record: dict[str, Any] | None, wait_status: int | None = None
         return "infrastructure" if ended_by in _EXTERNAL_SIGNALS else "unknown"
     said = f"{record.get('message', '')}\n{record.get('traceback', '')}"
     if _HARDWARE_ERRORS.search(said):
-        return "unknown" if is_of_the_program(said) else "infrastructure"
+        return "unknown" if is_program_xid(said) else "infrastructure"
     if _PROGRAM_ERRORS.search(said):
         return "data" if _DATA_ERRORS.search(said) else "unknown"
     if _SYSTEM_ERRORS.search(said):

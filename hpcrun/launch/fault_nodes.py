@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from hpcrun.health.lemon_nodes import Sighting
+from hpcrun.health.lemon_nodes import NodeFault
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.recovery import RestartCause, failure_signature
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json
 
 
-def blamed(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[Sighting]:
+def attribute_node_faults(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[NodeFault]:
     """What an attempt's end says of nodes: lost, slow, where a rank hung alone or died without a word."""
     attempt, now = outcome.run.attempt(outcome.attempt), time.time()
     about: dict[str, Any] = {"time": now, "run": outcome.run.id, "attempt": outcome.attempt, "job": job}
@@ -20,7 +20,7 @@ def blamed(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[Sight
     logs = outcome.run.agent_logs
     # A node may also go while another one hangs.
     lost = [
-        Sighting(node=node, cause="node lost", log=str(logs / f"{node}.log"), **about)
+        NodeFault(node=node, cause="node lost", log=str(logs / f"{node}.log"), **about)
         for node in outcome.lost
     ]
     if cause == "node":
@@ -28,7 +28,7 @@ def blamed(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[Sight
     if cause in ("hang", "straggler"):
         if cause == "hang":
             about |= {"log": str(attempt.stacks), "signature": failure_signature(outcome.message)}
-        return [*lost, *(Sighting(node=node, cause=cause, **about) for node in outcome.suspects)]
+        return [*lost, *(NodeFault(node=node, cause=cause, **about) for node in outcome.suspects)]
     placed = read_placement(attempt.placement)
     rank = outcome.rank
     if cause != "crash" or rank is None or placed is None or rank >= len(placed[0].ranks):
@@ -39,5 +39,5 @@ def blamed(outcome: AttemptOutcome, cause: RestartCause, job: int) -> list[Sight
         return []
     node, log = placed[0].ranks[rank], str(attempt.log(rank))
     return [
-        Sighting(node=node, cause="crash", log=log, signature=failure_signature(outcome.message), **about)
+        NodeFault(node=node, cause="crash", log=log, signature=failure_signature(outcome.message), **about)
     ]

@@ -13,7 +13,7 @@ from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recovery
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.final_save import effective_grace_s
-from hpcrun.launch.requeue_exclusion import exclusion, keep_away
+from hpcrun.launch.requeue_exclusion import apply_requeue_exclusion, build_requeue_exclusion
 from hpcrun.launch.run_context import RunContext
 from hpcrun.runs.lease import LeaderEventWriter
 from hpcrun.slurm.allocation import batch_identity
@@ -92,7 +92,7 @@ class OutcomeRecorder:
         ill = outcome.lost if outcome.exit_code == EXIT_SITE else ()
         self._verify()
         if refused is None:
-            away = exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
+            away = build_requeue_exclusion(allocation, ill, spec.resources.all_nodes) if ill else ""
             try:
                 allocation.requeue()
             except SiteError as error:
@@ -101,7 +101,7 @@ class OutcomeRecorder:
             return None, refused
         self._note(f"{cause.replace('_', ' ')}: queued again as job {allocation.id}")
         if away:
-            self._note(keep_away(allocation, away))
+            self._note(apply_requeue_exclusion(allocation, away))
         return cause, ""
 
 

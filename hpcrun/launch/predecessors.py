@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, SiteError
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.outcome import record_run_exit
-from hpcrun.runs.run_state import RunState, look_at_all
+from hpcrun.runs.run_state import RunState, read_run_states
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.rundir import RunDir
@@ -58,7 +58,7 @@ def _unfinished_runs(runs: Sequence[RunDir]) -> list[RunState]:
     """Those that have not ended well, the ones that never will first."""
     until = time.monotonic() + RECORD_DELAY_S
     while True:
-        found = [one for one in look_at_all(runs) if one.state != "done"]
+        found = [one for one in read_run_states(runs) if one.state != "done"]
         # An end on record is final; what only Slurm says may be contradicted by a record that comes late.
         failed = [one for one in found if one.is_over and one.exit_code is not None]
         if not found or failed or time.monotonic() > until:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.health.lemon_nodes import most_avoided
+from hpcrun.health.lemon_nodes import max_avoided_nodes
 from hpcrun.hostlist import expand, fold
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.slurm.client import run_client
@@ -14,7 +14,7 @@ from hpcrun.slurm.jobs import parse_scontrol_jobs
 _ASK_S = 10
 
 
-def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
+def build_requeue_exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
     """The job's ExcNodeList with these nodes in it, for after the requeue; empty: it is to stay as it is.
 
     Asked for before the requeue, whose TERM ends our commands. A job never excludes more of its partition
@@ -31,11 +31,11 @@ def exclusion(allocation: Allocation, nodes: Sequence[str], needed: int) -> str:
     except (SiteError, UsageError):
         return ""
     new = [node for node in nodes if node in known and node not in before]
-    most = most_avoided(len(known), needed + sum(node in known for node in before))
+    most = max_avoided_nodes(len(known), needed + sum(node in known for node in before))
     return fold([*before, *new[:most]], suffixes=False) if new[:most] else ""
 
 
-def keep_away(allocation: Allocation, excluded: str) -> str:
+def apply_requeue_exclusion(allocation: Allocation, excluded: str) -> str:
     """Give a job that is in the queue again this ExcNodeList; says what came of it."""
     told = allocation.update(f"ExcNodeList={excluded}")
     if not told:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, EXIT_SAVED, EXIT_SITE, HpcrunError, SiteError
-from hpcrun.health.lemon_nodes import Sighting, note_sightings
+from hpcrun.health.lemon_nodes import NodeFault, record_node_faults
 from hpcrun.launch import admission, recovery
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_monitor import (
@@ -25,7 +25,7 @@ from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.launch.device_assignment import assign_devices, binding_inputs
 from hpcrun.launch.draining_nodes import DrainPoller
 from hpcrun.launch.failover.state import FailoverState, await_run_end, own_run, read_left_out_nodes
-from hpcrun.launch.fault_nodes import blamed
+from hpcrun.launch.fault_nodes import attribute_node_faults
 from hpcrun.launch.final_save import watch_time_limit
 from hpcrun.launch.launchers import Launcher, LaunchRequest
 from hpcrun.launch.node_pool import NodePool
@@ -34,13 +34,13 @@ from hpcrun.launch.rank_command import rank_command
 from hpcrun.launch.rank_environment import build_rank_environment
 from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.signal_queue import SignalQueue, StopRequested
-from hpcrun.launch.telemetry_session import told_of
+from hpcrun.launch.telemetry_session import telemetry_session
 from hpcrun.launch.watch.watchdog import HangWatchdog
 from hpcrun.runs.lease import FencedError, LeaderEventWriter
 from hpcrun.runs.run_lock import clean_up_leftovers, take_over_run_lock
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.load import render_job
-from hpcrun.specs.origin import record_origin
+from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import LineReader, write_json, write_whole
 from hpcrun.specs.rundir import Attempt, RunDir, new_run
@@ -105,14 +105,14 @@ class Supervisor:
         """The directory of a new run, with all that makes it one; nothing where that cannot be written."""
         with new_run(self._prepared.spec.name) as run:
             write_whole(run.spec, render_job(self._prepared.spec))
-            record_origin(run, self._prepared.spec)
+            record_provenance(run, self._prepared.spec)
         return run
 
     def _run_as_leader(self, run: RunDir, launcher: Launcher) -> AttemptOutcome:
         prepared, note = self._prepared, self._observer.note
         has_epoch = self._failover is not None and self._failover.epoch is not None
         owned = take_over_run_lock(run) if has_epoch else own_run(run, self._context.allocation, note)
-        with owned, told_of(run, prepared.spec, self._context, note) as hand_over:
+        with owned, telemetry_session(run, prepared.spec, self._context, note) as hand_over:
             try:
                 if self._failover is None:  # else ranks may have left something in memory
                     self._signal_queue.raise_stops()
@@ -212,7 +212,7 @@ class Supervisor:
         self._node_pool.lose(outcome.lost)
         self._node_pool.avoid(outcome.suspects, nodes)
         if allocation is not None:
-            self._remember(blamed(outcome, cause, allocation.job))
+            self._remember(attribute_node_faults(outcome, cause, allocation.job))
             drained = self._drains.known if self._drains else {}
             for node in self._node_pool.avoid(drained, nodes):
                 self._observer.note(f"{node} is {drained[node]} in Slurm: a spare takes its place")
@@ -234,20 +234,24 @@ class Supervisor:
     def _preflight(self, attempt: Attempt, nodes: Nodes) -> AttemptOutcome | None:
         """Leave out the nodes that are not well; how the attempt ends where too few are left."""
         spec, cluster, allocation = self._prepared.spec, self._context.cluster, self._context.allocation
-        ask = admission.ask_for(spec, cluster, attempt.number, nodes.alive, is_alone=self._context.is_here)
+        ask = admission.build_preflight_request(
+            spec, cluster, attempt.number, nodes.alive, is_alone=self._context.is_here
+        )
         if ask is None:
             return None
-        found = admission.admit(ask, nodes)
+        found = admission.run_preflight(ask, nodes)
         self._outcome_recorder.event(attempt, "preflight", **found.as_event())
         for text in found.notes(warnings=allocation is not None):
             self._observer.note(text)
         self._node_pool.refuse(found.refused)
         gone = self._node_pool.unreported_losses(nodes)
         if allocation is not None:
-            self._remember(found.sightings(attempt, allocation.job, time.time()))
+            self._remember(found.node_faults(attempt, allocation.job, time.time()))
         if self._node_pool.shortage(nodes) is None or not (found.refused or gone):
             return None
-        stopped = admission.stopped(attempt, found, self._node_pool.left(nodes), self._node_pool.least, gone)
+        stopped = admission.preflight_failure_outcome(
+            attempt, found, self._node_pool.left(nodes), self._node_pool.least, gone
+        )
         ended = {"status": stopped.status, "exit_code": stopped.exit_code, "message": stopped.message}
         self._outcome_recorder.event(attempt, "exit", **ended)
         return stopped
@@ -289,9 +293,9 @@ class Supervisor:
             run, attempts[0].number if attempts else 1, status, code, text, step, stop=number
         )
 
-    def _remember(self, seen: Iterable[Sighting]) -> None:
+    def _remember(self, seen: Iterable[NodeFault]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""
-        told = note_sightings(list(seen))
+        told = record_node_faults(list(seen))
         if told:
             self._observer.note(told)
 

@@ -28,14 +28,14 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.telemetry import TelemetrySpec
-from hpcrun.telemetry.shared_files import ShownFile
-from hpcrun.telemetry.sidecar import ALL_TOLD, DRAIN_S, ORDERS, TEXTFILE
+from hpcrun.telemetry.shared_files import SharedFile
+from hpcrun.telemetry.sidecar import ALL_DELIVERED, CONFIG_FILE, FINAL_DELIVERY_S, TEXTFILE_SUFFIX
 
-_MORE_S = 5.0
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+_EXIT_WAIT_S = 5.0
+_REQUIRED_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 
 
-class _Beside:
+class _SidecarProcess:
     """The process that looks after all the others, or nobody."""
 
     def __init__(self, run: RunDir, orders: dict[str, Any], note: Callable[[str], None]) -> None:
@@ -43,11 +43,11 @@ class _Beside:
         self._child: subprocess.Popen[bytes] | None = None
         if orders:
             try:
-                self._child = _start(run, orders)
+                self._child = _start_sidecars(run, orders)
             except OSError as error:
                 note(f"telemetry: {error}; the run goes on without it")
 
-    def hand_over(self) -> None:
+    def detach_for_successor(self) -> None:
         """Tell nothing more, not even that the supervisor is gone: another one has the run, and tells."""
         child, self._child = self._child, None
         if child is None:
@@ -58,32 +58,32 @@ class _Beside:
         if textfile is not None:
             # The figures of the run are shown elsewhere.
             with suppress(OSError):
-                ShownFile(self._run, textfile, TEXTFILE, self._note).remove()
+                SharedFile(self._run, textfile, TEXTFILE_SUFFIX, self._note).remove()
 
     def end(self) -> None:
         """Have the rest told."""
         if self._child is not None:
-            _end(self._child, self._note)
+            _end_sidecars(self._child, self._note)
 
 
 @contextmanager
-def told_of(
+def telemetry_session(
     run: RunDir, spec: JobSpec, site: RunContext, note: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
     """Have everybody told whom the job or the site names, for as long as the block lasts.
 
     Gives what ends it before, to be called where another supervisor has the run.
     """
-    beside = _Beside(run, _orders(run, spec, site, note), note)
+    beside = _SidecarProcess(run, _sidecar_configs(run, spec, site, note), note)
     try:
-        yield beside.hand_over
+        yield beside.detach_for_successor
     finally:
         beside.end()
 
 
-def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_sidecars(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
     run.telemetry.mkdir(mode=0o700, exist_ok=True)
-    write_json(run.telemetry / ORDERS, orders)
+    write_json(run.telemetry / CONFIG_FILE, orders)
     return process.hold(
         subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
@@ -95,16 +95,16 @@ def _start(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
     )
 
 
-def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
+def _end_sidecars(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
     """Nothing more will happen: let it tell the rest, and go."""
     assert child.stdin is not None
     assert child.stdout is not None
     with suppress(BrokenPipeError):
         child.stdin.close()
     try:
-        child.wait(DRAIN_S + _MORE_S)
+        child.wait(FINAL_DELIVERY_S + _EXIT_WAIT_S)
         # Its exit code may have been reaped with that of the ranks.
-        if child.stdout.read().decode() != ALL_TOLD:
+        if child.stdout.read().decode() != ALL_DELIVERED:
             note("telemetry: what looks after it has died on the way; the run was not told of to its end")
     except subprocess.TimeoutExpired:
         note("telemetry: what was still to be told took too long, and was dropped")
@@ -114,41 +114,43 @@ def _end(child: subprocess.Popen[bytes], note: Callable[[str], None]) -> None:
         child.stdout.close()
 
 
-def _orders(run: RunDir, spec: JobSpec, site: RunContext, note: Callable[[str], None]) -> dict[str, Any]:
+def _sidecar_configs(
+    run: RunDir, spec: JobSpec, site: RunContext, note: Callable[[str], None]
+) -> dict[str, Any]:
     """What each of them is to do, by its name; empty where there is nothing to be done."""
     cluster = site.cluster
     wanted = spec.telemetry.at(cluster.telemetry if cluster else None)
     orders: dict[str, Any] = {}
     if wanted.textfile or wanted.port:
         orders["exporter"] = {
-            "textfile": _expanded(wanted.textfile),
+            "textfile": _expand_path(wanted.textfile),
             "port": wanted.port,
-            "targets": _expanded(wanted.targets),
-            "address": _address(site),
+            "targets": _expand_path(wanted.targets),
+            "address": _exporter_address(site),
             "suffix": cluster.network.fabric_suffix if cluster else "",
         }
     if wanted.tensorboard:
         place = run.path / "tensorboard"
         if isinstance(wanted.tensorboard, str):
-            place = Path(_expanded(wanted.tensorboard) or "") / run.shared_name
+            place = Path(_expand_path(wanted.tensorboard) or "") / run.shared_name
         orders["tensorboard"] = {"directory": str(place)}
     if wanted.wandb is not None:
-        orders["wandb"] = _wandb(run, spec, wanted)
+        orders["wandb"] = _wandb_config(run, spec, wanted)
     hooks = [{**one.model_dump(), "whose": "job"} for one in spec.hooks]
     hooks += [{**one.model_dump(), "whose": "site"} for one in (cluster.hooks if cluster else ())]
     if hooks:
         orders["hooks"] = {"hooks": hooks, "directory": str(working_directory())}
-    for name, package in _PACKAGES.items():
+    for name, package in _REQUIRED_PACKAGES.items():
         if name in orders and not _is_installed(package):
             note(
                 f"telemetry.{name}: {sys.executable} has no package {package}; the run goes on without it;"
                 f" to have it: pip install {package}"
             )
             del orders[name]
-    return orders and orders | {"about": _about(run, spec, site)}
+    return orders and orders | {"about": _run_labels(run, spec, site)}
 
 
-def _about(run: RunDir, spec: JobSpec, site: RunContext) -> dict[str, Any]:
+def _run_labels(run: RunDir, spec: JobSpec, site: RunContext) -> dict[str, Any]:
     job = str(site.allocation.job) if site.allocation else ""
     return {
         "run": run.id,
@@ -159,7 +161,7 @@ def _about(run: RunDir, spec: JobSpec, site: RunContext) -> dict[str, Any]:
     }
 
 
-def _wandb(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
+def _wandb_config(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
     assert wanted.wandb is not None
     sweep = run.sweep_of_element
     return {
@@ -179,11 +181,11 @@ def _is_installed(package: str) -> bool:
     return found is not None and found.origin is not None
 
 
-def _expanded(place: str | None) -> str | None:
+def _expand_path(place: str | None) -> str | None:
     return None if place is None else expand_path(place)
 
 
-def _address(site: RunContext) -> str:
+def _exporter_address(site: RunContext) -> str:
     """Where /metrics is served: on this machine alone, and in an allocation on the interface of its jobs."""
     if site.allocation is None:
         return LOOPBACK

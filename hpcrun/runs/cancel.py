@@ -10,8 +10,8 @@ from contextlib import suppress
 from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
 from hpcrun.runs.remote_signal import signal_successor
-from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
-from hpcrun.runs.snapshot import View
+from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
+from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.ids import parse_job_id
 from hpcrun.slurm.queue import Answer, Question, ask_jobs, cancel_job
 from hpcrun.specs.provenance import read_provenance
@@ -22,32 +22,32 @@ _POLL_S = 0.2
 _KILL_WAIT_S = 15.0
 
 
-def cancel(run: RunDir, *, now: bool = False) -> list[str]:
+def cancel_run(run: RunDir, *, now: bool = False) -> list[str]:
     """Ask a run to save and stop, or with `now` to end at once; what waits is taken out of the queue.
 
     Of a sweep, all elements that are not over. A line for each thing done; UsageError where there is nothing
     to stop, SiteError where Slurm does not answer.
     """
-    states = look_at_elements(run) if run.sweep.is_file() else look_at_all([run])
+    states = read_element_states(run) if run.sweep.is_file() else read_run_states([run])
     ahead = [one for one in states if one.state in ("running", "queued")]
     if not ahead:
-        raise _nothing_to_stop(look_at_all([run])[0])
+        raise _nothing_to_cancel_error(read_run_states([run])[0])
     if not now:
         for one in ahead:
             # A supervisor that is lost at this moment hands nothing on.
             with suppress(OSError):
                 write_json(one.run.wish, {"time": time.time(), "attempt": one.attempt})
-    lines = [_stop_process(one.run, now) for one in _one_a_process([one for one in ahead if not one.job])]
+    lines = [_cancel_process(one.run, now) for one in _one_per_process([one for one in ahead if not one.job])]
     by_job: dict[Question, list[RunState]] = {}
     for one in ahead:
         if one.job and not now and (reached := signal_successor(one.run, signal.SIGTERM, one.cluster)):
             lines.append(f"{one.run.id}: asked {reached} to save and stop")
         elif one.job:
-            by_job.setdefault(_target(run, one), []).append(one)
-    return [*lines, *(f"{run.id}: {_stop_job(job, each, now)}" for job, each in by_job.items())]
+            by_job.setdefault(_scancel_target(run, one), []).append(one)
+    return [*lines, *(f"{run.id}: {_cancel_job(job, each, now)}" for job, each in by_job.items())]
 
 
-def _nothing_to_stop(state: RunState) -> HpcrunError:
+def _nothing_to_cancel_error(state: RunState) -> HpcrunError:
     told = f" ({state.message})" if state.message else ""
     if state.is_over:
         return UsageError(f"{state.run.id} is {state.state}{told}; there is nothing to cancel")
@@ -56,14 +56,14 @@ def _nothing_to_stop(state: RunState) -> HpcrunError:
     return UsageError(f"{state.run.id} is not known to run{told}; there is nothing to cancel here")
 
 
-def _one_a_process(states: Sequence[RunState]) -> list[RunState]:
+def _one_per_process(states: Sequence[RunState]) -> list[RunState]:
     """Of a sweep that is one process, the element that runs, else any that waits."""
     running = [one for one in states if one.state == "running"]
     return list({one.pid: one for one in running or states}.values())
 
 
-def _stop_process(run: RunDir, now: bool) -> str:
-    found = View(run, read_provenance(run.sweep_of_element or run)).process
+def _cancel_process(run: RunDir, now: bool) -> str:
+    found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
     if found is None:
         return f"{run.id}: has ended just now"
     pid, handle = found[1].pid, process.Handle(found[1])
@@ -82,21 +82,21 @@ def _stop_process(run: RunDir, now: bool) -> str:
     return f"{run.id}: ended without a save"
 
 
-def _target(run: RunDir, state: RunState) -> Question:
+def _scancel_target(run: RunDir, state: RunState) -> Question:
     """The job to name to scancel: of a sweep the whole array."""
     found = parse_job_id(state.job or "")
     assert found is not None
     return Question(found.job, None if run.sweep.is_file() else found.element, state.cluster)
 
 
-def _stop_job(job: Question, states: Sequence[RunState], now: bool) -> str:
+def _cancel_job(job: Question, states: Sequence[RunState], now: bool) -> str:
     waiting = [one.run for one in states if one.state == "queued"]
     if waiting:
         # What waits comes first, and then a second look: nothing may start behind our back.
         cancel_job(job, "pending")
-    taken = _taken(waiting)
+    taken = _dequeued_runs(waiting)
     for run in taken:
-        _record(run, job)
+        _record_cancellation(run, job)
     told = [f"{len(taken)} taken out of the queue"] if taken else []
     if running := len(states) - len(taken):
         cancel_job(job, "now" if now else "save")
@@ -106,9 +106,9 @@ def _stop_job(job: Question, states: Sequence[RunState], now: bool) -> str:
     return f"of job {job}, {' and '.join(told)}"
 
 
-def _taken(waiting: Sequence[RunDir]) -> list[RunDir]:
+def _dequeued_runs(waiting: Sequence[RunDir]) -> list[RunDir]:
     """Those of the waiting that are out of the queue now."""
-    states = look_at_all(waiting)
+    states = read_run_states(waiting)
     # Slurm forgets an element that had not started as soon as it is cancelled; the accounts may be down.
     asked: dict[RunDir, Question] = {}
     for one in states:
@@ -119,7 +119,7 @@ def _taken(waiting: Sequence[RunDir]) -> list[RunDir]:
     return [one.run for one in states if one.state in ("cancelled", "lost") or one.run in gone]
 
 
-def _record(run: RunDir, job: Question) -> None:
+def _record_cancellation(run: RunDir, job: Question) -> None:
     """An end that no supervisor is there to write down, and that Slurm forgets in some minutes."""
     attempts = run.attempts()
     number = attempts[-1].number if attempts else None

@@ -17,11 +17,11 @@ from hpcrun.runs.save_text import is_durable_save
 
 Record = Mapping[str, Any]
 
-_MOST = 1e15
+_MAX_VALUE = 1e15
 
 
 @dataclass
-class LevelSums:
+class LevelStats:
     """What the saves of one level have come to; seconds and bytes only ever grow."""
 
     saves: int = 0
@@ -39,10 +39,10 @@ class LevelSums:
 
 
 @dataclass
-class SaveSums:
+class CheckpointStats:
     """All levels of a run, and since when nothing was durable; dumps to JSON and reads back."""
 
-    levels: dict[str, LevelSums] = field(default_factory=dict)
+    levels: dict[str, LevelStats] = field(default_factory=dict)
     undurable_since: float | None = None
     """When the newest durable save was complete (wall clock), or the first step, where there was none."""
 
@@ -56,22 +56,22 @@ class SaveSums:
         level = str(line.get("level", "durable"))
         if kind not in ("save", "stored", "save_failed") or level not in LEVELS:
             return
-        sums = self.levels.setdefault(level, LevelSums())
+        sums = self.levels.setdefault(level, LevelStats())
         if kind == "save_failed":
             sums.failures += 1
             return
         sums.saves += 1
-        sums.size_bytes += _number(line.get("bytes")) or 0.0
+        sums.size_bytes += _valid_number(line.get("bytes")) or 0.0
         if kind == "save":
-            sums.stall_s += _number(line.get("seconds")) or 0.0
+            sums.stall_s += _valid_number(line.get("seconds")) or 0.0
             return
-        sums.drain_s += _number(line.get("seconds")) or 0.0
-        sums.lag_s = _number(line.get("lag_s"))
-        facts, size = line.get("facts"), _number(line.get("bytes"))
-        stored = _number(facts.get("stored_bytes")) if isinstance(facts, dict) else None
+        sums.drain_s += _valid_number(line.get("seconds")) or 0.0
+        sums.lag_s = _valid_number(line.get("lag_s"))
+        facts, size = line.get("facts"), _valid_number(line.get("bytes"))
+        stored = _valid_number(facts.get("stored_bytes")) if isinstance(facts, dict) else None
         sums.ratio = (size if stored is None else stored) / size if size else None
 
-    def take_all(self, lines: Iterable[Record]) -> SaveSums:
+    def take_all(self, lines: Iterable[Record]) -> CheckpointStats:
         """Several lines; returns itself."""
         for line in lines:
             self.take(line)
@@ -79,27 +79,29 @@ class SaveSums:
 
     def lines(self) -> list[str]:
         """A line a level, in plain text, from the quickest to the safest."""
-        return [f"{level}: {_words(self.levels[level])}" for level in LEVELS if level in self.levels]
+        return [
+            f"{level}: {_format_level_stats(self.levels[level])}" for level in LEVELS if level in self.levels
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def parse_sums(told: Any) -> SaveSums | None:
+def parse_checkpoint_stats(told: Any) -> CheckpointStats | None:
     """Sums that were dumped; None where they are damaged, or of another version."""
     try:
-        levels = {name: LevelSums(**one) for name, one in told["levels"].items()}
-        found = SaveSums(levels, told["undurable_since"])
+        levels = {name: LevelStats(**one) for name, one in told["levels"].items()}
+        found = CheckpointStats(levels, told["undurable_since"])
     except (TypeError, KeyError, AttributeError):
         return None
     values = [value for one in levels.values() for value in asdict(one).values()]
     since = found.undurable_since
-    are_numbers = all(value is None or _number(value) is not None for value in (*values, since))
+    are_numbers = all(value is None or _valid_number(value) is not None for value in (*values, since))
     return found if are_numbers and levels.keys() <= set(LEVELS) else None
 
 
-def _words(sums: LevelSums) -> str:
+def _format_level_stats(sums: LevelStats) -> str:
     parts = [f"{sums.saves} save{'s' * (sums.saves != 1)}"]
     if sums.stall_s and sums.saves:
         parts.append(f"training waited {sums.stall_s / sums.saves:.2g} s each")
@@ -115,7 +117,7 @@ def _words(sums: LevelSums) -> str:
     return ", ".join(parts)
 
 
-def _number(value: Any) -> float | None:
+def _valid_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 <= value < _MOST else None
+    return float(value) if 0 <= value < _MAX_VALUE else None

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.runs.cancel import cancel
-from hpcrun.runs.follow import Pace, Watch, told
+from hpcrun.runs.cancel import cancel_run
+from hpcrun.runs.follow import PollIntervals, RunWatcher, format_run_state
 from hpcrun.runs.remote_signal import signal_successor
-from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
+from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
 from hpcrun.runs.save_text import is_durable_save
-from hpcrun.runs.snapshot import View
+from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.answers import parse_trouble
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
@@ -26,7 +26,7 @@ _SCANCEL_S = 30.0
 
 
 @dataclass(frozen=True)
-class Asked:
+class SaveRequest:
     """What was asked of whom, and where the answers of those who were asked will appear."""
 
     lines: list[str]
@@ -35,19 +35,19 @@ class Asked:
     """The metrics of every run that was asked, from that moment on."""
 
 
-def save(run: RunDir, *, force: bool = False) -> Asked:
+def request_save(run: RunDir, *, force: bool = False) -> SaveRequest:
     """Ask a run to save at its next step and go on; of a sweep, every element that has begun.
 
     A program of the user's own gets the signal with `force` only: it ends one that does not handle it.
     UsageError where there is nothing to save, SiteError where Slurm does not answer.
     """
-    _require_our_training(run, force)
-    states = look_at_elements(run) if run.sweep.is_file() else look_at_all([run])
-    begun = [one for one in states if one.state == "running" and _has_begun(one.run)]
+    _require_savable_run(run, force)
+    states = read_element_states(run) if run.sweep.is_file() else read_run_states([run])
+    begun = [one for one in states if one.state == "running" and _has_supervisor(one.run)]
     if not begun:
-        raise _nothing_to_save(look_at_all([run])[0] if run.sweep.is_file() else states[0])
-    answers = {one.run: _from_now_on(one.run) for one in begun}
-    lines = [_ask_process(one.run) for one in begun if not one.job]
+        raise _nothing_to_save_error(read_run_states([run])[0] if run.sweep.is_file() else states[0])
+    answers = {one.run: _new_metrics_reader(one.run) for one in begun}
+    lines = [_signal_process(one.run) for one in begun if not one.job]
     by_cluster: defaultdict[str, list[str]] = defaultdict(list)
     for one in begun:
         if one.job and (reached := signal_successor(one.run, signal.SIGUSR1, one.cluster)):
@@ -55,26 +55,26 @@ def save(run: RunDir, *, force: bool = False) -> Asked:
         elif one.job:
             by_cluster[one.cluster].append(one.job)
     for cluster, jobs in by_cluster.items():
-        _ask_jobs(jobs, cluster)
+        _signal_batch_jobs(jobs, cluster)
         lines.append(f"{run.id}: asked job {', '.join(jobs)} to save and go on")
-    return Asked(lines, answers)
+    return SaveRequest(lines, answers)
 
 
-def stop(run: RunDir) -> list[str]:
+def request_stop(run: RunDir) -> list[str]:
     """Ask a run to save and stop, and not to be queued again; what waits is taken out of the queue."""
-    return cancel(run)
+    return cancel_run(run)
 
 
 def wait_for_saves(
-    asked: Asked,
+    asked: SaveRequest,
     note: Callable[[str], None],
     *,
     timeout_s: float | None = None,
-    pace: Pace | None = None,
+    pace: PollIntervals | None = None,
 ) -> bool:
     """Wait until all who were asked have saved, which is noted; False where one ended without, or is late."""
     ahead, all_saved = dict(asked.answers), True
-    watch = Watch(list(ahead), pace)
+    watch = RunWatcher(list(ahead), pace)
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while ahead:
         # Looked at first: what was written until then is still read.
@@ -82,10 +82,10 @@ def wait_for_saves(
         for state in states:
             if state.run not in ahead:
                 continue
-            if saved := _saved(ahead[state.run]):
+            if saved := _next_save_text(ahead[state.run]):
                 note(f"{state.run.id}: {saved}")
             elif state.is_over:
-                note(f"{told(state)}; it has written no further save")
+                note(f"{format_run_state(state)}; it has written no further save")
                 all_saved = False
             else:
                 continue
@@ -98,7 +98,7 @@ def wait_for_saves(
     return all_saved
 
 
-def _saved(reader: LineReader) -> str:
+def _next_save_text(reader: LineReader) -> str:
     for line in reader.read():
         if is_durable_save(line):
             seconds = line.get("lag_s", line.get("seconds"))
@@ -107,11 +107,11 @@ def _saved(reader: LineReader) -> str:
     return ""
 
 
-def _from_now_on(run: RunDir) -> LineReader:
+def _new_metrics_reader(run: RunDir) -> LineReader:
     return LineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
 
 
-def _require_our_training(run: RunDir, force: bool) -> None:
+def _require_savable_run(run: RunDir, force: bool) -> None:
     origin = read_provenance(run.sweep_of_element or run)
     if origin is None or origin.steps is not None:
         return
@@ -124,13 +124,13 @@ def _require_our_training(run: RunDir, force: bool) -> None:
         )
 
 
-def _has_begun(run: RunDir) -> bool:
+def _has_supervisor(run: RunDir) -> bool:
     """Whether the newest attempt has a supervisor: that knows the signal, a shell may die of it."""
-    view = View(run, read_provenance(run.sweep_of_element or run))
+    view = RunSnapshot(run, read_provenance(run.sweep_of_element or run))
     return view.has_begun and not view.attempts[-1].outcome.exists()
 
 
-def _nothing_to_save(state: RunState) -> HpcrunError:
+def _nothing_to_save_error(state: RunState) -> HpcrunError:
     why = f" ({state.message})" if state.message else ""
     if state.state == "running":
         return UsageError(
@@ -141,8 +141,8 @@ def _nothing_to_save(state: RunState) -> HpcrunError:
     return UsageError(f"{state.run.id} is {state.state}{why}; there is nothing to save")
 
 
-def _ask_process(run: RunDir) -> str:
-    found = View(run, read_provenance(run.sweep_of_element or run)).process
+def _signal_process(run: RunDir) -> str:
+    found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
     handle = process.Handle(found[1]) if found else None
     if handle is None or not handle.signal(signal.SIGUSR1):
         return f"{run.id}: has ended just now"
@@ -150,7 +150,7 @@ def _ask_process(run: RunDir) -> str:
     return f"{run.id}: asked pid {handle.process.pid} to save and go on"
 
 
-def _ask_jobs(jobs: Sequence[str], cluster: str) -> None:
+def _signal_batch_jobs(jobs: Sequence[str], cluster: str) -> None:
     """Through the batch shell, which hands it on; SiteError with scancel's words."""
     where = ["-M", cluster] if cluster else []
     words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *where, *jobs]

@@ -8,13 +8,13 @@ from typing import Any
 
 from hpcrun.files import clock_of
 from hpcrun.masking import Masker
-from hpcrun.runs.checkpoint_stats import SaveSums
-from hpcrun.runs.follow import batch_logs
-from hpcrun.runs.ledger import Ledger, add, read_ledger
+from hpcrun.runs.checkpoint_stats import CheckpointStats
+from hpcrun.runs.follow import find_batch_logs
+from hpcrun.runs.ledger import GoodputLedger, read_ledger, sum_ledgers
 from hpcrun.runs.level_text import describe_spare_replicas
-from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements, with_slurm_state
-from hpcrun.runs.snapshot import replicas_of
-from hpcrun.runs.timeline import is_moment
+from hpcrun.runs.run_state import RunState, read_element_states, read_run_states, with_slurm_state
+from hpcrun.runs.snapshot import read_replica_counts
+from hpcrun.runs.timeline import is_valid_timestamp
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json, read_lines
@@ -23,47 +23,51 @@ from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.sweep import read_sweep
 
 
-def describe(run: RunDir) -> tuple[dict[str, Any], Ledger]:
+def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
     """The state of a run, its origin and jobs, files, attempts and saves, and where its time went.
 
     Of an element of a sweep also what it changes.
     """
-    state = with_slurm_state(look_at_all([run])[0])
+    state = with_slurm_state(read_run_states([run])[0])
     owner = run.sweep_of_element or run
-    origin, levels = read_provenance(owner), saves_of(run)
+    origin, levels = read_provenance(owner), read_checkpoint_stats(run)
     told = {
         **state.as_json(),
-        "files": _files(owner, run),
-        "overrides": _overrides(run),
+        "files": _list_files(owner, run),
+        "overrides": _element_overrides(run),
         "after": [one.id for one in read_predecessors(owner).runs],
         "origin": asdict(origin) | {"argv": Masker().mask_words(origin.argv)} if origin else None,
-        "attempts": [_attempt(one, state) for one in run.attempts()],
+        "attempts": [_describe_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
         "save_levels": levels.as_json(),
         "save_lines": levels.lines() + describe_spare_replicas(read_lines(run.events)),
     }
-    return told, account(state)
+    return told, compute_run_ledger(state)
 
 
-def account(state: RunState) -> Ledger:
+def compute_run_ledger(state: RunState) -> GoodputLedger:
     """Where the time of a run went, until now where it goes on; of a sweep the sum over its elements."""
     if not state.run.sweep.is_file():
         # Where nobody knows whether it goes on, what it has written is the last that is known.
         now = (
-            None if state.is_over else _moment(state.run, state.changed if state.state == "unknown" else None)
+            None
+            if state.is_over
+            else _event_clock_time(state.run, state.changed if state.state == "unknown" else None)
         )
         return read_ledger(state.run, now=now)
     # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
-    return add(account(one) for one in look_at_elements(state.run, ask=False))
+    return sum_ledgers(compute_run_ledger(one) for one in read_element_states(state.run, ask=False))
 
 
-def _moment(run: RunDir, at: float | None) -> float:
+def _event_clock_time(run: RunDir, at: float | None) -> float:
     """The time `at` on the clock of the file system, by default now, by the clock of who writes the events.
 
     That is the time of the last event, and what has passed on the file system since: this host's clock may be
     another than both.
     """
-    last = max((one["time"] for one in read_lines(run.events) if is_moment(one.get("time"))), default=None)
+    last = max(
+        (one["time"] for one in read_lines(run.events) if is_valid_timestamp(one.get("time"))), default=None
+    )
     if at is None:
         try:
             at = clock_of(run.path)
@@ -72,29 +76,29 @@ def _moment(run: RunDir, at: float | None) -> float:
     return at if last is None else last + max(0.0, at - run.events.stat().st_mtime)
 
 
-def saves_of(run: RunDir) -> SaveSums:
+def read_checkpoint_stats(run: RunDir) -> CheckpointStats:
     """What its saves have come to at each level; of a sweep nothing."""
-    return SaveSums().take_all(read_lines(run.metrics))
+    return CheckpointStats().take_all(read_lines(run.metrics))
 
 
-def sweep_table(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:
+def read_sweep_results(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:
     """The results of a sweep: for each element what it changes, and where it stands."""
-    return list(zip(read_sweep(run), look_at_elements(run), strict=True))
+    return list(zip(read_sweep(run), read_element_states(run), strict=True))
 
 
-def _files(owner: RunDir, run: RunDir) -> dict[str, str | list[str]]:
+def _list_files(owner: RunDir, run: RunDir) -> dict[str, str | list[str]]:
     named = {"spec": run.spec, "script": owner.script, "code difference": owner.code_diff}
     files: dict[str, str | list[str]] = {name: str(path) for name, path in named.items() if path.is_file()}
-    return files | {"batch logs": [str(path) for path in batch_logs(run)]}
+    return files | {"batch logs": [str(path) for path in find_batch_logs(run)]}
 
 
-def _overrides(run: RunDir) -> dict[str, Any] | None:
+def _element_overrides(run: RunDir) -> dict[str, Any] | None:
     sweep = run.sweep_of_element
     return None if sweep is None else read_sweep(sweep)[int(run.path.name)]
 
 
-def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
-    told, ended = (_mapping(read_json(path)) for path in (one.supervisor, one.outcome))
+def _describe_attempt(one: Attempt, state: RunState) -> dict[str, Any]:
+    told, ended = (_dict_or_empty(read_json(path)) for path in (one.supervisor, one.outcome))
     known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
     outcome = {
         name: ended.get(name) for name in ("status", "message", "step", "requeued", "relaunched", "ended")
@@ -103,10 +107,10 @@ def _attempt(one: Attempt, state: RunState) -> dict[str, Any]:
         is_newest = one.number == state.attempt
         words = None if is_newest and state.state == "running" else "it left no word"
         outcome |= {"status": state.state if is_newest else "unknown", "message": words}
-    replicas = replicas_of(one)
+    replicas = read_replica_counts(one)
     known["replicas"] = None if replicas is None else {"there": replicas[0], "whole": replicas[1]}
     return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}
 
 
-def _mapping(record: Any) -> dict[str, Any]:
+def _dict_or_empty(record: Any) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}

@@ -13,10 +13,10 @@ from hpcrun.errors import UsageError
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 
-_EVERY_S = 5.0
+_WRITE_INTERVAL_S = 5.0
 
 
-class Heard:
+class HeartbeatAgeFile:
     """A small file that is written over and over, where somebody looks at it."""
 
     def __init__(self, run: RunDir) -> None:
@@ -27,24 +27,24 @@ class Heard:
     def show(self, silent_s: Mapping[str, float]) -> None:
         """Write down for how long nothing was heard of each node, if it is time to; what fails is let go."""
         now = time.monotonic()
-        if not self._is_wanted or now - self._shown < _EVERY_S:
+        if not self._is_wanted or now - self._shown < _WRITE_INTERVAL_S:
             return
         self._shown = now
         ages = {node: round(age, 3) for node, age in silent_s.items()}
         aside = self._path.with_suffix(".new")
         # Not synced: it is worth nothing a moment later, and must not hold up the supervisor.
         with contextlib.suppress(OSError):
-            aside.write_text(json.dumps({**_now(), "ages": ages}), encoding="utf-8")
+            aside.write_text(json.dumps({**_monotonic_now(), "ages": ages}), encoding="utf-8")
             aside.replace(self._path)
 
 
-def heard_s(run: RunDir) -> dict[str, float]:
+def read_heartbeat_ages(run: RunDir) -> dict[str, float]:
     """For how long each node has not been heard of; empty where nobody on this host has written it down."""
     found: Any = None
     with contextlib.suppress(UsageError, OSError):
         found = read_json(run.telemetry / "heard.json")
     try:
-        now = _now()
+        now = _monotonic_now()
         # What a supervisor on another host has left says nothing any more, and its clock is another one.
         if found["host"] != now["host"]:
             return {}
@@ -54,6 +54,6 @@ def heard_s(run: RunDir) -> dict[str, float]:
         return {}
 
 
-def _now() -> dict[str, Any]:
+def _monotonic_now() -> dict[str, Any]:
     """This moment by the one clock that all processes of a host share and nobody sets."""
     return {"host": os.uname().nodename, "monotonic": time.monotonic()}

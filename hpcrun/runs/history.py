@@ -14,28 +14,28 @@ from hpcrun.checkpoint.policy.failure_rates import Kind, Seen
 from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs.ledger import read_ledger
-from hpcrun.runs.timeline import Record, Timeline, timelines
+from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job_of
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
-MOST_RUNS = 200
+MAX_HISTORY_RUNS = 200
 """The newest of the user's runs; what is older says little of the machine as it is."""
-_MOST_ALIKE = 20
-_MOST_LINES, _MOST_STORED = 20_000, 64
+_MAX_SIMILAR_RUNS = 20
+_MAX_LINES, _MAX_STORED = 20_000, 64
 _LEVELS: tuple[Level, ...] = get_args(Level)
-_NAME = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
-_OF_THE_PROGRAM = ("deterministic", "data")
-_KINDS: Mapping[str, Kind] = {
+_NAME_LINE = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
+_PROGRAM_FAULTS = ("deterministic", "data")
+_FAILURE_KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("crash", "hang", "supervisor lost"), "process"),
     **dict.fromkeys(("node", "node lost"), "node"),
 }
 
 
 @dataclass(frozen=True)
-class Timing:
+class LevelTiming:
     """What one level took in the saves that were seen: medians, in seconds."""
 
     stall_s: float | None = None
@@ -47,32 +47,33 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCosts:
     """What earlier runs of a job have taken."""
 
     runs: tuple[str, ...] = ()
     step_s: float | None = None
-    levels: Mapping[Level, Timing] = field(default_factory=dict)
+    levels: Mapping[Level, LevelTiming] = field(default_factory=dict)
     restart_s: float | None = None
     """From the last sign of progress before a fault to new progress, the mean over faults."""
 
 
-def seen(runs: Iterable[RunDir], cluster: str | None) -> Seen:
+def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> Seen:
     """Failures and node time of the newest runs on a cluster (None: runs without a profile).
 
     Runs on which faults were rehearsed say nothing of the machine and are left out.
     """
     total = Seen()
-    for run in list(runs)[-MOST_RUNS:]:
+    for run in list(runs)[-MAX_HISTORY_RUNS:]:
         with suppress(HpcrunError, OSError):  # of a damaged record others complain
-            if _cluster_of(run) == cluster and not run.chaos.exists():
-                total += of_attempts(
-                    timelines(read_lines(run.events), ()), {one.number: _nodes(one) for one in run.attempts()}
+            if _cluster_name(run) == cluster and not run.chaos.exists():
+                total += count_attempt_failures(
+                    build_timelines(read_lines(run.events), ()),
+                    {one.number: _node_count(one) for one in run.attempts()},
                 )
     return total
 
 
-def of_attempts(attempts: Sequence[Timeline], nodes: Mapping[int, int]) -> Seen:
+def count_attempt_failures(attempts: Sequence[AttemptTimeline], nodes: Mapping[int, int]) -> Seen:
     """What the attempts of one run went through, on so many nodes each."""
     counts: dict[Kind, int] = {}
     node_s, left_out = 0.0, 0
@@ -84,7 +85,7 @@ def of_attempts(attempts: Sequence[Timeline], nodes: Mapping[int, int]) -> Seen:
             if not attempt.is_over and not attempt.is_good and index < len(attempts) - 1:
                 counts["site"] = counts.get("site", 0) + 1
             continue
-        kind = _kind(told[1], attempt)
+        kind = _failure_kind(told[1], attempt)
         if kind is None:
             left_out += 1
         else:
@@ -92,50 +93,50 @@ def of_attempts(attempts: Sequence[Timeline], nodes: Mapping[int, int]) -> Seen:
     return Seen(node_s, counts, 1 if attempts else 0, left_out)
 
 
-def _kind(record: Record, attempt: Timeline) -> Kind | None:
+def _failure_kind(record: Record, attempt: AttemptTimeline) -> Kind | None:
     """The kind of a fault; None for one that is the program's own, or no failure at all."""
-    if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _OF_THE_PROGRAM:
+    if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _PROGRAM_FAULTS:
         return None
     cause = str(record.get("cause") or record.get("event") or "")
     if cause in ("rank gave up", "rank ended", "launcher ended"):
         return "process"
-    kind = _KINDS.get(cause)
+    kind = _FAILURE_KINDS.get(cause)
     nodes = record.get("nodes")
     return "site" if kind == "node" and isinstance(nodes, list) and len(nodes) > 1 else kind
 
 
-def _nodes(attempt: Attempt) -> int:
+def _node_count(attempt: Attempt) -> int:
     found = read_placement(attempt.placement)
     return len(found[0].nodes) if found else 1
 
 
-def _cluster_of(run: RunDir) -> str | None:
+def _cluster_name(run: RunDir) -> str | None:
     """The name in the profile that the run was submitted with."""
     try:
         text = read_regular((run.sweep_of_element or run).cluster).decode(errors="replace")
     except (OSError, UsageError):
         return None
-    found = _NAME.search(text)
+    found = _NAME_LINE.search(text)
     return found[1] if found else None
 
 
-def alike(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
+def find_similar_runs(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
     """The newest runs of the same job: same name, model, layout, precision and nodes; newest first."""
     named = [run for run in runs if run.id.startswith(f"{spec.name}-")]
     found = []
-    for run in reversed(named[-_MOST_ALIKE:]):
+    for run in reversed(named[-_MAX_SIMILAR_RUNS:]):
         with suppress(HpcrunError, OSError):
-            if _shape(load_job_of(run).spec) == _shape(spec):
+            if _job_shape(load_job_of(run).spec) == _job_shape(spec):
                 found.append(run)
     return found
 
 
-def _shape(spec: JobSpec) -> tuple[Any, ...]:
+def _job_shape(spec: JobSpec) -> tuple[Any, ...]:
     asked = spec.resources
     return spec.name, spec.model, spec.parallel, spec.train.precision, asked.nodes, spec.ranks_per_node
 
 
-def measured(runs: Sequence[RunDir]) -> Measured:
+def measure_runs(runs: Sequence[RunDir]) -> MeasuredCosts:
     """What these runs took, all their lines together; what none of them tells is None."""
     lines, restarts = list[Record](), list[float]()
     for run in runs:
@@ -144,10 +145,12 @@ def measured(runs: Sequence[RunDir]) -> Measured:
         if book.mttr_s is not None and book.mttd_s is not None:
             restarts.append(book.mttd_s + book.mttr_s)
     restart = sum(restarts) / len(restarts) if restarts else None
-    return of_lines(lines, tuple(run.id for run in runs), restart)
+    return measure_metric_records(lines, tuple(run.id for run in runs), restart)
 
 
-def of_lines(lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: float | None = None) -> Measured:
+def measure_metric_records(
+    lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: float | None = None
+) -> MeasuredCosts:
     """What the lines of metrics.jsonl say of steps and saves; lines that make no sense are passed over.
 
     A save without a level is one that the ranks wrote into the run directory themselves, and waited for.
@@ -156,28 +159,30 @@ def of_lines(lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: flo
     for line in known:
         kind, level = line.get("kind", "step"), str(line.get("level", "durable"))
         if kind == "step":
-            _note(steps, line.get("step_time_s"))
+            _append_if_valid(steps, line.get("step_time_s"))
         elif kind == "save":
-            _note(found.setdefault((level, "stall"), []), line.get("seconds"))
+            _append_if_valid(found.setdefault((level, "stall"), []), line.get("seconds"))
         elif kind == "stored":
-            _note(found.setdefault((level, "drain"), []), line.get("seconds"))
-            _note(found.setdefault((level, "lag"), []), line.get("lag_s"))
-    for level, longer in _beside(known, _middle(steps)):
-        _note(found.setdefault((level, "stall"), []), longer)
-    levels = {level: _timing(found, level) for level in _LEVELS if any(one[0] == level for one in found)}
-    return Measured(runs, _middle(steps), levels, restart_s)
+            _append_if_valid(found.setdefault((level, "drain"), []), line.get("seconds"))
+            _append_if_valid(found.setdefault((level, "lag"), []), line.get("lag_s"))
+    for level, longer in _background_slowdowns(known, _median_or_none(steps)):
+        _append_if_valid(found.setdefault((level, "stall"), []), longer)
+    levels = {
+        level: _level_timing(found, level) for level in _LEVELS if any(one[0] == level for one in found)
+    }
+    return MeasuredCosts(runs, _median_or_none(steps), levels, restart_s)
 
 
-def _beside(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[str, float]]:
+def _background_slowdowns(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[str, float]]:
     """For each save that a level stored in the background: how much longer the steps beside it were."""
-    lines = lines[-_MOST_LINES:]
+    lines = lines[-_MAX_LINES:]
     ends = [
         (line["attempt"], line["time"], line["step_time_s"])
         for line in lines
         if line.get("kind", "step") == "step"
         and all(isinstance(line.get(name), int | float) for name in ("attempt", "time", "step_time_s"))
     ]
-    for line in [line for line in lines if line.get("kind") == "stored"][-_MOST_STORED:]:
+    for line in [line for line in lines if line.get("kind") == "stored"][-_MAX_STORED:]:
         seconds, time = line.get("seconds"), line.get("time")
         if usual_s is not None and isinstance(seconds, int | float) and isinstance(time, int | float):
             # A step counts with the part of it that lies beside the save.
@@ -189,15 +194,17 @@ def _beside(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[st
             yield str(line.get("level")), max(0.0, sum(shares))
 
 
-def _timing(found: Mapping[tuple[str, str], list[float]], level: Level) -> Timing:
+def _level_timing(found: Mapping[tuple[str, str], list[float]], level: Level) -> LevelTiming:
     stall, drain, lag = (found.get((level, name), []) for name in ("stall", "drain", "lag"))
-    return Timing(_middle(stall), _middle(drain), _middle(lag), max(len(stall), len(drain)))
+    return LevelTiming(
+        _median_or_none(stall), _median_or_none(drain), _median_or_none(lag), max(len(stall), len(drain))
+    )
 
 
-def _note(values: list[float], value: Any) -> None:
+def _append_if_valid(values: list[float], value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:
         values.append(float(value))
 
 
-def _middle(values: Sequence[float]) -> float | None:
+def _median_or_none(values: Sequence[float]) -> float | None:
     return median(values) if values else None

@@ -21,8 +21,8 @@ def known_secrets(run: RunDir) -> Iterator[str]:
     """The values of a run that must not get out, as far as they can be known here."""
     owner = run.sweep_of_element or run
     for attempt in run.attempts():
-        yield from _written_secrets(attempt.peers)
-    yield from _written_secrets(run.leader)
+        yield from _read_run_secrets(attempt.peers)
+    yield from _read_run_secrets(run.leader)
     environments: list[Mapping[str, str]] = [os.environ]
     with suppress(HpcrunError, OSError):
         spec = load_job_of(run).spec
@@ -36,7 +36,7 @@ def known_secrets(run: RunDir) -> Iterator[str]:
         yield from (value for name, value in environment.items() if is_secret_name(name))
 
 
-def _written_secrets(path: Path) -> Iterator[str]:
+def _read_run_secrets(path: Path) -> Iterator[str]:
     """The secret with which the processes of a run know each other, where it stands."""
     with suppress(HpcrunError, OSError):
         record = read_json(path)

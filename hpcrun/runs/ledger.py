@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, UsageError
-from hpcrun.runs.timeline import Record, Timeline, is_count, timelines
+from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines, is_valid_count
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.specs.rundir import RunDir
 
-BUCKETS: Mapping[str, str] = {
+LEDGER_BUCKETS: Mapping[str, str] = {
     "productive": "steps that were kept",
     "lost": "steps that were thrown away, to be done again",
     "queued": "in the queue again, between two attempts",
@@ -37,7 +37,7 @@ BUCKETS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultCost:
     """What took an attempt down, and what it cost."""
 
     attempt: int
@@ -59,7 +59,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class GoodputLedger:
     """Where the time went. `buckets` has every name of BUCKETS, in seconds."""
 
     buckets: Mapping[str, float]
@@ -67,7 +67,7 @@ class Ledger:
     steps: int = 0
     """Steps that were kept, each once."""
     steps_lost: int = 0
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[FaultCost, ...] = ()
     spares_left: int | None = None
     """As of the newest relaunch; None where there was none."""
 
@@ -85,12 +85,12 @@ class Ledger:
     @property
     def mttd_s(self) -> float | None:
         """Mean time to detect a fault."""
-        return _mean([one.detection_s for one in self.faults])
+        return _mean_or_none([one.detection_s for one in self.faults])
 
     @property
     def mttr_s(self) -> float | None:
         """Mean time from a fault that was seen to new progress, over those that were recovered from."""
-        return _mean([one.recovery_s for one in self.faults if one.recovery_s is not None])
+        return _mean_or_none([one.recovery_s for one in self.faults if one.recovery_s is not None])
 
     @property
     def causes(self) -> dict[str, int]:
@@ -108,7 +108,7 @@ class Ledger:
         """A table in plain text: the buckets that hold time, then goodput, work lost and faults."""
         wall = self.wall_s or 1.0
         lines = [
-            f"{spent:12.1f} s  {spent / wall:6.1%}  {name:10}  {BUCKETS[name]}"
+            f"{spent:12.1f} s  {spent / wall:6.1%}  {name:10}  {LEDGER_BUCKETS[name]}"
             for name, spent in self.buckets.items()
             if spent > 0
         ]
@@ -127,7 +127,7 @@ class Ledger:
         return figures | work | times | {"faults": faults, "spares_left": self.spares_left}
 
 
-def read_ledger(run: RunDir, *, now: float | None = None) -> Ledger:
+def read_ledger(run: RunDir, *, now: float | None = None) -> GoodputLedger:
     """The ledger of a run directory; `now`, by the clock of its events, for a run that goes on."""
     events = list(read_lines(run.events))
     told = {event.get("attempt") for event in events if event.get("event") == "requeue"}
@@ -139,14 +139,14 @@ def read_ledger(run: RunDir, *, now: float | None = None) -> Ledger:
         if (cause := ended.get("requeued")) and attempt.number not in told:
             stamp = {"time": ended.get("ended"), "attempt": attempt.number}
             events.append({**stamp, "event": "requeue", "cause": cause})
-    return ledger(events, read_lines(run.metrics), now=now)
+    return compute_ledger(events, read_lines(run.metrics), now=now)
 
 
-def add(ledgers: Iterable[Ledger]) -> Ledger:
+def sum_ledgers(ledgers: Iterable[GoodputLedger]) -> GoodputLedger:
     """The sum over runs, such as the elements of a sweep."""
     parts = list(ledgers)
-    return Ledger(
-        {name: math.fsum(one.buckets[name] for one in parts) for name in BUCKETS},
+    return GoodputLedger(
+        {name: math.fsum(one.buckets[name] for one in parts) for name in LEDGER_BUCKETS},
         sum(one.attempts for one in parts),
         sum(one.steps for one in parts),
         sum(one.steps_lost for one in parts),
@@ -154,18 +154,20 @@ def add(ledgers: Iterable[Ledger]) -> Ledger:
     )
 
 
-def ledger(events: Iterable[Record], metrics: Iterable[Record], *, now: float | None = None) -> Ledger:
+def compute_ledger(
+    events: Iterable[Record], metrics: Iterable[Record], *, now: float | None = None
+) -> GoodputLedger:
     """What the lines of events.jsonl and metrics.jsonl say; lines that make no sense are passed over.
 
     `now`, by the clock of the events, for a run that goes on; without it the last attempt is taken as over.
     """
-    attempts = timelines(events, metrics, now)
-    buckets = dict.fromkeys(BUCKETS, 0.0)
+    attempts = build_timelines(events, metrics, now)
+    buckets = dict.fromkeys(LEDGER_BUCKETS, 0.0)
     if not attempts:
-        return Ledger(buckets)
+        return GoodputLedger(buckets)
     is_counted = any(attempt.steps for attempt in attempts)
-    gaps = _close(attempts, now)
-    _mark_lost(attempts, now)
+    gaps = _attempt_gaps(attempts, now)
+    _mark_lost_steps(attempts, now)
     spans = []
     for index, attempt in enumerate(attempts):
         is_end = now is None and index == len(attempts) - 1
@@ -176,20 +178,21 @@ def ledger(events: Iterable[Record], metrics: Iterable[Record], *, now: float | 
         buckets[name] += seconds
     lines = [line for attempt in attempts for line in attempt.steps]
     spares = [one.spares_left for one in attempts if one.spares_left is not None]
-    return Ledger(
+    return GoodputLedger(
         buckets,
         len(attempts),
         len({line.step for line in lines if not line.is_lost}),
         sum(line.is_lost for line in lines),
-        tuple(_faults(attempts, gaps, [one["detection"] for one in spans], now)),
+        tuple(_fault_costs(attempts, gaps, [one["detection"] for one in spans], now)),
         spares[-1] if spares else None,
     )
 
 
-def _close(attempts: Sequence[Timeline], now: float | None) -> list[tuple[str, float]]:
+def _attempt_gaps(attempts: Sequence[AttemptTimeline], now: float | None) -> list[tuple[str, float]]:
     """The gap after each attempt; the last one's reaches until now."""
     gaps = [
-        (after.gap_before(before), max(0.0, after.begin - before.end)) for before, after in pairwise(attempts)
+        (after.gap_bucket_before(before), max(0.0, after.begin - before.end))
+        for before, after in pairwise(attempts)
     ]
     last = attempts[-1]
     if now is not None and last.is_over:
@@ -200,7 +203,7 @@ def _close(attempts: Sequence[Timeline], now: float | None) -> list[tuple[str, f
     return gaps
 
 
-def _mark_lost(attempts: Sequence[Timeline], now: float | None) -> None:
+def _mark_lost_steps(attempts: Sequence[AttemptTimeline], now: float | None) -> None:
     """Steps that a later attempt began before, and those that died with their ranks, are lost."""
     saved = 0
     for index, attempt in enumerate(attempts):
@@ -217,12 +220,12 @@ def _mark_lost(attempts: Sequence[Timeline], now: float | None) -> None:
             line.is_lost = line.step > kept
 
 
-def _faults(
-    attempts: Sequence[Timeline],
+def _fault_costs(
+    attempts: Sequence[AttemptTimeline],
     gaps: Sequence[tuple[str, float]],
     detection: Sequence[float],
     now: float | None,
-) -> list[Fault]:
+) -> list[FaultCost]:
     begins = [0.0]
     for attempt, (_, gap) in zip(attempts, gaps, strict=False):
         begins.append(begins[-1] + attempt.length + gap)
@@ -234,21 +237,21 @@ def _faults(
             continue
         at, record = told or (attempt.length, {})
         found.append(
-            Fault(
+            FaultCost(
                 attempt.number,
-                _cause(attempt, record),
+                _fault_cause(attempt, record),
                 str(record.get("message") or record.get("why") or attempt.exit.get("message") or ""),
-                _node(record),
-                record.get("rank") if is_count(record.get("rank")) else None,
+                _fault_node(record),
+                record.get("rank") if is_valid_count(record.get("rank")) else None,
                 detection[index],
-                _recovery(attempts, gaps, begins, index, at),
+                _recovery_seconds(attempts, gaps, begins, index, at),
                 sum(line.is_lost for line in attempt.steps),
             )
         )
     return found
 
 
-def _cause(attempt: Timeline, record: Record) -> str:
+def _fault_cause(attempt: AttemptTimeline, record: Record) -> str:
     if record.get("event") == "fault":
         return str(record.get("cause") or "unknown")
     if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER:
@@ -262,8 +265,8 @@ def _cause(attempt: Timeline, record: Record) -> str:
     return "hang" if "ranks met" in attempt.marks else "not started"
 
 
-def _recovery(
-    attempts: Sequence[Timeline],
+def _recovery_seconds(
+    attempts: Sequence[AttemptTimeline],
     gaps: Sequence[tuple[str, float]],
     begins: Sequence[float],
     index: int,
@@ -281,11 +284,11 @@ def _recovery(
     return None
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def _node(record: Record) -> str | None:
+def _fault_node(record: Record) -> str | None:
     """The node of a fault; of several, all."""
     nodes = record.get("nodes")
     if isinstance(nodes, list) and nodes:

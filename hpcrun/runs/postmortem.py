@@ -20,30 +20,30 @@ import hpcrun
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.files import aside_name
 from hpcrun.masking import Masker, is_secret_name
-from hpcrun.runs.describe import account
-from hpcrun.runs.event_text import story
-from hpcrun.runs.follow import told
+from hpcrun.runs.describe import compute_run_ledger
+from hpcrun.runs.event_text import format_events
+from hpcrun.runs.follow import format_run_state
 from hpcrun.runs.known_secrets import known_secrets
-from hpcrun.runs.run_state import look_at_all
-from hpcrun.runs.snapshot import View
+from hpcrun.runs.run_state import read_run_states
+from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
-_MOST_BYTES = 2**20
+_MAX_FILE_BYTES = 2**20
 """Of each file this much is kept, the last."""
-_MOST_OF_EVENTS_BYTES = 16 * 2**20
+_MAX_EVENTS_BYTES = 16 * 2**20
 """The same of the files that are read whole or not at all: events and code.diff."""
-_MOST_IN_ALL_BYTES = 256 * 2**20
-_COMMAND_S = 10.0
+_MAX_TOTAL_BYTES = 256 * 2**20
+_COMMAND_TIMEOUT_S = 10.0
 _PACKAGES = ("torch", "mpi4py", "mpich", "numpy", "submitit", "pydantic", "typer", "ClusterShell", "Jinja2")
-_SACCT = "JobID,JobName%40,State%30,ExitCode,Submit,Start,End,Elapsed,NodeList%60,Reason,MaxRSS"
+_SACCT_FORMAT = "JobID,JobName%40,State%30,ExitCode,Submit,Start,End,Elapsed,NodeList%60,Reason,MaxRSS"
 
-_OF_RUN = ("spec.yaml", "exit.json", "events.jsonl", "chaos.jsonl", "metrics.jsonl")
-_OF_OWNER = ("job.json", "job.sbatch", "code.diff", "cluster.yaml")
+_RUN_FILES = ("spec.yaml", "exit.json", "events.jsonl", "chaos.jsonl", "metrics.jsonl")
+_OWNER_FILES = ("job.json", "job.sbatch", "code.diff", "cluster.yaml")
 """Of a sweep these lie with the sweep itself."""
-_OF_ATTEMPT = (
+_ATTEMPT_FILES = (
     "plan.json",
     "placement.json",
     "settings.json",
@@ -60,7 +60,7 @@ _OF_ATTEMPT = (
     "stacks/*.txt",
 )
 """What goes into the tar; all else stays, and is named. peers.json and leader.json hold the run's secret."""
-_FIELDS = {
+_PUBLIC_FIELDS = {
     "job.json": {one.name for one in fields(Provenance)},
     "supervisor.json": {"pid", "start_ticks", "host", "started", "slurm_job", "restarts", "taken_over"},
 }
@@ -68,7 +68,7 @@ _FIELDS = {
 
 
 @dataclass(frozen=True)
-class Bundle:
+class PostmortemArchive:
     """A tar that was written, and what is not in it."""
 
     path: Path
@@ -77,7 +77,7 @@ class Bundle:
     """A line each."""
 
 
-def postmortem(run: RunDir, out: Path | None = None) -> Bundle:
+def write_postmortem(run: RunDir, out: Path | None = None) -> PostmortemArchive:
     """Write the tar of a run (default RUN-postmortem.tar.gz here); UsageError where it cannot be written.
 
     Whatever cannot be read is left out, and said: a run that broke may have broken its records, too.
@@ -91,7 +91,7 @@ def postmortem(run: RunDir, out: Path | None = None) -> Bundle:
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            bundle = _write(run, path, file)
+            bundle = _write_archive(run, path, file)
         aside.rename(path)
     except OSError as error:
         why = error.strerror or error
@@ -102,42 +102,42 @@ def postmortem(run: RunDir, out: Path | None = None) -> Bundle:
     return bundle
 
 
-def _write(run: RunDir, path: Path, file: Any) -> Bundle:
-    bundle = Bundle(path, [])
+def _write_archive(run: RunDir, path: Path, file: Any) -> PostmortemArchive:
+    bundle = PostmortemArchive(path, [])
     owner = run.sweep_of_element or run
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
-        writer = _Writer(tar, run.id.replace("/", "-"), Masker(known_secrets(run)), bundle)
-        for name, found in _files(owner, run):
+        writer = _ArchiveWriter(tar, run.id.replace("/", "-"), Masker(known_secrets(run)), bundle)
+        for name, found in _find_files(owner, run):
             writer.copy(name, found)
-        bundle.left_out.extend(_others(run))
-        writer.text("slurm.txt", _slurm(run, owner))
-        writer.text("versions.txt", _versions())
+        bundle.left_out.extend(_list_excluded_files(run))
+        writer.text("slurm.txt", _slurm_report(run, owner))
+        writer.text("versions.txt", _package_versions())
         bundle.left_out.append(
             f"of {run.id}: checkpoints, traces, pickles, how its processes reach each other, and the files"
             " that secrets: names"
         )
-        writer.text("summary.txt", _summary(run, bundle.left_out))
+        writer.text("summary.txt", _format_summary(run, bundle.left_out))
     return bundle
 
 
-class _Writer:
+class _ArchiveWriter:
     """Puts masked text into a tar, up to a size."""
 
-    def __init__(self, tar: tarfile.TarFile, folder: str, masker: Masker, bundle: Bundle) -> None:
+    def __init__(self, tar: tarfile.TarFile, folder: str, masker: Masker, bundle: PostmortemArchive) -> None:
         self._tar, self._folder, self._masker, self._bundle = tar, folder, masker, bundle
-        self._left = _MOST_IN_ALL_BYTES
+        self._left = _MAX_TOTAL_BYTES
 
     def copy(self, name: str, path: Path) -> None:
         """The end of a file, with a line that says what was cut off; what cannot be had is said."""
         try:
             whole = name in ("events.jsonl", "code.diff")
-            data, cut = _tail(path, _MOST_OF_EVENTS_BYTES if whole else _MOST_BYTES)
+            data, cut = _read_tail(path, _MAX_EVENTS_BYTES if whole else _MAX_FILE_BYTES)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             self._bundle.left_out.append(f"{name}: {why}")
             return
         if len(data) > self._left:
-            self._bundle.left_out.append(f"{name}: there are {_MOST_IN_ALL_BYTES // 2**20} MiB already")
+            self._bundle.left_out.append(f"{name}: there are {_MAX_TOTAL_BYTES // 2**20} MiB already")
             return
         self._left -= len(data)
         said = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""
@@ -145,7 +145,7 @@ class _Writer:
             self._bundle.left_out.append(f"{name}: the first {cut} bytes")
         text = data.decode(errors="replace")
         if path.suffix in (".json", ".jsonl"):
-            text = "".join(self._record(path.name, line) for line in _documents(path, text))
+            text = "".join(self._record(path.name, line) for line in _split_documents(path, text))
         self.text(name, said + text)
 
     def _record(self, name: str, text: str) -> str:
@@ -154,7 +154,7 @@ class _Writer:
             record = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        known = _FIELDS.get(name)
+        known = _PUBLIC_FIELDS.get(name)
         if known is not None and isinstance(record, dict):
             record = {key: value for key, value in record.items() if key in known}
         masked = self._masker.mask_record(record)
@@ -169,11 +169,11 @@ class _Writer:
         self._bundle.files.append(name)
 
 
-def _documents(path: Path, text: str) -> list[str]:
+def _split_documents(path: Path, text: str) -> list[str]:
     return text.splitlines(keepends=True) if path.suffix == ".jsonl" else [text]
 
 
-def _tail(path: Path, most: int) -> tuple[bytes, int]:
+def _read_tail(path: Path, most: int) -> tuple[bytes, int]:
     """The last piece of a file, from the beginning of a line, and how much stands before it."""
     # A link may lead to anybody's file, and nobody may write into a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -190,36 +190,40 @@ def _tail(path: Path, most: int) -> tuple[bytes, int]:
     return data, cut
 
 
-def _files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
+def _find_files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
     """What there is, by its name in the tar: records first, so that they find room."""
-    named = [run.path / name for name in _OF_RUN] + [owner.path / name for name in _OF_OWNER]
+    named = [run.path / name for name in _RUN_FILES] + [owner.path / name for name in _OWNER_FILES]
     yield from ((path.name, path) for path in named if path.exists())
     attempts = list(reversed(run.attempts()))
     for are_logs in (False, True):
         for attempt in attempts:
-            for path in _of_attempt(attempt):
+            for path in _find_attempt_files(attempt):
                 if (path.parent.name == "logs") == are_logs:
                     yield f"attempts/{attempt.number}/{path.relative_to(attempt.path)}", path
     yield from ((f"agents/{path.name}", path) for path in sorted(run.agent_logs.glob("*.log")))
     yield from ((f"telemetry/{path.name}", path) for path in sorted(run.telemetry.glob("*.log")))
     with suppress(UsageError):
         in_sweep = run.sweep_of_element is not None
-        batch = View(run, read_provenance(owner)).batch_logs() if in_sweep else owner.submitit.glob("*_log.*")
+        batch = (
+            RunSnapshot(run, read_provenance(owner)).batch_logs()
+            if in_sweep
+            else owner.submitit.glob("*_log.*")
+        )
         yield from ((f"batch/{path.name}", path) for path in sorted(batch) if path.suffix in (".out", ".err"))
 
 
-def _of_attempt(attempt: Attempt) -> list[Path]:
+def _find_attempt_files(attempt: Attempt) -> list[Path]:
     """The files of an attempt that go into the tar."""
-    found = (path for pattern in _OF_ATTEMPT for path in attempt.path.glob(pattern))
+    found = (path for pattern in _ATTEMPT_FILES for path in attempt.path.glob(pattern))
     return sorted(path for path in found if not path.is_dir())
 
 
-def _others(run: RunDir) -> Iterator[str]:
+def _list_excluded_files(run: RunDir) -> Iterator[str]:
     """A line for what lies in an attempt and stays: nobody knows what is in it, or all know."""
     for attempt in run.attempts():
         for path in sorted(set(attempt.path.glob("*")) | set(attempt.path.glob("*/*"))):
             inside = path.relative_to(attempt.path)
-            if path.is_dir() or inside.parts[0] == "profile" or any(map(inside.match, _OF_ATTEMPT)):
+            if path.is_dir() or inside.parts[0] == "profile" or any(map(inside.match, _ATTEMPT_FILES)):
                 continue
             why = "by its name it holds a secret" if _holds_secret(path) else "is not a usual record"
             yield f"attempts/{attempt.number}/{inside}: {why}"
@@ -229,10 +233,10 @@ def _holds_secret(path: Path) -> bool:
     return path.name == "peers.json" or is_secret_name(path.name)
 
 
-def _slurm(run: RunDir, owner: RunDir) -> str:
+def _slurm_report(run: RunDir, owner: RunDir) -> str:
     """What Slurm says of the job and of nodes that are down; in its own words, also when it has no answer."""
     try:
-        job = View(run, read_provenance(owner)).job
+        job = RunSnapshot(run, read_provenance(owner)).job
     except UsageError as error:
         return f"{error}\n"
     if job is None:
@@ -242,21 +246,21 @@ def _slurm(run: RunDir, owner: RunDir) -> str:
     where = ["-M", cluster] if cluster else []
     asked = [
         ["scontrol", *where, "show", "job", "-d", name],
-        ["sacct", *where, "-j", name, "-o", _SACCT],
+        ["sacct", *where, "-j", name, "-o", _SACCT_FORMAT],
         ["sinfo", *where, "-R"],
     ]
-    return "\n".join(f"$ {' '.join(words)}\n{_said(words)}" for words in asked)
+    return "\n".join(f"$ {' '.join(words)}\n{_command_output(words)}" for words in asked)
 
 
-def _said(words: list[str]) -> str:
+def _command_output(words: list[str]) -> str:
     try:
-        done = run_client(words, timeout_s=_COMMAND_S)
+        done = run_client(words, timeout_s=_COMMAND_TIMEOUT_S)
     except SiteError as error:
         return f"{error}\n"
     return f"{done.stdout}{done.stderr}"
 
 
-def _versions() -> str:
+def _package_versions() -> str:
     """Of the host where the tar is made: the nodes' own versions stand in the logs."""
     lines = [
         f"host {platform.node()}",
@@ -270,20 +274,23 @@ def _versions() -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _summary(run: RunDir, left_out: list[str]) -> str:
+def _format_summary(run: RunDir, left_out: list[str]) -> str:
     """The first cause, the ledger and the story, then what is missing here."""
-    (state,) = look_at_all([run])
+    (state,) = read_run_states([run])
     parts = {
-        "run": lambda: [told(state), f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')} on {platform.node()}"],
-        "first cause": lambda: _first_cause(run),
-        "where the time went": lambda: account(state).lines(),
-        "story": lambda: [str(entry) for entry in story(run)],
+        "run": lambda: [
+            format_run_state(state),
+            f"made {time.strftime('%Y-%m-%d %H:%M:%S %z')} on {platform.node()}",
+        ],
+        "first cause": lambda: _format_causes(run),
+        "where the time went": lambda: compute_run_ledger(state).lines(),
+        "story": lambda: [str(entry) for entry in format_events(run)],
         "left out": lambda: left_out,
     }
-    return "\n".join(_part(title, lines) for title, lines in parts.items())
+    return "\n".join(_format_section(title, lines) for title, lines in parts.items())
 
 
-def _part(title: str, lines: Callable[[], list[str]]) -> str:
+def _format_section(title: str, lines: Callable[[], list[str]]) -> str:
     try:
         found = lines()
     except (HpcrunError, OSError) as error:
@@ -291,7 +298,7 @@ def _part(title: str, lines: Callable[[], list[str]]) -> str:
     return "".join(f"{line}\n" for line in (f"== {title}", *(found or ["nothing"])))
 
 
-def _first_cause(run: RunDir) -> list[str]:
+def _format_causes(run: RunDir) -> list[str]:
     """How each attempt that did not end well has ended, the oldest first, and the run itself."""
     lines = []
     for attempt in run.attempts():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 
-from hpcrun.runs.snapshot import View
+from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.client import run_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
 
 _SRUN_S = 30.0
 # The pid may be another process's by now: the fields of its stat from the state on start with the 3rd.
-_SCRIPT = (
+_KILL_SCRIPT = (
     'set -- "$1" "$2" "$3" $(sed "s/.*) //" "/proc/$2/stat");'
     ' [ "${23}" = "$3" ] || { echo "it has ended just now" >&2; exit 1; }; kill -s "$1" "$2"'
 )
@@ -22,7 +22,7 @@ def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> 
 
     SiteError in srun's words when it cannot be reached.
     """
-    view = View(run, read_provenance(run.sweep_of_element or run))
+    view = RunSnapshot(run, read_provenance(run.sweep_of_element or run))
     found, job = view.process, view.supervisor.get("slurm_job")
     if not view.is_taken_over or found is None or job is None:
         return ""
@@ -30,6 +30,6 @@ def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> 
     argv = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
     argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
     name = number.name.removeprefix("SIG")
-    words = ["sh", "-c", _SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
+    words = ["sh", "-c", _KILL_SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
     run_client([*argv, *words], timeout_s=_SRUN_S).require()
     return f"pid {who.pid} on {host}"

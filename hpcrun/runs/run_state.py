@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, UsageError
-from hpcrun.runs.snapshot import Progress, View
+from hpcrun.runs.snapshot import RunSnapshot, TrainingProgress
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpcrun.slurm.jobs import JobRecord
     from hpcrun.slurm.queue import Answer, Question
 
-STATES = (
+RUN_STATES = (
     "running",
     "queued",
     "unknown",
@@ -33,8 +33,8 @@ STATES = (
     "done",
 )
 """All states; a sweep is in the first of them that one of its elements is in."""
-_GOES_ON = STATES[:3]
-_ASK_S = 5.0
+_ACTIVE_STATES = RUN_STATES[:3]
+_SLURM_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunState:
     @property
     def is_over(self) -> bool:
         """Whether nothing more will happen by itself."""
-        return self.state not in _GOES_ON
+        return self.state not in _ACTIVE_STATES
 
     @property
     def code(self) -> int:
@@ -106,32 +106,32 @@ class RunState:
         return {"id": self.run.id, "path": str(self.run.path), **values}
 
 
-def worst(codes: Iterable[int]) -> int:
+def worst_exit_code(codes: Iterable[int]) -> int:
     """The exit code that stands for several: a failure before a save, a save before success."""
     return max(codes, key=lambda code: (code not in (EXIT_DONE, EXIT_SAVED), code), default=EXIT_DONE)
 
 
-def look_at(run: RunDir) -> RunState:
+def read_run_state(run: RunDir) -> RunState:
     """The state of a run as its directory tells it: nobody is asked. Damaged records make it unknown."""
-    return look_at_all([run], ask=False)[0]
+    return read_run_states([run], ask=False)[0]
 
 
-def look_at_all(runs: Sequence[RunDir], *, ask: bool = True) -> list[RunState]:
+def read_run_states(runs: Sequence[RunDir], *, ask: bool = True) -> list[RunState]:
     """The states of runs; Slurm is asked, once a cluster, about all that left no record of their end."""
-    parts = [_parts(run) for run in runs]
-    states = iter(_states([one for each in parts for one in each], ask=ask))
+    parts = [_run_parts(run) for run in runs]
+    states = iter(_read_states([one for each in parts for one in each], ask=ask))
     found = []
     for run, each in zip(runs, parts, strict=True):
         own = [next(states) for _ in each]
-        found.append(own[0] if each == [run] else sum_up(run, own))
+        found.append(own[0] if each == [run] else summarize_sweep(run, own))
     return found
 
 
-def _parts(run: RunDir) -> list[RunDir]:
+def _run_parts(run: RunDir) -> list[RunDir]:
     """The elements of a sweep; any other run, and a sweep whose record is damaged, is its own one part."""
     with suppress(UsageError, OSError):
         if run.sweep.is_file():
-            return elements_of(run)
+            return read_sweep_elements(run)
     return [run]
 
 
@@ -149,27 +149,27 @@ def with_slurm_state(state: RunState) -> RunState:
 
     owner = state.run.sweep_of_element or state.run
     question = Question(found.job, found.element, state.cluster, run=owner.id)
-    record = ask_jobs([question], _ASK_S)[question].record
+    record = ask_jobs([question], _SLURM_TIMEOUT_S)[question].record
     name = record.state.name if record and record.state.final else ""
-    return replace(state, slurm_state=_other(state.state, name))
+    return replace(state, slurm_state=_contradicting_slurm_state(state.state, name))
 
 
-def _other(state: str, slurm_state: str) -> str:
+def _contradicting_slurm_state(state: str, slurm_state: str) -> str:
     """Slurm's state where it contradicts the run's; empty where it does not, or is not known."""
     differs = bool(slurm_state) and (state == "done") != (slurm_state == "COMPLETED")
     return slurm_state if differs else ""
 
 
-def look_at_elements(sweep: RunDir, *, ask: bool = True) -> list[RunState]:
+def read_element_states(sweep: RunDir, *, ask: bool = True) -> list[RunState]:
     """The state of every element of a sweep, in order."""
-    return _states(elements_of(sweep), ask=ask)
+    return _read_states(read_sweep_elements(sweep), ask=ask)
 
 
-def sum_up(run: RunDir, elements: Sequence[RunState]) -> RunState:
+def summarize_sweep(run: RunDir, elements: Sequence[RunState]) -> RunState:
     """A sweep, as the sum of its elements; of its jobs the newest that one of them belongs to."""
     counts = Counter(one.state for one in elements)
-    told = {state: counts[state] for state in reversed(STATES) if counts[state]}
-    state = next((one for one in STATES if counts[one]), "unknown")
+    told = {state: counts[state] for state in reversed(RUN_STATES) if counts[state]}
+    state = next((one for one in RUN_STATES if counts[one]), "unknown")
     why = next((one.message for one in elements if one.state in ("queued", "unknown") and one.message), "")
     message = ", ".join(f"{count} {name}" for name, count in told.items()) or "it has no elements"
     newest = max((one for one in elements if one.job), key=lambda one: one.submission, default=None)
@@ -177,23 +177,23 @@ def sum_up(run: RunDir, elements: Sequence[RunState]) -> RunState:
         run,
         state,
         f"{message}; {why}" if why else message,
-        exit_code=None if state in _GOES_ON else worst(one.code for one in elements),
+        exit_code=None if state in _ACTIVE_STATES else worst_exit_code(one.code for one in elements),
         host=next((one.host for one in elements if one.host), None),
         job=str(newest.job).partition("_")[0] if newest else None,
         cluster=newest.cluster if newest else "",
         submitted=newest.submitted if newest else 0.0,
         submission=newest.submission if newest else 0,
         elements=told,
-        changed=max([_changed(run), *(one.changed for one in elements)]),
+        changed=max([_last_change(run), *(one.changed for one in elements)]),
     )
 
 
-def elements_of(sweep: RunDir) -> list[RunDir]:
+def read_sweep_elements(sweep: RunDir) -> list[RunDir]:
     """The runs of a sweep's elements, in order; UsageError where its record is damaged."""
     return [sweep.element(number) for number in range(len(read_sweep(sweep)))]
 
 
-class _Origins:
+class _ProvenanceCache:
     """The provenance of runs, read once for all the elements of a sweep."""
 
     def __init__(self) -> None:
@@ -206,42 +206,42 @@ class _Origins:
         return self._known[owner]
 
 
-def _states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
-    origins = _Origins()
+def _read_states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
+    origins = _ProvenanceCache()
     states: dict[RunDir, RunState] = {}
-    unclear: dict[RunDir, tuple[View, Question]] = {}
+    unclear: dict[RunDir, tuple[RunSnapshot, Question]] = {}
     for run in runs:
         try:
             if run.sweep.is_file():  # it comes here only when its record is damaged
                 read_sweep(run)
-            view = View(run, origins.of(run))
-            state, message, question = _by_records(view)
+            view = RunSnapshot(run, origins.of(run))
+            state, message, question = _state_from_records(view)
             if ask and question:
                 unclear[run] = view, question
             else:
-                states[run] = _state(view, state, message)
+                states[run] = _make_run_state(view, state, message)
         except (UsageError, OSError) as error:
-            states[run] = RunState(run, "unknown", _words(error), changed=_changed(run))
+            states[run] = RunState(run, "unknown", _format_error(error), changed=_last_change(run))
     if unclear:
         from hpcrun.slurm.queue import ask_jobs
 
         answers = ask_jobs(question for _, question in unclear.values())
         for run, (view, question) in unclear.items():
-            states[run] = _by_slurm(view, question, answers[question])
+            states[run] = _state_from_slurm(view, question, answers[question])
     return [states[run] for run in runs]
 
 
-def _words(error: UsageError | OSError) -> str:
+def _format_error(error: UsageError | OSError) -> str:
     told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
     return told.partition("\n")[0]
 
 
-def _by_records(view: View) -> tuple[str, str, Question | None]:
+def _state_from_records(view: RunSnapshot) -> tuple[str, str, Question | None]:
     """State and message as far as the directory and this host know, and what has to be asked of Slurm."""
     if view.ended:
         return view.ended["status"], view.ended.get("message") or "", None
     if view.original is not None:
-        return "interrupted", f"a copy of {view.original}, not started yet; {_resume(view)}", None
+        return "interrupted", f"a copy of {view.original}, not started yet; {_resume_hint(view)}", None
     if view.is_alive_here:
         # The process of a sweep runs one element after another.
         waits = view.run.sweep_of_element is not None and not view.has_begun
@@ -259,35 +259,37 @@ def _by_records(view: View) -> tuple[str, str, Question | None]:
         if host != os.uname().nodename:
             return "unknown", f"it was started on {host}; look there whether it still runs", None
         words = f"; it said last: {said}" if (said := view.last_words()) else ""
-        return "dead", f"its supervisor (pid {who.pid}) is gone; {_resume(view)}{words}", None
+        return "dead", f"its supervisor (pid {who.pid}) is gone; {_resume_hint(view)}{words}", None
     result = read_json(view.attempts[-1].result) if view.attempts else None
-    if isinstance(result, dict) and result.get("status") in STATES:
+    if isinstance(result, dict) and result.get("status") in RUN_STATES:
         return result["status"], "", None
     return "unknown", "no supervisor of ours has recorded itself here", None
 
 
-def _resume(view: View) -> str:
+def _resume_hint(view: RunSnapshot) -> str:
     verb = "train" if view.submission is None else "submit"
     return f"hpcrun {verb} --resume {(view.run.sweep_of_element or view.run).id}"
 
 
-def _by_slurm(view: View, question: Question, answer: Answer) -> RunState:
+def _state_from_slurm(view: RunSnapshot, question: Question, answer: Answer) -> RunState:
     record = answer.record
     if record is None and answer.trouble:
-        return _state(view, "unknown", answer.trouble, question)
+        return _make_run_state(view, "unknown", answer.trouble, question)
     if record is None or record.state.final:
         # The end may have been written down after we had looked for it, and before Slurm answered.
-        again = View(view.run, view.origin)
+        again = RunSnapshot(view.run, view.origin)
         if again.ended:
-            return _state(again, again.ended["status"], again.ended.get("message") or "", question, record)
+            return _make_run_state(
+                again, again.ended["status"], again.ended.get("message") or "", question, record
+            )
     if record is None:
         words = f"; the batch shell said last: {said}" if (said := view.last_words()) else ""
         text = f"Slurm does not know job {question} any more, and it left no record of its end; "
-        return _state(view, "lost", f"{text}{_resume(view)}{words}", question)
-    return _state(view, *_in_words(view, record), question, record)
+        return _make_run_state(view, "lost", f"{text}{_resume_hint(view)}{words}", question)
+    return _make_run_state(view, *_describe_job_end(view, record), question, record)
 
 
-def _in_words(view: View, record: JobRecord) -> tuple[str, str]:
+def _describe_job_end(view: RunSnapshot, record: JobRecord) -> tuple[str, str]:
     match record.state.phase:
         case "pending":
             outlook = "will never start: " if record.reason.outlook == "never" else ""
@@ -311,11 +313,15 @@ def _in_words(view: View, record: JobRecord) -> tuple[str, str]:
     return state, f"Slurm says {name}{detail}{code}, and there is no record of an end{words}"
 
 
-def _state(
-    view: View, state: str, message: str, question: Question | None = None, record: JobRecord | None = None
+def _make_run_state(
+    view: RunSnapshot,
+    state: str,
+    message: str,
+    question: Question | None = None,
+    record: JobRecord | None = None,
 ) -> RunState:
     ended, told, job = view.ended, view.process, view.job
-    progress = view.progress() if view.attempts else Progress()
+    progress = view.progress() if view.attempts else TrainingProgress()
     replicas = view.replicas or (None, None)
     step = progress.step if ended is None or ended.get("step") is None else ended["step"]
     return RunState(
@@ -330,7 +336,7 @@ def _state(
         eval_loss=progress.eval_loss,
         host=told[0] if told else None,
         pid=told[1].pid if told else None,
-        job=str(question) if question else _id(job),
+        job=str(question) if question else _format_job_id(job),
         cluster=job[2] if job else "",
         nodes=record.nodes if record else "",
         start=record.start if record else "",
@@ -338,18 +344,18 @@ def _state(
         whole_replicas=replicas[1],
         submitted=view.submission.time if view.submission else 0.0,
         submission=view.submission_number,
-        changed=_changed(view.run),
-        slurm_state=_other(state, ended.get("slurm_state") or "") if ended else "",
+        changed=_last_change(view.run),
+        slurm_state=_contradicting_slurm_state(state, ended.get("slurm_state") or "") if ended else "",
     )
 
 
-def _id(job: tuple[int, int | None, str] | None) -> str | None:
+def _format_job_id(job: tuple[int, int | None, str] | None) -> str | None:
     if job is None:
         return None
     return str(job[0]) if job[1] is None else f"{job[0]}_{job[1]}"
 
 
-def _changed(run: RunDir) -> float:
+def _last_change(run: RunDir) -> float:
     newest = 0.0
     for path in (run.spec, run.job, run.events, run.metrics, run.exit):
         with suppress(OSError):

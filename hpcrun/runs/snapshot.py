@@ -16,11 +16,11 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _TAIL_BYTES = 65536
-_WORDS = 300
+_MAX_LINE_LENGTH = 300
 
 _NUMBER = (int, float)
-_Kinds = Mapping[str, type | tuple[type, ...]]
-_SUPERVISOR: _Kinds = {
+_FieldTypes = Mapping[str, type | tuple[type, ...]]
+_SUPERVISOR_FIELDS: _FieldTypes = {
     "host": str,
     "pid": int,
     "start_ticks": int,
@@ -29,7 +29,7 @@ _SUPERVISOR: _Kinds = {
     "restarts": int,
     "taken_over": int,
 }
-_EXIT: _Kinds = {
+_EXIT_FIELDS: _FieldTypes = {
     "status": str,
     "exit_code": int,
     "message": str,
@@ -38,8 +38,8 @@ _EXIT: _Kinds = {
     "slurm_job": int,
     "slurm_state": str,
 }
-_REPLICAS: _Kinds = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
-_SUBMISSION: _Kinds = {
+_REPLICA_FIELDS: _FieldTypes = {"dp_replicate": int, "dp_shard": int, "whole_dp": int}
+_SUBMISSION_FIELDS: _FieldTypes = {
     "time": _NUMBER,
     "job": int,
     "cluster": str,
@@ -52,7 +52,7 @@ _SUBMISSION: _Kinds = {
 }
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """The last figures of metrics.jsonl."""
 
     step: int | None = None
@@ -60,7 +60,7 @@ class Progress(NamedTuple):
     eval_loss: float | None = None
 
 
-class View:
+class RunSnapshot:
     """What is read once from the directory of a run; UsageError where a record is damaged.
 
     Of an element of a sweep, `origin` is the sweep's.
@@ -74,7 +74,7 @@ class View:
         for attempt in reversed(self.attempts):
             record = read_json(attempt.supervisor)
             if record is not None:
-                self.supervisor = _sound(attempt.supervisor, record, _SUPERVISOR)
+                self.supervisor = _validate_record(attempt.supervisor, record, _SUPERVISOR_FIELDS)
                 self._supervised = attempt.number
                 break
         self.submission = _newest_submission(run, origin)
@@ -93,7 +93,7 @@ class View:
         """
         if ended is None:
             return None
-        _sound(self.run.exit, ended, _EXIT, "status", "exit_code")
+        _validate_record(self.run.exit, ended, _EXIT_FIELDS, "status", "exit_code")
         number, newest = ended.get("attempt"), self.attempts[-1].number if self.attempts else None
         if number is not None and newest is not None and number != newest:
             return None
@@ -163,9 +163,9 @@ class View:
     @property
     def replicas(self) -> tuple[int, int] | None:
         """How many replicas the newest attempt has, and how many the job; None where it has them all."""
-        return replicas_of(self.attempts[-1]) if self.attempts else None
+        return read_replica_counts(self.attempts[-1]) if self.attempts else None
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """The last step, its loss, and the last loss of an evaluation."""
         step: dict[str, Any] | None = None
         evaluated: float | None = None
@@ -184,7 +184,7 @@ class View:
             evaluated = record.get("eval_loss") if evaluated is None else evaluated
         last = step or {}
         number, loss = last.get("step"), last.get("loss")
-        return Progress(
+        return TrainingProgress(
             number if isinstance(number, int) else None,
             loss if isinstance(loss, _NUMBER) else None,
             evaluated if isinstance(evaluated, _NUMBER) else None,
@@ -207,20 +207,20 @@ class View:
                 line.strip() for line in read_tail(path, _TAIL_BYTES).decode(errors="replace").splitlines()
             ]
             if said := [line for line in lines if line]:
-                return said[-1][:_WORDS]
+                return said[-1][:_MAX_LINE_LENGTH]
         return ""
 
 
-def replicas_of(attempt: Attempt) -> tuple[int, int] | None:
+def read_replica_counts(attempt: Attempt) -> tuple[int, int] | None:
     """How many replicas an attempt has, and how many its job; None where it has them all, or none of ours."""
     plan = read_json(attempt.plan)
     if not isinstance(plan, dict) or plan.get("whole_dp") is None:
         return None
-    found = _sound(attempt.plan, plan, _REPLICAS, *_REPLICAS)
+    found = _validate_record(attempt.plan, plan, _REPLICA_FIELDS, *_REPLICA_FIELDS)
     return found["dp_replicate"] * found["dp_shard"], found["whole_dp"]
 
 
-def _sound(path: Path, record: Any, kinds: _Kinds, *needed: str) -> dict[str, Any]:
+def _validate_record(path: Path, record: Any, kinds: _FieldTypes, *needed: str) -> dict[str, Any]:
     """The record, where its values are of these kinds, or null where they are not needed; else UsageError."""
     if not isinstance(record, dict):
         raise UsageError(f"{path}: is damaged: it holds no mapping; remove it")
@@ -236,14 +236,14 @@ def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | N
     """The newest job of a run; of an element, the newest that holds it."""
     submissions = origin.submissions if origin else []
     for one in submissions:
-        _sound((run.sweep_of_element or run).job, vars(one), _SUBMISSION, "time", "offset")
+        _validate_record((run.sweep_of_element or run).job, vars(one), _SUBMISSION_FIELDS, "time", "offset")
     if run.sweep_of_element is None:
         return submissions[-1] if submissions else None
     number = int(run.path.name)
-    return next((one for one in reversed(submissions) if _holds(one, number)), None)
+    return next((one for one in reversed(submissions) if _includes_element(one, number)), None)
 
 
-def _holds(one: Submission, element: int) -> bool:
+def _includes_element(one: Submission, element: int) -> bool:
     if one.array is None:
         return True
     from hpcrun.slurm.ids import parse_elements

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TypeGuard
 
 from hpcrun.runs.save_text import is_durable_save
 
-_SAME_CLOCK_S = 0.5
+_CLOCK_TOLERANCE_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
-_MOST_S = 1e11
+_MAX_TIME_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
-_FAULTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
+_FAULT_EVENTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
 
-_BESIDE = (
+_BACKGROUND_KINDS = (
     "stored",
     "save_failed",
     "save_skipped",
@@ -26,7 +26,7 @@ _BESIDE = (
 )
 """Lines of what goes on beside the run, and takes none of its time."""
 
-_PARTS = (
+_ATTEMPT_BUCKETS = (
     *("productive", "lost", "start", "restore", "checkpoint", "eval"),
     *("detection", "recovery", "shutdown", "other"),
 )
@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass
-class Line:
+class TimedMetricRecord:
     """A line of metrics.jsonl, where it stands on its attempt's line."""
 
     kind: str
@@ -51,7 +51,7 @@ class Line:
         return self.at - self.seconds
 
 
-class _Clock(NamedTuple):
+class _ClockSegment(NamedTuple):
     """From `first` to `last` on the attempt's line, wall time is that place + offset."""
 
     first: float
@@ -59,7 +59,7 @@ class _Clock(NamedTuple):
     offset: float
 
 
-class Timeline:
+class AttemptTimeline:
     """One attempt, from its launch (0) to its end (`length`), in seconds."""
 
     def __init__(
@@ -69,17 +69,17 @@ class Timeline:
         names = [event.get("event") for event in events]
         launch = names.index("launch") if "launch" in names else 0
         self._before, self._events = events[:launch], events[launch:]
-        self.job = job_of(self._events[0]) if self._events else ""
-        self._places = _places(self._events)
-        self._clocks = _clocks(self._events, self._places)
-        self.begin = _begin(self._events, lines)
+        self.job = launch_job_id(self._events[0]) if self._events else ""
+        self._places = _event_offsets(self._events)
+        self._clocks = _clock_segments(self._events, self._places)
+        self.begin = _attempt_start(self._events, lines)
         if not self._clocks:
-            self._clocks = [_Clock(0.0, 0.0, self.begin)]
+            self._clocks = [_ClockSegment(0.0, 0.0, self.begin)]
         self.marks: dict[str, float] = {}
         for event, place in zip(self._events, self._places, strict=True):
             self.marks.setdefault(str(event.get("event")), place)
-        self.lines = self._placed([line for line in lines if line.get("kind") not in _BESIDE])
-        kept = (line["step"] for line in lines if is_durable_save(line) and is_count(line.get("step")))
+        self.lines = self._placed([line for line in lines if line.get("kind") not in _BACKGROUND_KINDS])
+        kept = (line["step"] for line in lines if is_durable_save(line) and is_valid_count(line.get("step")))
         self.saved_step = max(kept, default=0)
         """The newest step that got into the run directory."""
         self.steps = [line for line in self.lines if line.kind == "step"]
@@ -97,25 +97,30 @@ class Timeline:
             self.length = max([self.length, *(line.at for line in self.lines)])
         self.end = self.length + self._clocks[-1].offset
 
-    def _placed(self, lines: Sequence[Record]) -> list[Line]:
-        found: list[Line] = []
-        at, ahead = 0.0, self._ahead(lines)
+    def _placed(self, lines: Sequence[Record]) -> list[TimedMetricRecord]:
+        found: list[TimedMetricRecord] = []
+        at, ahead = 0.0, self._clock_lead(lines)
         for line in lines:
-            step, time = line.get("step"), _number(line.get("time"))
-            if not is_count(step) or time is None:
+            step, time = line.get("step"), _valid_number(line.get("time"))
+            if not is_valid_count(step) or time is None:
                 continue
             at = self._place(time - ahead, at)
             kind = str(line.get("kind", "step"))
-            seconds = own_seconds(line)
-            found.append(Line(kind, step, max(0.0, seconds or 0.0), at))
+            seconds = metric_seconds(line)
+            found.append(TimedMetricRecord(kind, step, max(0.0, seconds or 0.0), at))
         return found
 
-    def _ahead(self, lines: Sequence[Record]) -> float:
+    def _clock_lead(self, lines: Sequence[Record]) -> float:
         """By how much at least the clock of rank 0's host is ahead of the supervisor's, or (negative) behind.
 
         No line is from before the ranks met, or from after the end: by so much they are moved, and no more.
         """
-        stamps = [time for line in lines if is_count(line.get("step")) if (time := _number(line.get("time")))]
+        stamps = [
+            time
+            for line in lines
+            if is_valid_count(line.get("step"))
+            if (time := _valid_number(line.get("time")))
+        ]
         if not self._events or not stamps or len(self._clocks) != 1:
             return 0.0
         offset = self._clocks[0].offset
@@ -124,9 +129,9 @@ class Timeline:
             last = self._now - offset
         behind = self.marks.get("ranks met", 0.0) - (min(stamps) - offset)
         ahead = -math.inf if last is None else max(stamps) - offset - last
-        if ahead > _SAME_CLOCK_S:
+        if ahead > _CLOCK_TOLERANCE_S:
             return ahead
-        return -behind if behind > _SAME_CLOCK_S else 0.0
+        return -behind if behind > _CLOCK_TOLERANCE_S else 0.0
 
     def _place(self, time: float, previous: float) -> float:
         """Where a wall time stands, not before the previous one; with a clock that was set, near events."""
@@ -134,7 +139,7 @@ class Timeline:
             at = time - clock.offset
             low = max(previous, self._clocks[index - 1].last if index else 0.0)
             high = self._clocks[index + 1].first if index + 1 < len(self._clocks) else math.inf
-            if low - _SAME_CLOCK_S <= at <= high + _SAME_CLOCK_S:
+            if low - _CLOCK_TOLERANCE_S <= at <= high + _CLOCK_TOLERANCE_S:
                 return max(at, previous)
         return max(time - self._clocks[-1].offset, previous)
 
@@ -153,15 +158,15 @@ class Timeline:
         """As the newest relaunch here says."""
         events = (*self._before, *self._events)
         told = [one.get("spares_left") for one in events if one.get("event") == "relaunch"]
-        return next((one for one in reversed(told) if is_count(one)), None)
+        return next((one for one in reversed(told) if is_valid_count(one)), None)
 
-    def gap_before(self, previous: Timeline) -> str:
+    def gap_bucket_before(self, previous: AttemptTimeline) -> str:
         """The bucket of the time between two attempts."""
         if "requeue" in previous.marks:
             return "queued"
         if "relaunch" in previous.marks or any(one.get("event") == "relaunch" for one in self._before):
             return "recovery"
-        return gap_between(previous.job, self.job, is_over="exit" in previous.marks)
+        return gap_bucket(previous.job, self.job, is_over="exit" in previous.marks)
 
     @property
     def is_failed(self) -> bool:
@@ -175,7 +180,7 @@ class Timeline:
         seen = [
             (min(place, self.length), one)
             for one, place in zip(self._events, self._places, strict=True)
-            if one.get("event") in _FAULTS and (self.is_over or one.get("wait_status") != 0)
+            if one.get("event") in _FAULT_EVENTS and (self.is_over or one.get("wait_status") != 0)
         ]
         if not seen:
             end = self.marks.get("ended", self.length)
@@ -190,7 +195,7 @@ class Timeline:
         until = fault[0] if fault else self.length if result is None else min(result, self.length)
         met = self.marks.get("ranks met", self.lines[0].begin if self.lines else None)
         met = until if met is None else min(max(met, 0.0), until)
-        spans = dict.fromkeys(_PARTS, 0.0)
+        spans = dict.fromkeys(_ATTEMPT_BUCKETS, 0.0)
         spans["start"] = met
         spans["recovery" if fault and recovers else "shutdown"] = self.length - until
         slack = self._fill(spans, until - met)
@@ -221,20 +226,20 @@ class Timeline:
         return max(0.0, window - told)
 
 
-def own_seconds(line: Record) -> float | None:
+def metric_seconds(line: Record) -> float | None:
     """How long what a line tells of took by itself; what a step waited for a copy is in the step's time."""
     if line.get("kind", "step") == "step":
-        return _number(line.get("step_time_s"))
-    seconds, within = _number(line.get("seconds")), _number(line.get("fence_wait_s"))
+        return _valid_number(line.get("step_time_s"))
+    seconds, within = _valid_number(line.get("seconds")), _valid_number(line.get("fence_wait_s"))
     return seconds if seconds is None or within is None else seconds - within
 
 
-def job_of(launch: Record) -> str:
+def launch_job_id(launch: Record) -> str:
     """The batch job of an attempt by its launch, `none` without one; empty where it is not known."""
     return str(launch["job"] or "none") if "job" in launch else ""
 
 
-def gap_between(before: str, after: str, *, is_over: bool) -> str:
+def gap_bucket(before: str, after: str, *, is_over: bool) -> str:
     """The bucket of the time between attempts of these jobs, where no event says what came between.
 
     Slurm queues the same job again; another one, or none, is somebody's. `is_over`: the first told its end.
@@ -245,9 +250,9 @@ def gap_between(before: str, after: str, *, is_over: bool) -> str:
     return "stopped" if is_over or after == "none" else "queued"
 
 
-def timelines(
+def build_timelines(
     events: Iterable[Record], metrics: Iterable[Record], now: float | None = None
-) -> list[Timeline]:
+) -> list[AttemptTimeline]:
     """The attempts that the lines of both files tell of, in order; damaged lines are passed over.
 
     `now`, by the clock of the events, where the last of them goes on.
@@ -256,27 +261,27 @@ def timelines(
     for index, records in enumerate((events, metrics)):
         for record in records:
             number = record.get("attempt")
-            if is_count(number) and _number(record.get("time")) is not None:
+            if is_valid_count(number) and _valid_number(record.get("time")) is not None:
                 by_number.setdefault(number, ([], []))[index].append(record)
     last = max(by_number, default=0)
     made = [
-        Timeline(number, _ordered(own), lines, now if number == last else None)
+        AttemptTimeline(number, _sort_events(own), lines, now if number == last else None)
         for number, (own, lines) in sorted(by_number.items())
     ]
     return [one for one in made if one.marks or one.lines]
 
 
-def _ordered(events: list[Record]) -> list[Record]:
+def _sort_events(events: list[Record]) -> list[Record]:
     """In the order in which they happened, where one monotonic clock tells."""
     if len({event.get("host") for event in events}) == 1:
-        clock = [_number(event.get("monotonic")) for event in events]
+        clock = [_valid_number(event.get("monotonic")) for event in events]
         if None not in clock:
             order = sorted(zip(clock, events, strict=True), key=lambda one: one[0] or 0.0)
             return [event for _, event in order]
     return events
 
 
-def _places(events: Sequence[Record]) -> list[float]:
+def _event_offsets(events: Sequence[Record]) -> list[float]:
     """The seconds of each event since the first one, never going back."""
     places: list[float] = []
     for index, event in enumerate(events):
@@ -284,49 +289,51 @@ def _places(events: Sequence[Record]) -> list[float]:
             places.append(0.0)
             continue
         before = events[index - 1]
-        passed = _passed(before, event, "monotonic") if before.get("host") == event.get("host") else None
+        passed = (
+            _elapsed_seconds(before, event, "monotonic") if before.get("host") == event.get("host") else None
+        )
         if passed is None or passed < 0:
-            passed = _passed(before, event, "time") or 0.0
+            passed = _elapsed_seconds(before, event, "time") or 0.0
         places.append(places[-1] + max(0.0, passed))
     return places
 
 
-def _passed(before: Record, after: Record, clock: str) -> float | None:
-    first, second = _number(before.get(clock)), _number(after.get(clock))
+def _elapsed_seconds(before: Record, after: Record, clock: str) -> float | None:
+    first, second = _valid_number(before.get(clock)), _valid_number(after.get(clock))
     return None if first is None or second is None else second - first
 
 
-def _clocks(events: Sequence[Record], places: Sequence[float]) -> list[_Clock]:
-    clocks: list[_Clock] = []
+def _clock_segments(events: Sequence[Record], places: Sequence[float]) -> list[_ClockSegment]:
+    clocks: list[_ClockSegment] = []
     for event, place in zip(events, places, strict=True):
-        offset = (_number(event.get("time")) or 0.0) - place
-        if clocks and abs(clocks[-1].offset - offset) < _SAME_CLOCK_S:
+        offset = (_valid_number(event.get("time")) or 0.0) - place
+        if clocks and abs(clocks[-1].offset - offset) < _CLOCK_TOLERANCE_S:
             clocks[-1] = clocks[-1]._replace(last=place)
         else:
-            clocks.append(_Clock(place, place, offset))
+            clocks.append(_ClockSegment(place, place, offset))
     return clocks
 
 
-def _begin(events: Sequence[Record], lines: Sequence[Record]) -> float:
+def _attempt_start(events: Sequence[Record], lines: Sequence[Record]) -> float:
     """What the wall clock showed at the beginning; where no event is left, before the first line's work."""
     if events:
-        return _number(events[0].get("time")) or 0.0
+        return _valid_number(events[0].get("time")) or 0.0
     first = lines[0]
-    seconds = _number(first.get("step_time_s")) or _number(first.get("seconds")) or 0.0
-    return (_number(first.get("time")) or 0.0) - max(0.0, seconds)
+    seconds = _valid_number(first.get("step_time_s")) or _valid_number(first.get("seconds")) or 0.0
+    return (_valid_number(first.get("time")) or 0.0) - max(0.0, seconds)
 
 
-def _number(value: Any) -> float | None:
+def _valid_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if -_MOST_S < value < _MOST_S else None
+    return float(value) if -_MAX_TIME_S < value < _MAX_TIME_S else None
 
 
-def is_moment(value: Any) -> TypeGuard[float]:
+def is_valid_timestamp(value: Any) -> TypeGuard[float]:
     """Whether a value of a record can be a time stamp."""
-    return _number(value) is not None
+    return _valid_number(value) is not None
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_valid_count(value: Any) -> TypeGuard[int]:
     """Whether a value of a record can be a step, a rank, an attempt."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53

@@ -18,11 +18,11 @@ from hpcrun.specs.provenance import Provenance, write_provenance
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir
 
-_MOST_DIFF_BYTES = 16 * 2**20
+_MAX_DIFF_BYTES = 16 * 2**20
 _GIT_S = 20
 
 
-def record_origin(
+def record_provenance(
     run: RunDir,
     spec: JobSpec,
     *,
@@ -33,9 +33,9 @@ def record_origin(
     """Write job.json, the profile, and code.diff where the working directory differs from its commit."""
     if profile is not None:
         write_whole(run.cluster, render_cluster(profile))
-    commit = (_git("rev-parse", "HEAD") or "").strip() or None
-    diff = _git("diff", "HEAD", "--binary") if commit else None
-    if diff and len(diff) <= _MOST_DIFF_BYTES:
+    commit = (_describe_git_state("rev-parse", "HEAD") or "").strip() or None
+    diff = _describe_git_state("diff", "HEAD", "--binary") if commit else None
+    if diff and len(diff) <= _MAX_DIFF_BYTES:
         write_whole(run.code_diff, diff)
     record = Provenance(
         kind="sweep" if spec.sweep else "train" if spec.command is None else "command",
@@ -58,7 +58,7 @@ def record_origin(
     return record
 
 
-def _git(*words: str) -> str | None:
+def _describe_git_state(*words: str) -> str | None:
     """What git says about the working directory; None without git, or outside of a repository."""
     with suppress(SiteError):
         done = process.run(["git", *words], timeout_s=_GIT_S)

@@ -26,26 +26,26 @@ from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.validation import problems_of
 from hpcrun.units import parse_time
 
-CALL = ("-u", "-P", "-m", "hpcrun", "_call")
+CALL_ARGUMENTS = ("-u", "-P", "-m", "hpcrun", "_call")
 """What follows the interpreter in the command of a function's ranks; see launch.call."""
 
 
-def template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
+def choose_template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
     """The template for this kind of job: train, command, their container variants, or a sweep's array."""
     if job.sweep is not None:
         return "array"
     kind = "train" if job.command is None else "command"
-    runtime = runtime_of(job, cluster)
+    runtime = container_runtime(job, cluster)
     return kind if runtime is None else f"{kind}-{'pyxis' if runtime == 'pyxis' else 'apptainer'}"
 
 
-def python_of(job: JobSpec, cluster: ClusterSpec | None) -> str:
+def job_python(job: JobSpec, cluster: ClusterSpec | None) -> str:
     """The interpreter of the compute nodes: the job's, else the profile's, else the one that submits."""
     profile = cluster.python.path if cluster else None
     return job.python or (expand_place(profile) if profile else None) or sys.executable
 
 
-def root_of(cluster: ClusterSpec | None) -> Path:
+def cluster_runs_root(cluster: ClusterSpec | None) -> Path:
     """Where runs on this cluster are made: HPCRUN_ROOT, else as its profile says, else ./runs."""
     if os.environ.get("HPCRUN_ROOT") or cluster is None or cluster.root is None:
         return runs_root()
@@ -56,7 +56,7 @@ def root_of(cluster: ClusterSpec | None) -> Path:
     return root
 
 
-def script_context(
+def build_script_context(
     job: JobSpec,
     run: RunDir,
     cluster: ClusterSpec | None,
@@ -77,7 +77,7 @@ def script_context(
         "run_id": run.id,
         "run_dir": str(run.path),
         # -P: a file where the job was submitted must not become a module of ours.
-        "launch": [python_of(job, cluster), "-P", "-u", "-m", "hpcrun", "_task", str(run.submitit)],
+        "launch": [job_python(job, cluster), "-P", "-u", "-m", "hpcrun", "_task", str(run.submitit)],
         "stdout": f"{run.submitit}/%j_%t_log.out",
         "stderr": f"{run.submitit}/%j_%t_log.err",
         "directives": options | ({"dependency": dependency} if dependency else {}),
@@ -91,10 +91,10 @@ def script_context(
         "slurm_version": str(version) if version else None,
     }
     try:
-        values["container"] = _container(job, cluster)
+        values["container"] = _container_context(job, cluster)
         return ScriptContext.model_validate(values), notes
     except ValidationError as error:
-        raise script_problems(error) from None
+        raise explain_script_error(error) from None
 
 
 def _grace_s(job: JobSpec) -> int:
@@ -115,13 +115,13 @@ def _refuse_backticks(options: Mapping[str, object]) -> None:
             raise SpecError([Problem(key, "may not hold a backtick; leave it out")])
 
 
-def script_problems(error: ValidationError) -> SpecError:
+def explain_script_error(error: ValidationError) -> SpecError:
     """Values that passed as a job's, but cannot stand in a script, one line each."""
     problems = problems_of(error, ScriptContext)
     return SpecError([Problem(f"batch script: {one.key}", one.text) for one in problems])
 
 
-def runtime_of(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
+def container_runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
     """What runs the job's container: as it says, else as the profile does; None where it has none."""
     if job.container is None:
         return None
@@ -132,8 +132,8 @@ def runtime_of(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
     return runtime
 
 
-def _container(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | None:
-    runtime, own = runtime_of(job, cluster), job.container
+def _container_context(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | None:
+    runtime, own = container_runtime(job, cluster), job.container
     if runtime is None or own is None:
         return None
     site = cluster.container if cluster else ContainerSpec()
@@ -143,7 +143,7 @@ def _container(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | 
         {
             "runtime": runtime,
             "image": own.image,
-            "mounts": [*_expanded(site.mounts), *own.mounts],
+            "mounts": [*_expand_mounts(site.mounts), *own.mounts],
             "workdir": own.workdir,
             "options": [*options, *own.options],
             "gpus": gpus_of(job, cluster) > 0,
@@ -151,7 +151,7 @@ def _container(job: JobSpec, cluster: ClusterSpec | None) -> ContainerContext | 
     )
 
 
-def _expanded(mounts: Iterable[str]) -> list[str]:
+def _expand_mounts(mounts: Iterable[str]) -> list[str]:
     return [":".join(expand_place(part) for part in mount.split(":")) for mount in mounts]
 
 

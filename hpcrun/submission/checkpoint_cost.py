@@ -9,19 +9,19 @@ from typing import get_args
 from hpcrun.checkpoint.levels import LEVELS, Level
 from hpcrun.checkpoint.policy.failure_rates import KINDS, Kind
 from hpcrun.checkpoint.policy.interval import Cost, Tier
-from hpcrun.checkpoint.policy.size import Figure, Sizes
+from hpcrun.checkpoint.policy.size import SaveSizes, SourcedValue
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
-from hpcrun.runs.history import Measured, Timing
+from hpcrun.runs.history import LevelTiming, MeasuredCosts
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.rundir import runs_root
 from hpcrun.units import parse_time
 
-_OTHERS = ("stall", "step", "restart")
-NAMES = (*_OTHERS, *(level for level in LEVELS if level != "memory"), *KINDS)
+_OTHER_COSTS = ("stall", "step", "restart")
+COST_NAMES = (*_OTHER_COSTS, *(level for level in LEVELS if level != "memory"), *KINDS)
 """What can be given: how long training waits, a step, a restart, each level take; times between failures."""
-_GIVEN = "as given"
+_GIVEN_SOURCE = "as given"
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,17 @@ class LevelCost:
     level: Level
     every: int
     """Steps between its saves, as the job has it; 0: none but at a signal and at the end."""
-    stall: Figure
-    drain: Figure
+    stall: SourcedValue
+    drain: SourcedValue
 
 
 @dataclass(frozen=True)
-class Costs:
+class CheckpointCosts:
     """All that is known of what saves take."""
 
     levels: tuple[LevelCost, ...]
-    step: Figure
-    restart: Figure
+    step: SourcedValue
+    restart: SourcedValue
 
     @property
     def missing(self) -> list[str]:
@@ -50,13 +50,15 @@ class Costs:
         return found + [f"the drain of {one.level}" for one in self.levels if one.drain.value is None]
 
 
-def parse_assumed(words: Sequence[str]) -> dict[str, float]:
+def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
     """NAME=TIME words as seconds: 0.5, 90s, 5m, 30d; UsageError says which names there are."""
     found = {}
     for word in words:
         name, equals, text = word.partition("=")
-        if name not in NAMES or not equals:
-            raise UsageError(f"--assume {word}: write NAME=TIME, with one of {', '.join(NAMES)} for NAME")
+        if name not in COST_NAMES or not equals:
+            raise UsageError(
+                f"--assume {word}: write NAME=TIME, with one of {', '.join(COST_NAMES)} for NAME"
+            )
         try:
             found[name] = float(text)
         except ValueError:
@@ -67,12 +69,12 @@ def parse_assumed(words: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def given_rates(assumed: Mapping[str, float]) -> dict[Kind, float]:
+def assumed_failure_rates(assumed: Mapping[str, float]) -> dict[Kind, float]:
     """Failures a second, of the times between failures that were given."""
     return {kind: 1.0 / assumed[kind] for kind in get_args(Kind) if kind in assumed}
 
 
-def levels_of(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
+def level_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
     """The levels that a job uses, and after how many steps each gets a save."""
     every = checkpoint.every_steps
     durable = checkpoint.durable.every or every
@@ -90,29 +92,29 @@ def levels_of(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
 
 
 @dataclass(frozen=True)
-class Known:
+class CostSources:
     """What figures can come from: given goes before measured, that before declared."""
 
     checkpoint: CheckpointSpec
     cluster: ClusterSpec | None
     nodes: int
-    sizes: Sizes
-    measured: Measured
+    sizes: SaveSizes
+    measured: MeasuredCosts
     assumed: Mapping[str, float]
 
-    def costs(self) -> Costs:
+    def costs(self) -> CheckpointCosts:
         """The best that is known of each."""
         levels = list[LevelCost]()
-        for level, every in levels_of(self.checkpoint, self.nodes).items():
+        for level, every in level_intervals(self.checkpoint, self.nodes).items():
             waits = not levels or level == "memory"
             stall = self._stall(level) if waits else self._disturbance(level)
             levels.append(LevelCost(level, every, stall, self._drain(level)))
         measured, source = self.measured, self._source
-        step = _known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
-        restart = _known(
+        step = _best_known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
+        restart = _best_known(
             self.assumed.get("restart"), measured.restart_s, source, "no earlier run had to; taken as none"
         )
-        return Costs(tuple(levels), step, restart)
+        return CheckpointCosts(tuple(levels), step, restart)
 
     @property
     def _source(self) -> str:
@@ -121,44 +123,48 @@ class Known:
             return "no earlier run of this job with this model and layout"
         return f"median in {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
 
-    def _stall(self, level: Level) -> Figure:
-        timing, runs = self.measured.levels.get(level, Timing()), self.measured.runs
+    def _stall(self, level: Level) -> SourcedValue:
+        timing, runs = self.measured.levels.get(level, LevelTiming()), self.measured.runs
         if "stall" in self.assumed:
-            return Figure(self.assumed["stall"], _GIVEN)
+            return SourcedValue(self.assumed["stall"], _GIVEN_SOURCE)
         if timing.stall_s is None and runs:
-            return Figure(None, f"{runs[0]} has no save of this kind")
-        return Figure(timing.stall_s, self._source)
+            return SourcedValue(None, f"{runs[0]} has no save of this kind")
+        return SourcedValue(timing.stall_s, self._source)
 
-    def _disturbance(self, level: Level) -> Figure:
+    def _disturbance(self, level: Level) -> SourcedValue:
         """What a level in the background costs training."""
-        longer = self.measured.levels.get(level, Timing()).stall_s
+        longer = self.measured.levels.get(level, LevelTiming()).stall_s
         if longer is None or self.measured.levels[level].drain_s is None:
-            return Figure(0.0, "in the background; how much that disturbs was not measured: taken as none")
-        return Figure(longer, f"in the background; steps beside it are longer by so much, {self._source}")
+            return SourcedValue(
+                0.0, "in the background; how much that disturbs was not measured: taken as none"
+            )
+        return SourcedValue(
+            longer, f"in the background; steps beside it are longer by so much, {self._source}"
+        )
 
-    def _drain(self, level: Level) -> Figure:
-        timing = self.measured.levels.get(level, Timing())
+    def _drain(self, level: Level) -> SourcedValue:
+        timing = self.measured.levels.get(level, LevelTiming())
         if level == "memory":
-            return Figure(0.0, "how long the worker seals it is not recorded: taken as none")
+            return SourcedValue(0.0, "how long the worker seals it is not recorded: taken as none")
         if level == "durable" and not self.checkpoint.memory:
-            return Figure(0.0, "training waits until it is stored")
+            return SourcedValue(0.0, "training waits until it is stored")
         if level in self.assumed:
-            return Figure(self.assumed[level], _GIVEN)
+            return SourcedValue(self.assumed[level], _GIVEN_SOURCE)
         if timing.drain_s is not None:
-            return Figure(timing.drain_s, self._source)
+            return SourcedValue(timing.drain_s, self._source)
         if level == "durable" and timing.stall_s is not None:
-            return Figure(timing.stall_s, f"{self._source}, of saves that ranks wrote themselves")
-        declared = _declared(level, self.cluster, self.sizes)
-        return declared or Figure(None, f"{self._source}, and the profile declares no bandwidth for it")
+            return SourcedValue(timing.stall_s, f"{self._source}, of saves that ranks wrote themselves")
+        declared = _cost_from_profile(level, self.cluster, self.sizes)
+        return declared or SourcedValue(None, f"{self._source}, and the profile declares no bandwidth for it")
 
 
-def _known(given: float | None, measured: float | None, source: str, otherwise: str) -> Figure:
+def _best_known(given: float | None, measured: float | None, source: str, otherwise: str) -> SourcedValue:
     if given is not None:
-        return Figure(given, _GIVEN)
-    return Figure(measured, source if measured is not None else otherwise)
+        return SourcedValue(given, _GIVEN_SOURCE)
+    return SourcedValue(measured, source if measured is not None else otherwise)
 
 
-def _declared(level: Level, cluster: ClusterSpec | None, sizes: Sizes) -> Figure | None:
+def _cost_from_profile(level: Level, cluster: ClusterSpec | None, sizes: SaveSizes) -> SourcedValue | None:
     """By the bandwidths of the profile; at best, because nobody else is reckoned with."""
     if cluster is None or sizes.node.value is None or sizes.whole.value is None:
         return None
@@ -167,7 +173,7 @@ def _declared(level: Level, cluster: ClusterSpec | None, sizes: Sizes) -> Figure
         source = (
             f"at best: profile {cluster.name}, {first.bandwidth_GBps:g} GB/s of a node to its {first.name}"
         )
-        return Figure(sizes.node.value / (first.bandwidth_GBps * 1e9), source)
+        return SourcedValue(sizes.node.value / (first.bandwidth_GBps * 1e9), source)
     if level != "durable":
         return None
     root = str(runs_root().absolute())
@@ -182,10 +188,10 @@ def _declared(level: Level, cluster: ClusterSpec | None, sizes: Sizes) -> Figure
         return None
     by_node = sizes.node.value / (place.node_write_GBps * 1e9) if place.node_write_GBps else 0.0
     by_all = sizes.whole.value / (place.write_GBps * 1e9) if place.write_GBps else 0.0
-    return Figure(max(by_node, by_all), f"at best: profile {cluster.name}, file_systems.{name}")
+    return SourcedValue(max(by_node, by_all), f"at best: profile {cluster.name}, file_systems.{name}")
 
 
-def tiers_of(costs: Costs) -> list[Tier]:
+def group_levels(costs: CheckpointCosts) -> list[Tier]:
     """Levels that are taken together; memory and what goes along with every save are one."""
     restart = costs.restart.value or 0.0
     near, tiers = list[Cost](), list[Tier]()

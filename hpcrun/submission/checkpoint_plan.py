@@ -9,47 +9,58 @@ from typing import Any
 
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
-from hpcrun.checkpoint.policy.capacity import kept, place_of_saves
+from hpcrun.checkpoint.policy.capacity import max_kept_saves, plan_save_storage
 from hpcrun.checkpoint.policy.failure_rates import Rate, Seen, estimate, in_words
 from hpcrun.checkpoint.policy.interval import BOUND, Advice, Tier, recommend, waste
 from hpcrun.checkpoint.policy.simulation import Checked, check
-from hpcrun.checkpoint.policy.size import Figure, Room, Sizes, room_of, sizes_of
+from hpcrun.checkpoint.policy.size import (
+    MemoryBudget,
+    SaveSizes,
+    SourcedValue,
+    compute_memory_budget,
+    compute_save_sizes,
+)
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.runs.history import Measured, alike, measured, seen
+from hpcrun.runs.history import MeasuredCosts, count_run_failures, find_similar_runs, measure_runs
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob
 from hpcrun.specs.rundir import RunDir, runs_root
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
-from hpcrun.submission.checkpoint_cost import Costs, Known, given_rates, tiers_of
-from hpcrun.submission.placement_preview import Network, forecast
+from hpcrun.submission.checkpoint_cost import (
+    CheckpointCosts,
+    CostSources,
+    assumed_failure_rates,
+    group_levels,
+)
+from hpcrun.submission.placement_preview import NetworkState, preview_placement
 from hpcrun.units import parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
-_MOST_MEASURED = 3
+_MAX_MEASURED_RUNS = 3
 """So many of the newest runs of a job are read line by line."""
 
 
 @dataclass(frozen=True)
-class Objects:
+class ObjectStoreUse:
     """What the object store is asked for."""
 
     copies: int
     """Over the whole job."""
-    kept_bytes: Figure
+    kept_bytes: SourcedValue
     requests: tuple[int, int] | None
     """PUTs of one copy: with the largest objects, and with the smallest."""
 
 
 @dataclass(frozen=True)
-class SavePlan:
+class CheckpointPlan:
     """All that is known beforehand of the saves of a job."""
 
     spec: JobSpec
-    sizes: Sizes
-    room: Room
-    costs: Costs
+    sizes: SaveSizes
+    room: MemoryBudget
+    costs: CheckpointCosts
     seen: Seen
     rates: tuple[Rate, ...]
     sets: ErasureSets | None
@@ -57,7 +68,7 @@ class SavePlan:
     """Saves in the run directory at most."""
     storage: StoragePlan | None
     """What is to be said of the place for run directories; None where the size of a save is not known."""
-    objects: Objects | None
+    objects: ObjectStoreUse | None
     tiers: tuple[Tier, ...]
     advice: Advice | None
     """None where something that it needs is not known."""
@@ -89,7 +100,7 @@ class SavePlan:
         return found
 
     @property
-    def own_waste(self) -> float | None:
+    def configured_overhead(self) -> float | None:
         """The share of time that the intervals in the job file are expected to cost; None: not known."""
         step, every = self.costs.step.value, [one.every for one in self.costs.levels]
         if step is None or not all(every) or self.advice is None:
@@ -135,7 +146,7 @@ class SavePlan:
             "objects": asdict(self.objects) if self.objects else None,
             "missing": self.costs.missing,
             "advice": None if advice is None else self._advice_json(advice),
-            "own_waste": self.own_waste,
+            "own_waste": self.configured_overhead,
             "lead_s": self.lead_s,
             "check": asdict(self.checked) if self.checked else None,
             "notes": list(self.notes),
@@ -156,7 +167,7 @@ class SavePlan:
 
 
 @dataclass(frozen=True)
-class Wish:
+class CheckpointPlanRequest:
     """What a person wants to know, and what they know already."""
 
     assumed: Mapping[str, float] = field(default_factory=dict)
@@ -166,24 +177,24 @@ class Wish:
     """The run whose saves are looked at, instead of those of the same job."""
 
 
-def plan_saves(
+def plan_checkpoints(
     resolved: ResolvedJob,
     cluster: ClusterSpec | None,
-    network: Network | None,
+    network: NetworkState | None,
     runs: Sequence[RunDir],
-    wish: Wish,
-) -> SavePlan:
+    wish: CheckpointPlanRequest,
+) -> CheckpointPlan:
     """Everything that can be said before the job runs; UsageError where it asks to survive what it cannot."""
     spec = resolved.spec
     nodes, notes = spec.resources.nodes, list[str]()
-    sizes = sizes_of(spec, resolved.plan)
-    sets = _sets(resolved, network, notes)
-    history = _measured(spec, runs, wish)
-    known = Known(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
+    sizes = compute_save_sizes(spec, resolved.plan)
+    sets = _plan_erasure_sets(resolved, network, notes)
+    history = _measure_similar_runs(spec, runs, wish)
+    known = CostSources(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
     costs = known.costs()
-    past = seen(runs, cluster.name if cluster else None)
-    rates = tuple(estimate(past, nodes, given_rates(wish.assumed)))
-    tiers = tuple(tiers_of(costs))
+    past = count_run_failures(runs, cluster.name if cluster else None)
+    rates = tuple(estimate(past, nodes, assumed_failure_rates(wish.assumed)))
+    tiers = tuple(group_levels(costs))
     found = {one.kind: one.per_s for one in rates if one.per_s is not None}
     advice, checked = None, None
     if not costs.missing:
@@ -192,30 +203,34 @@ def plan_saves(
         checked = check(tiers, advice, found, **how) if wish.is_checked else None
     elif wish.is_checked:
         notes.append("nothing to check: there is no advice")
-    return SavePlan(
+    return CheckpointPlan(
         spec,
         sizes,
-        room_of(spec, cluster, sizes, sets),
+        compute_memory_budget(spec, cluster, sizes, sets),
         costs,
         past,
         rates,
         sets,
-        kept(spec),
-        place_of_saves(spec, sizes, runs_root().absolute()),
-        _objects(spec, sizes),
+        max_kept_saves(spec),
+        plan_save_storage(spec, sizes, runs_root().absolute()),
+        _object_store_use(spec, sizes),
         tiers,
         advice,
         checked,
-        (*notes, *_warnings(spec, costs)),
+        (*notes, *_find_warnings(spec, costs)),
         wish.bound,
     )
 
 
-def _measured(spec: JobSpec, runs: Iterable[RunDir], wish: Wish) -> Measured:
-    return measured([wish.sample] if wish.sample else alike(spec, runs)[:_MOST_MEASURED])
+def _measure_similar_runs(
+    spec: JobSpec, runs: Iterable[RunDir], wish: CheckpointPlanRequest
+) -> MeasuredCosts:
+    return measure_runs([wish.sample] if wish.sample else find_similar_runs(spec, runs)[:_MAX_MEASURED_RUNS])
 
 
-def _sets(resolved: ResolvedJob, network: Network | None, notes: list[str]) -> ErasureSets | None:
+def _plan_erasure_sets(
+    resolved: ResolvedJob, network: NetworkState | None, notes: list[str]
+) -> ErasureSets | None:
     """The erasure sets over the nodes that the job would get now; without a network, over as many others."""
     spec = resolved.spec
     wanted, nodes = spec.checkpoint.parity, tuple(f"node{n + 1}" for n in range(spec.resources.nodes))
@@ -228,14 +243,14 @@ def _sets(resolved: ResolvedJob, network: Network | None, notes: list[str]) -> E
         )
     else:
         try:
-            nodes = forecast(spec, resolved.plan, network).placed.placement.nodes
+            nodes = preview_placement(spec, resolved.plan, network).placed.placement.nodes
             domains = failure_domains(network.fabric, nodes)
         except UsageError as error:
             notes.append(f"where the job would stand is not known: {error}")
     return choose_sets(nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive)
 
 
-def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:
+def _object_store_use(spec: JobSpec, sizes: SaveSizes) -> ObjectStoreUse | None:
     wanted, checkpoint = spec.checkpoint.object, spec.checkpoint
     if wanted is None:
         return None
@@ -244,16 +259,16 @@ def _objects(spec: JobSpec, sizes: Sizes) -> Objects | None:
     copies = spec.train.steps // every if every else spec.train.steps if checkpoint.every else 1
     whole, node = sizes.whole.value, sizes.node.value
     held = min(copies, wanted.keep)
-    kept = Figure(None if whole is None else held * whole, f"checkpoint.object.keep: {wanted.keep}")
+    kept = SourcedValue(None if whole is None else held * whole, f"checkpoint.object.keep: {wanted.keep}")
     if whole is None or node is None:
-        return Objects(copies, kept, None)
+        return ObjectStoreUse(copies, kept, None)
     # Besides a file's objects its index; and of a copy the manifest and the record.
     files = spec.resources.nodes
     few, many = (files * (math.ceil(node / size) + 1) + 2 for size in reversed(_OBJECT_BYTES))
-    return Objects(copies, kept, (few, many))
+    return ObjectStoreUse(copies, kept, (few, many))
 
 
-def _warnings(spec: JobSpec, costs: Costs) -> list[str]:
+def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     """What in the job does not go together with what saves take."""
     found = []
     limit, step = spec.checkpoint.max_undurable, costs.step.value

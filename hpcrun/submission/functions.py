@@ -22,18 +22,18 @@ from hpcrun.submission.function_call import FunctionCall, find_import_paths, loa
 
 if TYPE_CHECKING:
     from hpcrun.runs.run_state import RunState
-    from hpcrun.submission.request import Request
+    from hpcrun.submission.request import SubmissionRequest
 
 R = TypeVar("R")
 
 Spec = str | Path | Mapping[str, Any] | None
 """A job file, or its keys and values."""
-KEYS = (
+FUNCTION_JOB_KEYS = (
     "name", "resources", "env", "env_deny", "modules", "python", "cluster", "retry", "secrets", "watch",
     "preflight", "telemetry", "hooks",
 )  # fmt: skip
 """What can be said of a function."""
-_LATE_S = 15.0
+_RESULT_GRACE_S = 15.0
 """So long a result may take to be seen here (NFS) after the record that its run has ended well."""
 _POLL_S = 0.2
 _GRACE_S = 120
@@ -73,7 +73,7 @@ class FunctionJob(Generic[R]):
         attempts = self.run.attempts()
         found: list[R] = []
         for rank in range(self.ranks if attempts else 0):
-            end = time.monotonic() + (_LATE_S if state.state == "done" else 0)
+            end = time.monotonic() + (_RESULT_GRACE_S if state.state == "done" else 0)
             path = attempts[-1].call_result(rank)
             while not path.exists() and time.monotonic() < end:
                 time.sleep(_POLL_S)
@@ -102,20 +102,20 @@ class FunctionJob(Generic[R]):
 
         Of a local array, where one process makes one call after the other, this stops those that wait, too.
         """
-        from hpcrun.runs.cancel import cancel
+        from hpcrun.runs.cancel import cancel_run
 
         if not self.done():
-            cancel(self.run, now=now)
+            cancel_run(self.run, now=now)
 
     def _state(self) -> RunState:
-        from hpcrun.runs.run_state import look_at_all
+        from hpcrun.runs.run_state import read_run_states
 
-        return look_at_all([self.run])[0]
+        return read_run_states([self.run])[0]
 
     def _wait(self, timeout_s: float | None) -> RunState:
-        from hpcrun.runs.follow import wait
+        from hpcrun.runs.follow import wait_for_runs
 
-        return wait([self.run], lambda _: None, timeout_s=timeout_s)[0]
+        return wait_for_runs([self.run], lambda _: None, timeout_s=timeout_s)[0]
 
 
 def submit(fn: Callable[..., R], *args: Any, spec: Spec = None, **kwargs: Any) -> FunctionJob[R]:
@@ -126,7 +126,7 @@ def submit(fn: Callable[..., R], *args: Any, spec: Spec = None, **kwargs: Any) -
     method `checkpoint`, as for submitit, is asked for the call to go on with before the time limit, and on
     `hpcrun stop`. UsageError or SiteError when it cannot be submitted: then nothing is left.
     """
-    return _submitted(fn, [(args, kwargs)], spec, is_array=False)[0]
+    return _submit_calls(fn, [(args, kwargs)], spec, is_array=False)[0]
 
 
 def submit_array(fn: Callable[..., R], *iterables: Iterable[Any], spec: Spec = None) -> list[FunctionJob[R]]:
@@ -135,7 +135,7 @@ def submit_array(fn: Callable[..., R], *iterables: Iterable[Any], spec: Spec = N
     They are the elements of one sweep; without Slurm one runs after the other.
     """
     calls: _Arguments = [(one, {}) for one in zip(*iterables, strict=False)]
-    return _submitted(fn, calls, spec, is_array=len(calls) > 1) if calls else []
+    return _submit_calls(fn, calls, spec, is_array=len(calls) > 1) if calls else []
 
 
 _Arguments = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
@@ -157,14 +157,14 @@ def _check_calls(fn: Callable[..., Any], calls: _Arguments) -> None:
             raise UsageError(f"{name}: {error}; it is called as {name}{signature}") from None
 
 
-def _submitted(
+def _submit_calls(
     fn: Callable[..., R], calls: _Arguments, spec: Spec, *, is_array: bool
 ) -> list[FunctionJob[R]]:
-    from hpcrun.submission.submit import submit as hand_over
+    from hpcrun.submission.submit import submit_job as hand_over
 
     local_identity.fill_descriptors()
     _check_calls(fn, calls)
-    log, request = logging.getLogger("hpcrun"), _request(fn, calls, spec, is_array)
+    log, request = logging.getLogger("hpcrun"), _build_request(fn, calls, spec, is_array)
     done = hand_over(request, log.warning, log.info)
     assert request.resolved is not None
     ranks = request.resolved.spec.ranks
@@ -180,29 +180,32 @@ def _submitted(
     return jobs
 
 
-def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bool) -> Request:
+def _build_request(
+    fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bool
+) -> SubmissionRequest:
     """The function as a job whose command makes the call; SpecError lists every mistake."""
     from hpcrun.specs.load import resolve_job
     from hpcrun.specs.validation import nearest
     from hpcrun.specs.yaml import Document, load_document
-    from hpcrun.submission.batch_script import python_of
-    from hpcrun.submission.request import Request, profile_of
+    from hpcrun.submission.batch_script import job_python
+    from hpcrun.submission.request import SubmissionRequest, load_job_profile
 
     if isinstance(spec, str | Path):
         document, base = load_document(Path(spec)), local_identity.absolute(spec).parent
     else:
         document, base = Document(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
     given = document.values
-    wrong = [key for key in given if key not in KEYS]
+    wrong = [key for key in given if key not in FUNCTION_JOB_KEYS]
     made = [FunctionCall(fn, args, kwargs, find_import_paths()) for args, kwargs in calls]
-    values = _as_command(given, made[0].can_save, len(calls) if is_array else 0)
+    values = _command_section(given, made[0].can_save, len(calls) if is_array else 0)
     document = Document(values, document.places)
     problems = [
-        Problem(key, f"is not for a function{nearest(key, KEYS)}", document.where(key)) for key in wrong
+        Problem(key, f"is not for a function{nearest(key, FUNCTION_JOB_KEYS)}", document.where(key))
+        for key in wrong
     ]
     try:
         resolved = resolve_job(document, base)
-        python = python_of(resolved.spec, profile_of(resolved.spec))
+        python = job_python(resolved.spec, load_job_profile(resolved.spec))
         if python != sys.executable:
             document.values["command"][0] = python
             resolved = resolve_job(document, base)
@@ -215,7 +218,7 @@ def _request(fn: Callable[..., Any], calls: _Arguments, spec: Spec, is_array: bo
         for number, call in enumerate(made):
             call.write((run.element(number) if is_array else run).call)
 
-    return Request(resolved=resolved, furnish=furnish)
+    return SubmissionRequest(resolved=resolved, furnish=furnish)
 
 
 def _grace_s(resources: object) -> int:
@@ -229,10 +232,10 @@ def _grace_s(resources: object) -> int:
         return _GRACE_S
 
 
-def _as_command(given: Mapping[str, Any], can_save: bool, elements: int) -> dict[str, Any]:
-    from hpcrun.submission.batch_script import CALL
+def _command_section(given: Mapping[str, Any], can_save: bool, elements: int) -> dict[str, Any]:
+    from hpcrun.submission.batch_script import CALL_ARGUMENTS
 
-    values = {key: value for key, value in given.items() if key in KEYS and value is not None}
+    values = {key: value for key, value in given.items() if key in FUNCTION_JOB_KEYS and value is not None}
     values.setdefault("name", "function")
     resources = values.get("resources")
     if resources is None or isinstance(resources, dict):
@@ -240,7 +243,7 @@ def _as_command(given: Mapping[str, Any], can_save: bool, elements: int) -> dict
         values["resources"] = {"ranks_per_node": 1, **(resources or {})}
     if can_save and "retry" not in values:
         values["retry"] = {"grace": f"{_grace_s(values['resources'])}s"}
-    values["command"] = [sys.executable, *CALL]
+    values["command"] = [sys.executable, *CALL_ARGUMENTS]
     if elements:
         values["sweep"] = {"list": [{} for _ in range(elements)]}
     return values

@@ -14,7 +14,7 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import Placed, place
 from hpcrun.fabric.topology_reader import find_fabric
 from hpcrun.fabric.traffic import traffic_of
-from hpcrun.health.lemon_nodes import known_lemons
+from hpcrun.health.lemon_nodes import load_nodes_to_avoid
 from hpcrun.hostlist import expand
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
@@ -23,13 +23,13 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 
-FREE = "free"
-_TAKEN = {"RESERVED", "COMPLETING", "PLANNED"}
+FREE_STATE = "free"
+_UNAVAILABLE_FLAGS = {"RESERVED", "COMPLETING", "PLANNED"}
 """Flags of an idle node that Slurm gives to no job now, or holds for another one."""
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkState:
     """The nodes, how they hang together, and in which state each is."""
 
     fabric: Fabric
@@ -45,14 +45,14 @@ class Network:
     @property
     def free(self) -> list[str]:
         """The nodes that a job could have now, in Slurm's order."""
-        return [node for node in self.fabric.nodes if self.states.get(node) == FREE]
+        return [node for node in self.fabric.nodes if self.states.get(node) == FREE_STATE]
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PlacementPreview:
     """Where a job would stand, if Slurm gave it the nodes that suit it best."""
 
-    network: Network
+    network: NetworkState
     placed: Placed
     leaves: int | None
     """Under how few leaf switches its nodes find room; None where no leaves are known."""
@@ -69,7 +69,7 @@ class Forecast:
         }
 
 
-def look(
+def load_network(
     cluster: ClusterSpec | None,
     live: LiveCluster | None,
     *,
@@ -77,7 +77,7 @@ def look(
     partition: str | None = None,
     needed: int = 0,
     reservation: str | None = None,
-) -> Network:
+) -> NetworkState:
     """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free.
 
     `needed`: how many nodes the job takes; for what its runs saw, the user keeps away from no more than that
@@ -89,35 +89,37 @@ def look(
     if live and partition:
         records = tuple(live.nodes_of(partition)) or records
     fabric = find_fabric(cluster, live, file, [one.name for one in records] or None)
-    states = dict.fromkeys(fabric.nodes, FREE if live is None else "unknown")
-    states |= {one.name: _word(one, reservation) for one in records if one.name in states}
+    states = dict.fromkeys(fabric.nodes, FREE_STATE if live is None else "unknown")
+    states |= {one.name: _node_state(one, reservation) for one in records if one.name in states}
     where = partition or (cluster.default_partition if cluster else None)
     among = (live.nodes_of(where) if live and where else []) or records
-    lemons = known_lemons([one.name for one in among] or fabric.nodes, avoided, needed, now)
+    lemons = load_nodes_to_avoid([one.name for one in among] or fabric.nodes, avoided, needed, now)
     avoided |= lemons.active(now)
     states |= dict.fromkeys((node for node in avoided if node in states), "bad")
     unread, notes = (fabric.notes, ()) if fabric.is_unread else ((), fabric.notes)
-    return Network(fabric, states, avoided, notes, (*unread, *bad.notes, *lemons.notes))
+    return NetworkState(fabric, states, avoided, notes, (*unread, *bad.notes, *lemons.notes))
 
 
-def _word(node: NodeRecord, reservation: str | None) -> str:
+def _node_state(node: NodeRecord, reservation: str | None) -> str:
     usable = node.state.usable
     if usable is None:
         return "unknown"
     if not usable:
         return "out of service"
-    taken = _TAKEN & set(node.state.flags)
+    taken = _UNAVAILABLE_FLAGS & set(node.state.flags)
     if reservation and node.reservation == reservation:
         taken -= {"RESERVED"}
-    return FREE if node.state.name == "IDLE" and not taken else "busy"
+    return FREE_STATE if node.state.name == "IDLE" and not taken else "busy"
 
 
-def forecast(spec: JobSpec, plan: Plan | None, network: Network) -> Forecast:
+def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -> PlacementPreview:
     """Place a job; where too few nodes are free, among all in service. UsageError where these are too few."""
     asked = spec.resources
     excluded = set(expand(asked.exclude or "", "resources.exclude"))
     traffic = traffic_of(spec.model, plan, spec)
-    usable = [node for node in network.fabric.nodes if network.states.get(node) in (FREE, "busy", "unknown")]
+    usable = [
+        node for node in network.fabric.nodes if network.states.get(node) in (FREE_STATE, "busy", "unknown")
+    ]
     notes: list[str] = []
     choices = [("", network.free), ("not enough nodes are free now: placed among all in service", usable)]
     if asked.placement == "pin":
@@ -141,10 +143,10 @@ def forecast(spec: JobSpec, plan: Plan | None, network: Network) -> Forecast:
         except UsageError:
             if nodes is choices[-1][1]:
                 raise
-    return Forecast(network, placed, _leaves(network.fabric, placed), tuple(notes))
+    return PlacementPreview(network, placed, _count_leaves(network.fabric, placed), tuple(notes))
 
 
-def _leaves(fabric: Fabric, placed: Placed) -> int | None:
+def _count_leaves(fabric: Fabric, placed: Placed) -> int | None:
     """How many leaf switches the nodes are under; blocks of NVLink are below the leaf."""
     index = next((at for at, level in enumerate(fabric.levels) if level.name != BLOCK), None)
     if index is None:

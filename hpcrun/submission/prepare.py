@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.policy.capacity import look_at_place, why_no_save
+from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import parameters
@@ -180,9 +180,9 @@ def _check_storage(prepared: PreparedJob) -> None:
         ranks=prepared.spec.ranks,
     )
     held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
-    told = look_at_place(prepared.spec, prepared.plan, root, held=held)
+    told = plan_save_storage_in_time(prepared.spec, prepared.plan, root, held=held)
     if told is not None and told.refusal is not None:
-        raise SiteError(why_no_save(root, told.refusal))
+        raise SiteError(format_storage_refusal(root, told.refusal))
 
 
 def max_checkpoint_bytes(prepared: PreparedJob) -> int:

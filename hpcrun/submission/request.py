@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 
 from hpcrun import process
-from hpcrun.checkpoint.policy.capacity import look_at_place, why_no_save
+from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
 from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.runs.run_state import RunState, look_at_all, look_at_elements
+from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
 from hpcrun.slurm.cluster_state import LiveCluster, ask_cluster
 from hpcrun.slurm.contract import ScriptContext
@@ -42,18 +42,24 @@ from hpcrun.specs.saves import saved_steps
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import prepare
-from hpcrun.submission.batch_script import python_of, root_of, runtime_of, script_context, template_name
+from hpcrun.submission.batch_script import (
+    build_script_context,
+    choose_template_name,
+    cluster_runs_root,
+    container_runtime,
+    job_python,
+)
 from hpcrun.submission.launch_checks import check_run_root, find_launch_problems, why_not_launchable_here
-from hpcrun.submission.placement_preview import Network, forecast, look
+from hpcrun.submission.placement_preview import NetworkState, load_network, preview_placement
 
-Note = Callable[[str], None]
+NoteCallback = Callable[[str], None]
 """Takes one line for the person."""
 
 _ASK_S, _QUOTA_S = 5.0, 10.0
 
 
 @dataclass(frozen=True)
-class Request:
+class SubmissionRequest:
     """What a person asks to have submitted."""
 
     job: Path | None = None
@@ -77,15 +83,15 @@ class Request:
     """The release that the script is for; default: the one here, else the profile's."""
 
 
-class Job:
+class PreparedSubmission:
     """A request that is understood: its job, its cluster, its template; each looked up when it is needed."""
 
-    def __init__(self, request: Request, note: Note, detail: Note) -> None:
+    def __init__(self, request: SubmissionRequest, note: NoteCallback, detail: NoteCallback) -> None:
         self.request, self.note, self.detail = request, note, detail
-        self.resolved = _load(request, note)
+        self.resolved = _load_job(request, note)
         self.resume = request.resume and (request.resume.sweep_of_element or request.resume)
         spec = self.resolved.spec
-        self.cluster = profile_of(spec)
+        self.cluster = load_job_profile(spec)
         if spec.cluster == "default" and self.cluster is None:
             raise self.resolved.mistake("cluster", "there is no profile; see `hpcrun cluster draft`")
         nowhere = self.cluster is None and request.slurm_version is None and shutil.which("sbatch") is None
@@ -119,7 +125,7 @@ class Job:
     def template(self) -> Template:
         """The request's, else the one for jobs of this kind."""
         spec, asked = self.resolved.spec, self.request.template
-        usual = "function" if self.is_function else template_name(spec, self.cluster)
+        usual = "function" if self.is_function else choose_template_name(spec, self.cluster)
         found = self.library.find(asked or usual)
         kinds = {layer.name.removesuffix(SUFFIX) for layer in self.library.chain(found)}
         if "array" in kinds and spec.sweep is None:
@@ -135,7 +141,7 @@ class Job:
     def live(self) -> LiveCluster | None:
         """What Slurm says now; None where it is not here, or is not the one that the script is for."""
         is_elsewhere = self.is_local or self.request.slurm_version is not None
-        return None if is_elsewhere else ask_live(self.slurm_cluster, self.note)
+        return None if is_elsewhere else query_live_cluster(self.slurm_cluster, self.note)
 
     @cached_property
     def version(self) -> Version | None:
@@ -152,13 +158,13 @@ class Job:
     @property
     def place(self) -> Path:
         """Where the run directory is, or is to be made."""
-        return self.resume.path if self.resume else root_of(self.cluster)
+        return self.resume.path if self.resume else cluster_runs_root(self.cluster)
 
     @cached_property
-    def network(self) -> Network:
+    def network(self) -> NetworkState:
         """The cluster's network now; without Slurm as far as the profile knows it."""
         asked = self.resolved.spec.resources
-        return look(
+        return load_network(
             self.cluster,
             self.live,
             partition=asked.partition,
@@ -173,7 +179,7 @@ class Job:
         if self.live is None or not self.network.fabric.levels or spec.resources.placement != "pack":
             return None
         try:
-            found = forecast(spec, self.resolved.plan, self.network)
+            found = preview_placement(spec, self.resolved.plan, self.network)
         except UsageError:
             # Too few nodes: check_fit says so, or Slurm does.
             return None
@@ -182,7 +188,7 @@ class Job:
         return found.leaves
 
     @cached_property
-    def steered(self) -> JobSpec:
+    def spec_with_exclusions(self) -> JobSpec:
         """The job with the bad nodes among those that it excludes."""
         spec = self.resolved.spec
         if self.is_local:
@@ -198,8 +204,8 @@ class Job:
         """What the template gets, still without the array."""
         dependency = ",".join(self.dependencies)
         try:
-            context, notes = script_context(
-                self.steered, run, self.cluster, self.version, dependency, self.leaves
+            context, notes = build_script_context(
+                self.spec_with_exclusions, run, self.cluster, self.version, dependency, self.leaves
             )
         except SpecError as error:
             problems = [self.placed(Finding(one.key, one.text)) for one in error.problems]
@@ -216,7 +222,7 @@ class Job:
         asked = self.request.resume
         left = []
         for state, element in zip(
-            look_at_elements(self.resume, ask=False), self.resolved.elements, strict=True
+            read_element_states(self.resume, ask=False), self.resolved.elements, strict=True
         ):
             goes_on = element.spec.command is None and element.spec.train.steps > (state.step or 0)
             wanted = state.state != "done" or (goes_on and not self.request.only_failed)
@@ -249,12 +255,16 @@ class Job:
     def findings(self) -> list[Finding]:
         """All that a look at the job's files, the cluster and the place of the run shows."""
         spec = self.resolved.spec
-        found = [*_missing_inputs(self.jobs()), *(self._room() or self._saves())]
+        found = [*_find_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
-            return [*found, *_beyond_this_machine(spec)]
-        found += [*self.inputs.findings, *_clashes(self.resolved.spec, self.inputs), *_missing_image(spec)]
-        found += check_cluster(self.steered, self.cluster, self.live, self.place)
-        runtime = runtime_of(spec, self.cluster)
+            return [*found, *_find_cluster_only_keys(spec)]
+        found += [
+            *self.inputs.findings,
+            *_find_env_conflicts(self.resolved.spec, self.inputs),
+            *_find_missing_image(spec),
+        ]
+        found += check_job_fits_cluster(self.spec_with_exclusions, self.cluster, self.live, self.place)
+        runtime = container_runtime(spec, self.cluster)
         fabric = self.network.fabric
         levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
         found += [
@@ -264,7 +274,7 @@ class Job:
 
     def _python(self) -> Iterator[Finding]:
         """What is seen from here of the interpreter on the compute nodes, which may differ there."""
-        python = python_of(self.resolved.spec, self.cluster)
+        python = job_python(self.resolved.spec, self.cluster)
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
             yield Finding("python", text, refuse=False)
@@ -289,11 +299,11 @@ class Job:
         """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
         spec = self.resolved.spec
         held = len(saved_steps(self.resume.checkpoints)) if self.resume else 0
-        told = look_at_place(spec, self.jobs()[0].plan, self.place, held=held)
+        told = plan_save_storage_in_time(spec, self.jobs()[0].plan, self.place, held=held)
         if told is None:
             return []
         if told.refusal is not None:
-            return [Finding("", why_no_save(self.place, told.refusal))]
+            return [Finding("", format_storage_refusal(self.place, told.refusal))]
         is_known = told.kind not in ("lustre", "unknown")
         texts = [] if is_known else [one.text for one in told.findings if one.level == "warning"]
         return [Finding("", f"saves in {self.place}: {text}", refuse=False) for text in texts]
@@ -311,14 +321,14 @@ class Job:
         return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
 
 
-def profile_of(spec: JobSpec) -> ClusterSpec | None:
+def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
     """The profile that a job names, else the default one; None without one, and for a job that runs here."""
     if spec.cluster == "local":
         return None
     return find_cluster(None if spec.cluster == "default" else spec.cluster)
 
 
-def _clashes(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
+def _find_env_conflicts(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
     """What the caller's variables have said and other parts of the job contradict: it was sound before."""
     for one in contradictions(spec) if inputs.resources else ():
         by = inputs.by_key.get(one.key.removeprefix("resources."))
@@ -327,7 +337,7 @@ def _clashes(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
         yield Finding(one.key, f"{one.text} ({told} in your environment)")
 
 
-def ask_live(slurm_cluster: str | None, note: Note) -> LiveCluster | None:
+def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveCluster | None:
     """What the cluster's Slurm says now; None where it is not here, or where it does not answer."""
     if shutil.which("scontrol") is None:
         return None
@@ -338,7 +348,7 @@ def ask_live(slurm_cluster: str | None, note: Note) -> LiveCluster | None:
         return None
 
 
-def check_cluster(
+def check_job_fits_cluster(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
 ) -> list[Finding]:
     """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
@@ -350,7 +360,11 @@ def check_cluster(
 
 
 def without_uncounted_memory(
-    context: ScriptContext, job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, note: Note
+    context: ScriptContext,
+    job: JobSpec,
+    cluster: ClusterSpec | None,
+    live: LiveCluster | None,
+    note: NoteCallback,
 ) -> ScriptContext:
     """The context without --mem where the partition counts no memory, and would refuse any."""
     if "mem" not in context.directives or counts_memory(job, cluster, live):
@@ -360,7 +374,7 @@ def without_uncounted_memory(
     return context.model_copy(update={"directives": directives})
 
 
-def _load(request: Request, note: Note) -> ResolvedJob:
+def _load_job(request: SubmissionRequest, note: NoteCallback) -> ResolvedJob:
     run = request.resume
     if request.resolved is not None:
         return request.resolved
@@ -372,7 +386,7 @@ def _load(request: Request, note: Note) -> ResolvedJob:
         return load_job(request.job, request.overrides, command=request.command)
     if request.job is not None or request.command is not None:
         raise UsageError("--resume takes the job from the run; give overrides (key=value) only")
-    state = look_at_all([run])[0]
+    state = read_run_states([run])[0]
     if not state.is_over and state.state != "unknown":
         raise UsageError(f"{run.id} is {state.state}; `hpcrun cancel {run.id}` first, or wait for its end")
     if state.state == "unknown":
@@ -389,7 +403,7 @@ def _load(request: Request, note: Note) -> ResolvedJob:
     return resolved
 
 
-def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
+def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
     """What is wrong with the data, the weights and the secrets, each told once."""
     found = [Finding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
     if jobs[0].spec.command is not None:
@@ -408,7 +422,7 @@ def _missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
     return found
 
 
-def _beyond_this_machine(spec: JobSpec) -> Iterator[Finding]:
+def _find_cluster_only_keys(spec: JobSpec) -> Iterator[Finding]:
     """What only a cluster gives, of a job that would run here as a process in the background."""
     asked = spec.resources
     if asked.nodes > 1:
@@ -424,7 +438,7 @@ def _beyond_this_machine(spec: JobSpec) -> Iterator[Finding]:
         yield Finding("resources.gpus_per_node", text, refuse=False)
 
 
-def _missing_image(spec: JobSpec) -> list[Finding]:
+def _find_missing_image(spec: JobSpec) -> list[Finding]:
     """An image that is named as a file and is not there; compute nodes may have it all the same."""
     image = spec.container.image if spec.container else ""
     is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
@@ -436,7 +450,7 @@ def _missing_image(spec: JobSpec) -> list[Finding]:
 
 
 def _dependencies(
-    request: Request, cluster: ClusterSpec | None, note: Note
+    request: SubmissionRequest, cluster: ClusterSpec | None, note: NoteCallback
 ) -> tuple[list[str], tuple[RunDir, ...]]:
     """What --dependency takes: the newest jobs of the runs that are waited for; and which must end well.
 
@@ -445,16 +459,16 @@ def _dependencies(
     """
     found, after = list[str](), list[RunDir]()
     for runs in (request.after, request.after_any):
-        states = look_at_all(runs) if runs else []
+        states = read_run_states(runs) if runs else []
         for state in states:
-            jobs = _jobs_to_wait_for(state, runs is request.after, note)
+            jobs = _dependency_jobs(state, runs is request.after, note)
             _check_same_cluster(state, cluster, jobs)
             found += [job for job in jobs if job not in found]
             after += [state.run] if jobs and runs is request.after else []
     return [":".join(["afterany", *found])] if found else [], tuple(after)
 
 
-def _jobs_to_wait_for(state: RunState, must_be_done: bool, note: Note) -> list[str]:
+def _dependency_jobs(state: RunState, must_be_done: bool, note: NoteCallback) -> list[str]:
     run = state.run
     if state.is_over and (not must_be_done or state.state == "done"):
         note(f"{run.id} has ended already ({state.state}); there is nothing to wait for")

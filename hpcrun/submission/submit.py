@@ -24,7 +24,7 @@ from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import Question, ask_jobs
 from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
 from hpcrun.specs.cluster import render_cluster
-from hpcrun.specs.origin import record_origin
+from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import (
     Provenance,
@@ -36,15 +36,15 @@ from hpcrun.specs.provenance import (
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
-from hpcrun.submission.request import Job, Note, Request
+from hpcrun.submission.request import NoteCallback, PreparedSubmission, SubmissionRequest
 from hpcrun.tuning.job_settings import foresee
 from hpcrun.units import parse_time
 
-_ASK_S = 5.0
+_SLURM_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmissionResult:
     """A run that was handed over: as one job or, for a sweep, as one or more arrays."""
 
     run: RunDir
@@ -69,7 +69,7 @@ class Submitted:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRunResult:
     """What would be handed over, and what stands against it."""
 
     script: str
@@ -80,12 +80,14 @@ class DryRun:
         return {"script": self.script, "refused": [str(one) for one in self.refused]}
 
 
-def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryRun:
+def dry_run(
+    request: SubmissionRequest, note: NoteCallback, detail: NoteCallback = lambda _: None
+) -> DryRunResult:
     """The script that `submit` would hand over, but for the run's id; makes nothing, and needs no Slurm.
 
     What a look at the job and the cluster finds is told through `note`, refusals too.
     """
-    job = Job(request, note, note)
+    job = PreparedSubmission(request, note, note)
     deny = [*(job.cluster.env_deny if job.cluster else ()), *job.resolved.spec.env_deny]
     dropped = submission_environment(os.environ, deny)[1]
     if dropped:
@@ -107,34 +109,36 @@ def dry_run(request: Request, note: Note, detail: Note = lambda _: None) -> DryR
         indices = [element - first.offset for element in first.elements]
         array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
     text = script_text(job.library, job.template, job.context(run), run.submitit, array, note)
-    return DryRun(text, tuple(problem for problem, refuse in findings if refuse))
+    return DryRunResult(text, tuple(problem for problem, refuse in findings if refuse))
 
 
-def submit(request: Request, note: Note, detail: Note = lambda _: None) -> Submitted:
+def submit_job(
+    request: SubmissionRequest, note: NoteCallback, detail: NoteCallback = lambda _: None
+) -> SubmissionResult:
     """Check a job, make its run directory and hand it over; an error leaves no half a run behind.
 
     `note` is told what a person should know, `detail` what else may be of interest.
     """
-    with _alone(request.resume):
-        job = Job(request, note, detail)
+    with _submission_lock(request.resume):
+        job = PreparedSubmission(request, note, detail)
         findings = [(job.placed(one), one.refuse) for one in job.findings()]
         if any(refuse for _, refuse in findings):
             raise SpecError([problem for problem, refuse in findings if refuse])
         for problem, _ in findings:
             note(str(problem))
-        with _directory(job) as run:
-            record = _record(job, run)
+        with _make_run_directory(job) as run:
+            record = _record_provenance(job, run)
             if job.is_local:
-                submissions = [_start_here(job, run, record)]
+                submissions = [_start_locally(job, run, record)]
             else:
-                submissions = _hand_over(job, run, record, detail)
+                submissions = _submit_to_slurm(job, run, record, detail)
     if not job.is_local:
-        tell_what_waits_for_ever(submissions, note)
-    return Submitted(run, tuple(submissions), job.cluster_name)
+        warn_of_unstartable_jobs(submissions, note)
+    return SubmissionResult(run, tuple(submissions), job.cluster_name)
 
 
 @contextmanager
-def _alone(resumed: RunDir | None) -> Iterator[None]:
+def _submission_lock(resumed: RunDir | None) -> Iterator[None]:
     """Nobody else submits this run from the look at its state until its new job is on record."""
     if resumed is None:
         yield
@@ -146,7 +150,7 @@ def _alone(resumed: RunDir | None) -> Iterator[None]:
 
 
 @contextmanager
-def _directory(job: Job) -> Iterator[RunDir]:
+def _make_run_directory(job: PreparedSubmission) -> Iterator[RunDir]:
     """The run's directory with all that the job reads; what was there before, if the body fails.
 
     SiteError where a file cannot be written, as on a full disk.
@@ -160,7 +164,7 @@ def _directory(job: Job) -> Iterator[RunDir]:
         files = [run.exit, run.spec, run.cluster, run.job, run.script, run.after]
         files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
         before |= {path: read_regular(path).decode() for path in files if job.resume and path.exists()}
-        _fill(job, run)
+        _write_run_files(job, run)
         yield run
         handed_over = True
     except OSError as error:
@@ -171,10 +175,10 @@ def _directory(job: Job) -> Iterator[RunDir]:
         if not handed_over and job.resume is None:
             shutil.rmtree(run.path, ignore_errors=True)
         elif not handed_over:
-            _put_back(before, job.note)
+            _restore_files(before, job.note)
 
 
-def _put_back(before: Mapping[Path, str], note: Note) -> None:
+def _restore_files(before: Mapping[Path, str], note: NoteCallback) -> None:
     for path, text in before.items():
         try:
             write_whole(path, text)
@@ -182,13 +186,13 @@ def _put_back(before: Mapping[Path, str], note: Note) -> None:
             note(f"{path}: could not be put back as it was: {error.strerror}")
 
 
-def _record(job: Job, run: RunDir) -> Provenance:
+def _record_provenance(job: PreparedSubmission, run: RunDir) -> Provenance:
     """Where the run comes from, written down when it is made, with what it is to do now."""
     spec, name = job.resolved.spec, job.cluster_name or None
     template = None if job.is_local else job.template.path
     found = read_provenance(run)
     if found is None:
-        found = record_origin(run, spec, cluster=name, template=template)
+        found = record_provenance(run, spec, cluster=name, template=template)
         found = replace(found, inputs=dict(job.inputs.sources))
         return replace(found, kind="function", steps=None) if job.is_function else found
     steps = None if spec.command else spec.train.steps
@@ -197,23 +201,23 @@ def _record(job: Job, run: RunDir) -> Provenance:
     return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path, inputs=inputs)
 
 
-def _fill(job: Job, run: RunDir) -> None:
+def _write_run_files(job: PreparedSubmission, run: RunDir) -> None:
     run.submitit.mkdir(mode=0o700, exist_ok=True)
     write_whole(run.spec, job.resolved.render())
     if job.cluster is not None:
         write_whole(run.cluster, render_cluster(job.cluster))
     else:
         run.cluster.unlink(missing_ok=True)
-    write_predecessors(run, job.after, _attempts_before(job, run))
+    write_predecessors(run, job.after, _count_attempts_before(job, run))
     # While a job waits or runs there is no record of its end.
     run.exit.unlink(missing_ok=True)
     if job.resolved.elements:
-        _fill_elements(job, run)
+        _write_element_files(job, run)
     if job.request.furnish is not None:
         job.request.furnish(run)
 
 
-def _fill_elements(job: Job, run: RunDir) -> None:
+def _write_element_files(job: PreparedSubmission, run: RunDir) -> None:
     if job.resume is None:
         write_sweep(run, [one.overrides for one in job.resolved.elements])
         (run.path / "elements").mkdir(mode=0o700)
@@ -227,17 +231,17 @@ def _fill_elements(job: Job, run: RunDir) -> None:
         element.exit.unlink(missing_ok=True)
 
 
-def _attempts_before(job: Job, run: RunDir) -> dict[str, int]:
+def _count_attempts_before(job: PreparedSubmission, run: RunDir) -> dict[str, int]:
     return attempts_of(run, job.elements) if job.resume else {}
 
 
-def _task() -> Callable[[str], int]:
+def _load_batch_task() -> Callable[[str], int]:
     """What the batch job runs; pickled by its name, so that it is loaded there and not here."""
     found: Callable[[str], int] = importlib.import_module("hpcrun.launch.batch_task").run_task
     return found
 
 
-def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
+def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> Submission:
     """Start the run in the background; it is ended again where that cannot be recorded."""
     from hpcrun.slurm.executor import submit_local
 
@@ -248,8 +252,8 @@ def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
     if limit is not None:
         # The limit is an element's, and one process runs them all.
         limit *= max(1, len(job.elements))
-    now, host, before = time.time(), os.uname().nodename, _attempts_before(job, run)
-    found = submit_local(run.submitit, _task(), str(run.path), limit_min=limit)
+    now, host, before = time.time(), os.uname().nodename, _count_attempts_before(job, run)
+    found = submit_local(run.submitit, _load_batch_task(), str(run.path), limit_min=limit)
     made = Submission(
         now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks, attempts=before
     )
@@ -265,12 +269,14 @@ def _start_here(job: Job, run: RunDir, record: Provenance) -> Submission:
     return made
 
 
-def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[Submission]:
+def _submit_to_slurm(
+    job: PreparedSubmission, run: RunDir, record: Provenance, detail: NoteCallback
+) -> list[Submission]:
     """Submit the job, or every array of the sweep; what was submitted is cancelled when the rest fails."""
     from hpcrun.slurm.executor import TemplateExecutor
 
     now, made, cluster = time.time(), list[Submission](), job.cluster
-    begun = _attempts_before(job, run)
+    begun = _count_attempts_before(job, run)
     chunks: list[Chunk | None] = [*job.chunks()] or [None]
     context = job.context(run)
     handed_over = False
@@ -289,10 +295,10 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
                 detail=detail,
             )
             if chunk is None:
-                done = executor.submit_task(_task(), str(run.path))
+                done = executor.submit_task(_load_batch_task(), str(run.path))
             else:
                 done = executor.submit_elements(
-                    _task(),
+                    _load_batch_task(),
                     str(run.path),
                     elements=chunk.elements,
                     offset=chunk.offset,
@@ -306,7 +312,7 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
             write_provenance(run, record.submitted(*made))
         handed_over = True
     except SiteError as error:
-        raise _refusal(job, str(error)) from None
+        raise _sbatch_error(job, str(error)) from None
     finally:
         if not handed_over:
             for one in made:
@@ -315,7 +321,7 @@ def _hand_over(job: Job, run: RunDir, record: Provenance, detail: Note) -> list[
     return made
 
 
-def _refusal(job: Job, text: str) -> SiteError:
+def _sbatch_error(job: PreparedSubmission, text: str) -> SiteError:
     """What sbatch said, with the keys of the raw options that it speaks of, and what was left of it."""
     raw = job.resolved.spec.resources.sbatch
     named = [one for one in raw if re.search(rf"--{re.escape(one)}(?![\w-])", text)]
@@ -324,12 +330,12 @@ def _refusal(job: Job, text: str) -> SiteError:
     return SiteError(f"{text}{keys}{left}")
 
 
-def tell_what_waits_for_ever(submissions: Sequence[Submission], note: Note) -> None:
+def warn_of_unstartable_jobs(submissions: Sequence[Submission], note: NoteCallback) -> None:
     """Slurm takes some jobs that it can never start, and says so only in the queue."""
     first = submissions[0]
     assert first.job is not None
     question = Question(first.job, cluster=first.cluster)
-    record = ask_jobs([question], _ASK_S)[question].record
+    record = ask_jobs([question], _SLURM_TIMEOUT_S)[question].record
     reason = record.reason if record and record.state.phase == "pending" else None
     if reason is not None and reason.outlook in ("never", "held"):
         note(f"job {first.job} will not start by itself: {reason.words} (Slurm says {reason.code})")

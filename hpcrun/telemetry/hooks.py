@@ -17,31 +17,31 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.masking import Masker
 from hpcrun.runs.known_secrets import known_secrets
-from hpcrun.runs.snapshot import View
-from hpcrun.runs.timeline import is_count
+from hpcrun.runs.snapshot import RunSnapshot
+from hpcrun.runs.timeline import is_valid_count
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
-from hpcrun.telemetry.sidecar import log, remembered, say
+from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console, write_sidecar_log
 
 SCHEMA_VERSION = 1
-STATE = "hooks"
+HOOKS_STATE = "hooks"
 TIME_LIMIT_S = 30.0
 """For one call."""
-_MOST_WAITING = 64
+_MAX_QUEUED_CALLS = 64
 """Calls of one hook; where it is that slow, the oldest of them are dropped."""
-_STATES = {
+_STATE_OF_EVENT = {
     "launch": "starting",
     "ranks met": "running",
     "fault": "fault",
     "relaunch": "relaunched",
     "requeue": "requeued",
 }
-_MORE = ("cause", "nodes", "excluded", "spares_left")
+_OPTIONAL_KEYS = ("cause", "nodes", "excluded", "spares_left")
 Record = Mapping[str, Any]
 
 
 @dataclass
-class Changes:
+class StateChanges:
     """From events to changes of state; dumps to JSON and reads back."""
 
     number: int = 0
@@ -53,17 +53,17 @@ class Changes:
     def of(self, events: Iterable[Record]) -> Iterator[dict[str, Any]]:
         """The changes that these events are."""
         for event in events:
-            state = _STATES.get(str(event.get("event")))
-            if state is not None and is_count(event.get("attempt")):
+            state = _STATE_OF_EVENT.get(str(event.get("event")))
+            if state is not None and is_valid_count(event.get("attempt")):
                 self.attempt = event["attempt"]
-                more = {name: event[name] for name in _MORE if name in event}
+                more = {name: event[name] for name in _OPTIONAL_KEYS if name in event}
                 yield self._change(state, event.get("time"), str(event.get("message") or ""), **more)
 
     def end(self, record: Record | None) -> Iterator[dict[str, Any]]:
         """The last one, now that the supervisor is gone, by the exit record; none where it told before."""
         if record is not None:
             step = record.get("step")
-            more = {"step": step} if is_count(step) else {}
+            more = {"step": step} if is_valid_count(step) else {}
             exit_code = record.get("exit_code")
             yield self._change(
                 str(record.get("status")),
@@ -100,12 +100,12 @@ class Hooks:
 
     def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
         self._run, self._about = run, about
-        told = remembered(run, STATE)
-        self._changes = _changes_from(told.get("changes"))
+        told = load_sidecar_state(run, HOOKS_STATE)
+        self._changes = _parse_state_changes(told.get("changes"))
         offset = told.get("events")
-        self._reader = LineReader(run.events, offset if is_count(offset) else 0)
+        self._reader = LineReader(run.events, offset if is_valid_count(offset) else 0)
         folder = Path(orders["directory"])
-        self._hooks = [_Hook(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
+        self._hooks = [_HookProgram(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
         self._pending: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()
 
     def turn(self) -> None:
@@ -116,7 +116,7 @@ class Hooks:
             for one in calls:
                 if not one.cancelled():
                     one.result()
-            write_json(self._run.telemetry / f"{STATE}.json", state)
+            write_json(self._run.telemetry / f"{HOOKS_STATE}.json", state)
 
     def _call(self, changes: Iterator[dict[str, Any]]) -> None:
         calls, told = [], False
@@ -131,7 +131,7 @@ class Hooks:
         about = {name: self._about[name] for name in ("run", "name", "slurm_job", "host")}
         step = None
         with suppress(UsageError, OSError):
-            step = View(self._run, None).progress().step
+            step = RunSnapshot(self._run, None).progress().step
         place = {"path": str(self._run.path), "step": step}
         document = {"schema_version": SCHEMA_VERSION, **about, **place, **change}
         # An attempt has secrets of its own: what is known is asked for each time.
@@ -152,7 +152,7 @@ class Hooks:
         self.turn()
 
 
-class _Hook:
+class _HookProgram:
     """One program, and the calls of it that wait."""
 
     def __init__(self, spec: Mapping[str, Any], folder: Path) -> None:
@@ -168,7 +168,7 @@ class _Hook:
             return None
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
-        if len(self._waiting) >= _MOST_WAITING:
+        if len(self._waiting) >= _MAX_QUEUED_CALLS:
             # The first of them is going on.
             dropped = next(one for one in self._waiting if one.cancel())
             self._waiting.remove(dropped)
@@ -182,7 +182,7 @@ class _Hook:
                 self._command,
                 json.dumps(document) + "\n",
                 timeout_s=TIME_LIMIT_S,
-                env=os.environ | _variables(document),
+                env=os.environ | _hook_environment(document),
                 cwd=self._folder,
             )
         except (HpcrunError, OSError) as error:
@@ -203,18 +203,18 @@ class _Hook:
             # Once, until it has worked again.
             self._has_failed = True
             words = f"hook of the {self._whose} failed at {document['state']}: {why.splitlines()[0][:300]}"
-            say(f"{words}; the run goes on")
+            print_to_console(f"{words}; the run goes on")
 
     def _log(self, document: Mapping[str, Any], text: str) -> None:
         about = f"{document['id']} {document['state']} {self._command[0]}"
-        log("\n".join(f"{about}: {line}" for line in text.splitlines()))
+        write_sidecar_log("\n".join(f"{about}: {line}" for line in text.splitlines()))
 
     def close(self) -> None:
         """Until its calls have ended."""
         self._pool.shutdown(wait=True)
 
 
-def _variables(document: Mapping[str, Any]) -> dict[str, str]:
+def _hook_environment(document: Mapping[str, Any]) -> dict[str, str]:
     """For those that read no JSON."""
     told = {"STATE": document["state"], "RUN": document["run"], "RUN_DIR": document["path"]}
     told |= {"ATTEMPT": document["attempt"], "SLURM_JOB": document["slurm_job"]}
@@ -222,10 +222,12 @@ def _variables(document: Mapping[str, Any]) -> dict[str, str]:
     return {f"HPCRUN_HOOK_{name}": str("" if value is None else value) for name, value in told.items()}
 
 
-def _changes_from(found: Any) -> Changes:
+def _parse_state_changes(found: Any) -> StateChanges:
     with suppress(TypeError):
-        made = Changes(**found)
-        is_sound = is_count(made.number) and is_count(made.attempt) and isinstance(made.firing, list)
+        made = StateChanges(**found)
+        is_sound = (
+            is_valid_count(made.number) and is_valid_count(made.attempt) and isinstance(made.firing, list)
+        )
         if is_sound and isinstance(made.state, str):
             return made
-    return Changes()
+    return StateChanges()

@@ -16,29 +16,29 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.listeners import Crowd, ScarceError, take_in
-from hpcrun.runs.heartbeat_age import heard_s
+from hpcrun.runs.heartbeat_age import read_heartbeat_ages
 from hpcrun.runs.run_lock import read_supervisor_record
-from hpcrun.runs.run_state import look_at
+from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
-from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
-from hpcrun.telemetry.run_counters import Follower, Tally
-from hpcrun.telemetry.shared_files import ShownFile, remove_stale
-from hpcrun.telemetry.sidecar import TEXTFILE, log, remembered, say
+from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
+from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
+from hpcrun.telemetry.shared_files import SharedFile, remove_stale_files
+from hpcrun.telemetry.sidecar import TEXTFILE_SUFFIX, load_sidecar_state, print_to_console, write_sidecar_log
 
-STATE = "exporter"
+EXPORTER_STATE = "exporter"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _WRITE_S = 15.0
 """How often the file is written, and our own state."""
-_PORTS = 16
+_PORTS_TRIED = 16
 """So many, from the wanted one on, are tried."""
 _CLIENT_S = 5.0
-_MOST_CLIENTS = 16
+_MAX_CLIENTS = 16
 _POLL_S = 0.2
 _REST_S = 0.1
-_FINAL = ("done", "saved", "failed", "interrupted")
+_FINAL_STATES = ("done", "saved", "failed", "interrupted")
 
 
 class Exporter:
@@ -48,11 +48,11 @@ class Exporter:
 
     def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
         self._run, self._about = run, about
-        self._follower = Follower(run, remembered(run, STATE))
-        self._nodes = _Nodes(run)
+        self._follower = RunCountersReader(run, load_sidecar_state(run, EXPORTER_STATE))
+        self._nodes = _NodeCounts(run)
         self._errors, self._written, self._text = 0, float("-inf"), ""
         self._is_well = True
-        self._textfile = self._shown(orders["textfile"], TEXTFILE)
+        self._textfile = self._shown(orders["textfile"], TEXTFILE_SUFFIX)
         self._targets = self._shown(orders["targets"], ".json")
         self._targets_text = ""
         self._server: _Server | None = None
@@ -60,11 +60,11 @@ class Exporter:
         if orders["port"]:
             self._serve(orders["address"], orders["port"], orders["suffix"])
 
-    def _shown(self, folder: str | None, suffix: str) -> ShownFile | None:
+    def _shown(self, folder: str | None, suffix: str) -> SharedFile | None:
         if not folder:
             return None
-        remove_stale(Path(folder), suffix, self._run)
-        return ShownFile(self._run, folder, suffix, lambda text: say(f"exporter: {text}"))
+        remove_stale_files(Path(folder), suffix, self._run)
+        return SharedFile(self._run, folder, suffix, lambda text: print_to_console(f"exporter: {text}"))
 
     def turn(self) -> None:
         """Count what is new, and show it."""
@@ -72,23 +72,25 @@ class Exporter:
             self._show(self._follower.read())
         except (OSError, UsageError) as error:
             self._errors += 1
-            log(str(error))
+            write_sidecar_log(str(error))
         if time.monotonic() - self._written > _WRITE_S:
             self._write()
 
-    def _show(self, tally: Tally, *, is_last: bool = False) -> None:
+    def _show(self, tally: RunCounters, *, is_last: bool = False) -> None:
         counts = self._nodes.of(tally)
-        ages = {} if is_last else heard_s(self._run)
+        ages = {} if is_last else read_heartbeat_ages(self._run)
         about: dict[str, Any] = {
             name: str(self._about[name]) for name in ("run", "name", "slurm_job", "host")
         }
-        figures = Figures(tally=tally, nodes=counts, heard_s=ages, scrape_errors=self._errors, **about)
+        figures = RunMetrics(
+            tally=tally, nodes=counts, heartbeat_ages_s=ages, scrape_errors=self._errors, **about
+        )
         self._text = render_exposition([replace(figures, now=None if is_last else time.time())])
 
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            write_json(self._run.telemetry / f"{STATE}.json", self._follower.as_json())
+            write_json(self._run.telemetry / f"{EXPORTER_STATE}.json", self._follower.as_json())
             if self._textfile is not None:
                 self._textfile.write(self._text)
             if self._targets is not None and self._targets_text:
@@ -96,21 +98,21 @@ class Exporter:
         except OSError as error:
             self._errors += 1
             text = f"{error.filename or 'its files'}: {error.strerror}"
-            log(text)
+            write_sidecar_log(text)
             if self._is_well:
                 # Once, until it has gone well again.
-                say(f"exporter: {text}; the run goes on")
+                print_to_console(f"exporter: {text}; the run goes on")
             self._is_well = False
         else:
             self._is_well = True
 
     def close(self) -> None:
         """The last figures; a run that goes on elsewhere leaves none here, where they would be told twice."""
-        state = state_at_end(self._run, self._follower.tally)
+        state = read_final_state(self._run, self._follower.tally)
         self._follower.tally.state = state
         self._show(self._follower.tally, is_last=True)
         self._write()
-        if self._textfile is not None and state not in _FINAL:
+        if self._textfile is not None and state not in _FINAL_STATES:
             self._textfile.remove()
         if self._server is not None:
             self._server.end()
@@ -123,34 +125,38 @@ class Exporter:
     def _serve(self, address: str, port: int, suffix: str) -> None:
         """Answer, and say where in the form that Prometheus's file_sd reads."""
         try:
-            self._server = _bind(address, port, lambda: self._text)
+            self._server = _bind_server(address, port, lambda: self._text)
         except OSError as error:
-            say(f"exporter: {address}:{port} and the next ports: {error.strerror}; nothing is served there")
+            print_to_console(
+                f"exporter: {address}:{port} and the next ports: {error.strerror}; nothing is served there"
+            )
             return
         Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
         bound = self._server.server_address[1]
         if bound != port:
-            say(f"exporter: {address}:{port} is taken; the run's figures are served on port {bound}")
+            print_to_console(
+                f"exporter: {address}:{port} is taken; the run's figures are served on port {bound}"
+            )
         is_here = address.startswith("127.")
         host = address if is_here else f"{self._about['host']}{suffix}"
         # Under names that no series has: Prometheus would rename those.
         labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
         targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
-        log(f"http://{host}:{bound}/metrics")
+        write_sidecar_log(f"http://{host}:{bound}/metrics")
         write_whole(self._run.telemetry / "targets.json", targets, 0o644)
         if self._targets is not None:
             self._targets_text = targets
             self._write()
 
 
-class _Nodes:
+class _NodeCounts:
     """How many nodes have which part, as the placement of the newest attempt says."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._attempt = run, 0
         self._counts: dict[str, int] = {}
 
-    def of(self, tally: Tally) -> dict[str, int]:
+    def of(self, tally: RunCounters) -> dict[str, int]:
         if tally.attempt != self._attempt:
             placed = read_placement(self._run.attempt(tally.attempt).placement)
             self._attempt = tally.attempt
@@ -160,39 +166,39 @@ class _Nodes:
         return self._counts and {**self._counts, "excluded": tally.excluded}
 
 
-def state_at_end(run: RunDir, tally: Tally) -> str:
+def read_final_state(run: RunDir, tally: RunCounters) -> str:
     """How the run stands now that nobody runs it: by its exit record, or queued again, or lost."""
     with contextlib.suppress(UsageError):
         ended = run.read_exit()
-        if ended is not None and ended.get("status") in _FINAL:
+        if ended is not None and ended.get("status") in _FINAL_STATES:
             return str(ended["status"])
-    return tally.state if tally.state in ("requeued", "waiting", *_FINAL) else "lost"
+    return tally.state if tally.state in ("requeued", "waiting", *_FINAL_STATES) else "lost"
 
 
-def figures_of(run: RunDir) -> Figures:
+def read_run_metrics(run: RunDir) -> RunMetrics:
     """The figures of any run, also one that is over or was never watched; nothing is written."""
-    state = look_at(run)
-    follower = Follower(run, remembered(run, STATE))
+    state = read_run_state(run)
+    follower = RunCountersReader(run, load_sidecar_state(run, EXPORTER_STATE))
     tally = follower.read()
     is_alive = not state.is_over and state.state != "queued"
     if not is_alive:
-        tally.state = state_at_end(run, tally)
+        tally.state = read_final_state(run, tally)
     told: dict[str, Any] = {}
     name, nodes = "", {}
     with contextlib.suppress(UsageError):  # a damaged placement
-        nodes = _Nodes(run).of(tally)
+        nodes = _NodeCounts(run).of(tally)
     with contextlib.suppress(UsageError):
         origin = read_provenance(run.sweep_of_element or run)
         told, name = read_supervisor_record(run), origin.name if origin else ""
     job, host = (str(told.get(key) or "") for key in ("slurm_job", "host"))
-    ages = heard_s(run) if is_alive else {}
+    ages = read_heartbeat_ages(run) if is_alive else {}
     now = time.time() if is_alive else None
-    return Figures(run.id, tally, name, job, host, nodes, ages, now=now)
+    return RunMetrics(run.id, tally, name, job, host, nodes, ages, now=now)
 
 
-def _bind(address: str, port: int, text: Callable[[], str]) -> _Server:
+def _bind_server(address: str, port: int, text: Callable[[], str]) -> _Server:
     """A server on the wanted port or one of the next; OSError where all are taken."""
-    for number in range(port, min(port + _PORTS, 65536)):
+    for number in range(port, min(port + _PORTS_TRIED, 65536)):
         try:
             return _Server(address, number, text)
         except OSError as error:
@@ -209,7 +215,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
         self.text = text
-        self._clients = Crowd[socket.socket](_MOST_CLIENTS)
+        self._clients = Crowd[socket.socket](_MAX_CLIENTS)
         self._lock = Lock()
         super().__init__((address, port), _Handler)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpcrun import __version__
-from hpcrun.telemetry.run_counters import STATES, STEP_BOUNDS_S, Tally
+from hpcrun.telemetry.run_counters import STEP_BOUNDS_S, TELEMETRY_STATES, RunCounters
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -18,24 +18,24 @@ _KNOWN_CAUSES = ("crash", "node")
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunMetrics:
     """What is known of one run at one moment. Every series of it has the label `run`."""
 
     run: str
-    tally: Tally
+    tally: RunCounters
     name: str = ""
     slurm_job: str = ""
     host: str = ""
     nodes: Mapping[str, int] = field(default_factory=dict)
     """How many are active, spare, excluded; empty where nobody knows."""
-    heard_s: Mapping[str, float] = field(default_factory=dict)
+    heartbeat_ages_s: Mapping[str, float] = field(default_factory=dict)
     """For how long nobody has heard of the agent of a node."""
     scrape_errors: int = 0
     now: float | None = None
     """The wall clock while the run goes on; None for one that does not."""
 
 
-def render_exposition(runs: Sequence[Figures]) -> str:
+def render_exposition(runs: Sequence[RunMetrics]) -> str:
     """The text format of Prometheus."""
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -44,35 +44,42 @@ def render_exposition(runs: Sequence[Figures]) -> str:
     return generate_latest(registry).decode()
 
 
-def samples(runs: Sequence[Figures]) -> list[tuple[str, dict[str, str], float]]:
+def metric_samples(runs: Sequence[RunMetrics]) -> list[tuple[str, dict[str, str], float]]:
     """The same as values: name, labels, value."""
-    return [(one.name, dict(one.labels), one.value) for each in families(runs) for one in each.samples]
+    return [(one.name, dict(one.labels), one.value) for each in metric_families(runs) for one in each.samples]
 
 
-def _collector(runs: Sequence[Figures]) -> Collector:
+def _collector(runs: Sequence[RunMetrics]) -> Collector:
     from prometheus_client.registry import Collector
 
     class _Figures(Collector):
         def collect(self) -> Iterator[Metric]:
-            return families(runs)
+            return metric_families(runs)
 
     return _Figures()
 
 
-def families(runs: Sequence[Figures]) -> Iterator[Metric]:
+def metric_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     """One family a name, with the series of all runs; labels are text that every encoding takes."""
-    for make in (_what_it_is, _progress, _saves, _time, _faults, _around):
+    for make in (
+        _info_families,
+        _progress_families,
+        _save_families,
+        _time_families,
+        _fault_families,
+        _node_families,
+    ):
         for family in make(runs):
-            family.samples = [one._replace(labels=_encodable(one.labels)) for one in family.samples]
+            family.samples = [one._replace(labels=_encodable_labels(one.labels)) for one in family.samples]
             yield family
 
 
-def _encodable(labels: Mapping[str, str]) -> dict[str, str]:
+def _encodable_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """A record may hold half a character (a lone surrogate), which no file takes."""
     return {name: value.encode("utf-8", "backslashreplace").decode() for name, value in labels.items()}
 
 
-def _what_it_is(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _info_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import GaugeMetricFamily
 
     text = "The version of hpcrun; always 1"
@@ -86,12 +93,12 @@ def _what_it_is(runs: Sequence[Figures]) -> Iterator[Metric]:
         built.add_metric([one.run, __version__], 1)
         if one.tally.attempt:
             attempt.add_metric([one.run, one.name, str(one.tally.attempt), one.slurm_job, one.host], 1)
-        for name in STATES:
+        for name in TELEMETRY_STATES:
             state.add_metric([one.run, name], name == one.tally.state)
     yield from (built, attempt, state)
 
 
-def _progress(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _progress_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     step = GaugeMetricFamily("hpcrun_step", "The newest step; after a fault it goes back", labels=["run"])
@@ -120,7 +127,7 @@ def _progress(runs: Sequence[Figures]) -> Iterator[Metric]:
     yield from (step, took, tokens, saved, saved_at)
 
 
-def _saves(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     told = {
@@ -156,7 +163,7 @@ def _saves(runs: Sequence[Figures]) -> Iterator[Metric]:
     yield from (*counters.values(), lag, ratio, undurable)
 
 
-def _time(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _time_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily
 
     text = "Time in steps that were done for the first time, up to the newest record"
@@ -170,7 +177,7 @@ def _time(runs: Sequence[Figures]) -> Iterator[Metric]:
     yield from (productive, badput)
 
 
-def _faults(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _fault_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, SummaryMetricFamily
 
     text = "Times that the run was started again, in its allocation or through the queue"
@@ -193,7 +200,7 @@ def _faults(runs: Sequence[Figures]) -> Iterator[Metric]:
     yield from (restarts, faults, detection, recovery)
 
 
-def _around(runs: Sequence[Figures]) -> Iterator[Metric]:
+def _node_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     nodes = GaugeMetricFamily("hpcrun_nodes", "Nodes of the run by their part in it", labels=["run", "role"])
@@ -204,7 +211,7 @@ def _around(runs: Sequence[Figures]) -> Iterator[Metric]:
     for one in runs:
         for role, count in one.nodes.items():
             nodes.add_metric([one.run, role], count)
-        for node, seconds in one.heard_s.items():
+        for node, seconds in one.heartbeat_ages_s.items():
             heard.add_metric([one.run, node], seconds)
         errors.add_metric([one.run], one.scrape_errors)
     yield from (nodes, heard, errors)

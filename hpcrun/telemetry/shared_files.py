@@ -22,7 +22,7 @@ _IDENTITY = r"-([0-9a-f]{8})"
 _RANDOM = r"(?:\.[0-9a-f]{16})?"
 
 
-class ShownFile:
+class SharedFile:
     """The file of one run in such a directory."""
 
     def __init__(self, run: RunDir, folder: str, suffix: str, say: Callable[[str], None]) -> None:
@@ -67,7 +67,7 @@ class ShownFile:
         return name
 
 
-def remove_stale(folder: Path, suffix: str, own: RunDir) -> None:
+def remove_stale_files(folder: Path, suffix: str, own: RunDir) -> None:
     """Remove what runs of ours that are over have left in a directory a day ago and more."""
     pattern = re.compile(r"hpcrun-(.+?)" + _IDENTITY + _RANDOM + re.escape(suffix))
     with contextlib.suppress(OSError), Folder.below(folder) as files:
@@ -78,12 +78,12 @@ def remove_stale(folder: Path, suffix: str, own: RunDir) -> None:
                 if found is None or not files.is_own_file(name):
                     continue
                 age = now - files.status_of(name).st_mtime
-                runs = _runs_shown_as(found[1], own)
-                if age > _STALE_S and not any(_may_live(run, found[2]) for run in runs):
+                runs = _find_runs_by_file_name(found[1], own)
+                if age > _STALE_S and not any(_may_be_active(run, found[2]) for run in runs):
                     files.unlink(name)
 
 
-def _runs_shown_as(name: str, own: RunDir) -> Iterator[RunDir]:
+def _find_runs_by_file_name(name: str, own: RunDir) -> Iterator[RunDir]:
     """The runs whose file may have this name, wherever runs of this user are made."""
     sweep, _, number = name.rpartition("-")
     for root in dict.fromkeys([(own.sweep_of_element or own).path.parent, *runs_roots()]):
@@ -92,7 +92,7 @@ def _runs_shown_as(name: str, own: RunDir) -> Iterator[RunDir]:
             yield RunDir(root / sweep).element(int(number))
 
 
-def _may_live(run: RunDir, identity: str) -> bool:
+def _may_be_active(run: RunDir, identity: str) -> bool:
     """Whether a run is of this identity, has not ended, and gave a sign of life within a day; or in doubt."""
     try:
         if not run.path.is_dir() or run.exit.exists() or not run.run_id.startswith(identity):

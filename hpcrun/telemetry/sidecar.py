@@ -19,29 +19,29 @@ from hpcrun.files import append_to
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 
-COMPANIONS = {
+SIDECARS = {
     "exporter": ("hpcrun.telemetry.prometheus_exporter", "Exporter"),
     "tensorboard": ("hpcrun.telemetry.trackers", "TensorBoard"),
     "wandb": ("hpcrun.telemetry.trackers", "Wandb"),
     "hooks": ("hpcrun.telemetry.hooks", "Hooks"),
 }
-ORDERS = "orders.json"
+CONFIG_FILE = "orders.json"
 """What the supervisor wants of each, by its name; `about`: the run itself."""
-TEXTFILE = ".prom"
+TEXTFILE_SUFFIX = ".prom"
 """How the file for the node_exporter ends."""
-ALL_TOLD = "all told"
+ALL_DELIVERED = "all told"
 """What the supervisor reads when there is nothing more to tell."""
-DRAIN_S = 45.0
+FINAL_DELIVERY_S = 45.0
 """At the end, for what is still to be told."""
 _NICE = 10
 _AGAIN_S = (1.0, 5.0, 25.0)
 """One that dies is started again after so long, and after that no more."""
-_LOOK_S = 0.5
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_POLL_S = 0.5
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Meant for the run: that its supervisor is gone is what ends us."""
 
 
-class Companion(Protocol):
+class TelemetrySidecar(Protocol):
     """One of them: `turn` does what there is to do now, again and again."""
 
     every_s: float
@@ -55,41 +55,41 @@ class Companion(Protocol):
 
 def main(run_dir: str, name: str) -> int:
     """Be the companion of this name, or without one the process that looks after all."""
-    for number in _IGNORED:
+    for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     run = RunDir(Path(run_dir))
-    orders = read_json(run.telemetry / ORDERS)
+    orders = read_json(run.telemetry / CONFIG_FILE)
     if not name:
         os.nice(_NICE)
         process.become_subreaper()
-        _Keeper(run, [one for one in COMPANIONS if one in orders]).keep()
-        sys.stdout.write(ALL_TOLD)
+        _SidecarManager(run, [one for one in SIDECARS if one in orders]).keep()
+        sys.stdout.write(ALL_DELIVERED)
         return 0
     process.die_with_parent()
-    _keep_stderr()
-    module, kind = COMPANIONS[name]
+    _redirect_stderr()
+    module, kind = SIDECARS[name]
     companion = getattr(importlib.import_module(module), kind)(run, orders["about"], orders[name])
-    _accompany(companion)
+    _run_sidecar(companion)
     return 0
 
 
-def _accompany(companion: Companion) -> None:
+def _run_sidecar(companion: TelemetrySidecar) -> None:
     while True:
         companion.turn()
-        if _is_over(companion.every_s):
+        if _wait_for_stdin_close(companion.every_s):
             companion.turn()
             companion.close()
             return
 
 
-def _is_over(wait_s: float) -> bool:
+def _wait_for_stdin_close(wait_s: float) -> bool:
     """Wait so long; True at once when whoever started us has closed our stdin."""
     with selectors.DefaultSelector() as selector:
         selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
         return bool(selector.select(wait_s)) and not os.read(sys.stdin.fileno(), 4096)
 
 
-class _Keeper:
+class _SidecarManager:
     """Starts them, starts again what dies, and ends them when the run is over."""
 
     def __init__(self, run: RunDir, names: list[str]) -> None:
@@ -108,26 +108,26 @@ class _Keeper:
 
     def keep(self) -> None:
         """Until the supervisor is gone, and all has been told."""
-        while not _is_over(_LOOK_S):
+        while not _wait_for_stdin_close(_POLL_S):
             for name, child in self._children.items():
                 if name not in self._due and child.poll():
-                    self._mourn(name)
+                    self._schedule_restart(name)
             for name in [name for name, due in self._due.items() if time.monotonic() > due]:
                 del self._due[name]
                 self._children[name] = self._start(name)
         self._drain()
 
-    def _mourn(self, name: str) -> None:
-        number, why = self._deaths[name], f"{name} has failed{_last_words(self._log(name))}"
+    def _schedule_restart(self, name: str) -> None:
+        number, why = self._deaths[name], f"{name} has failed{_last_log_line(self._log(name))}"
         self._deaths[name] += 1
         if number < len(_AGAIN_S):
             self._due[name] = time.monotonic() + _AGAIN_S[number]
             # The first is worth a line, and the last.
             if number == 0:
-                say(f"{why}; it is started again, the run goes on; log: {self._log(name)}")
+                print_to_console(f"{why}; it is started again, the run goes on; log: {self._log(name)}")
         else:
             self._due[name] = float("inf")
-            say(f"{why} {number + 1} times; it is not started again, the run goes on")
+            print_to_console(f"{why} {number + 1} times; it is not started again, the run goes on")
 
     def _drain(self) -> None:
         for name in [name for name, due in self._due.items() if due < float("inf")]:
@@ -135,49 +135,54 @@ class _Keeper:
         for child in self._children.values():
             assert child.stdin is not None
             child.stdin.close()
-        deadline = time.monotonic() + DRAIN_S
+        deadline = time.monotonic() + FINAL_DELIVERY_S
         for name, child in self._children.items():
             try:
                 code = child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                say(f"{name} did not come to an end in {DRAIN_S:g} s, and was ended; log: {self._log(name)}")
+                print_to_console(
+                    f"{name} did not come to an end in {FINAL_DELIVERY_S:g} s, and was ended;"
+                    f" log: {self._log(name)}"
+                )
                 continue
             if code and self._due.get(name) != float("inf"):
-                say(f"{name} has failed at the end{_last_words(self._log(name))}; log: {self._log(name)}")
+                print_to_console(
+                    f"{name} has failed at the end{_last_log_line(self._log(name))}; log: {self._log(name)}"
+                )
         process.kill_tree(os.getpid())
 
 
-def _last_words(log: Path) -> str:
+def _last_log_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:]]
     said = [line for line in lines if line]
     return f": {said[-1][:300]}" if said else ""
 
 
-_talk = [2]
+_console_fd = [2]
 """The supervisor's stderr."""
 
 
-def _keep_stderr() -> None:
+def _redirect_stderr() -> None:
     """What a companion and its libraries complain of is for its log; what it says is for people."""
-    _talk[0] = os.dup(2)
+    _console_fd[0] = os.dup(2)
     os.dup2(1, 2)
 
 
-def say(text: str) -> None:
+def print_to_console(text: str) -> None:
     """Tell whoever watches the run, in one line."""
     # A terminal that was closed must not end us.
     with contextlib.suppress(OSError):
-        os.write(_talk[0], f"hpcrun: telemetry: {text}\n".encode())
+        os.write(_console_fd[0], f"hpcrun: telemetry: {text}\n".encode())
 
 
-def log(text: str) -> None:
+def write_sidecar_log(text: str) -> None:
     """A line, or several, in the companion's own log."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")
     sys.stdout.write("".join(f"{stamp} {line}\n" for line in text.splitlines()))
     sys.stdout.flush()
 
 
-def remembered(run: RunDir, name: str) -> dict[str, Any]:
+def load_sidecar_state(run: RunDir, name: str) -> dict[str, Any]:
     """What a companion has written down to go on from; empty without it, or where it is damaged."""
     try:
         found = read_json(run.telemetry / f"{name}.json")

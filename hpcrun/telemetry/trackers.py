@@ -14,23 +14,23 @@ from typing import Any
 from hpcrun.checkpoint.levels import LEVELS
 from hpcrun.errors import HpcrunError
 from hpcrun.local_identity import expand_path
-from hpcrun.runs.timeline import is_count
+from hpcrun.runs.timeline import is_valid_count
 from hpcrun.specs.records import LineReader, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets
-from hpcrun.telemetry.prometheus_exporter import state_at_end
-from hpcrun.telemetry.run_counters import Follower
-from hpcrun.telemetry.sidecar import remembered, say
+from hpcrun.telemetry.prometheus_exporter import read_final_state
+from hpcrun.telemetry.run_counters import RunCountersReader
+from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console
 
 _PIECE_BYTES = 4 << 20
 _GIB = 2**30
-_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in LEVELS))
-_HOST = "api.wandb.ai"
+_PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in LEVELS))
+_WANDB_HOST = "api.wandb.ai"
 
 Record = Mapping[str, Any]
 
 
-def scalars(record: Record, ranks: int) -> dict[str, float]:
+def record_scalars(record: Record, ranks: int) -> dict[str, float]:
     """The figures of a line of metrics.jsonl, by torchtitan's keys; speed is of one rank, as there."""
     kind = record.get("kind", "step")
     found: dict[str, float | None] = {}
@@ -42,13 +42,13 @@ def scalars(record: Record, ranks: int) -> dict[str, float]:
             "loss_metrics/global_avg_loss": _number(record.get("loss")),
             "grad_norm": _number(record.get("grad_norm")),
             "lr": _number(record.get("lr")),
-            "throughput(tps)": _times(record.get("tokens_per_s"), 1 / max(1, ranks)),
-            "mfu(%)": _times(record.get("mfu"), 100),
+            "throughput(tps)": _multiply(record.get("tokens_per_s"), 1 / max(1, ranks)),
+            "mfu(%)": _multiply(record.get("mfu"), 100),
             "time_metrics/end_to_end(s)": seconds,
             "time_metrics/data_loading(s)": _number(data),
-            "time_metrics/data_loading(%)": _times(data, 100 / seconds) if seconds else None,
+            "time_metrics/data_loading(%)": _multiply(data, 100 / seconds) if seconds else None,
             # Of the tensors, as the device counts it; what its allocator keeps besides is not recorded.
-            "memory/max_allocated(GiB)": _times(record.get("peak_memory_bytes"), 1 / _GIB),
+            "memory/max_allocated(GiB)": _multiply(record.get("peak_memory_bytes"), 1 / _GIB),
         }
     elif kind == "eval":
         found = {"validation_metrics/loss": _number(record.get("eval_loss"))}
@@ -67,12 +67,12 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _times(value: Any, factor: float) -> float | None:
+def _multiply(value: Any, factor: float) -> float | None:
     number = _number(value)
     return None if number is None else number * factor
 
 
-class Points:
+class ScalarReader:
     """The figures of a run, a step at a time, no step twice and none after a later one.
 
     Steps that a fault made be done again have been told; `state` is where another one goes on.
@@ -80,9 +80,11 @@ class Points:
 
     def __init__(self, run: RunDir, ranks: int, state: Mapping[str, Any]) -> None:
         offset, told = state.get("metrics"), state.get("steps")
-        self._reader = LineReader(run.metrics, offset if is_count(offset) else 0)
+        self._reader = LineReader(run.metrics, offset if is_valid_count(offset) else 0)
         known = told if isinstance(told, dict) else {}
-        self._steps = {kind: known[kind] if is_count(known.get(kind)) else -1 for kind in _KINDS}
+        self._steps = {
+            kind: known[kind] if is_valid_count(known.get(kind)) else -1 for kind in _PLOTTED_KINDS
+        }
         self._ranks = ranks
 
     def new(self) -> Iterator[tuple[int, float, dict[str, float]]]:
@@ -95,9 +97,9 @@ class Points:
             kind, step = str(line.get("kind", "step")), line.get("step")
             if kind == "stored":
                 kind = f"stored {line.get('level')}"
-            if kind not in self._steps or not is_count(step) or step <= self._steps[kind]:
+            if kind not in self._steps or not is_valid_count(step) or step <= self._steps[kind]:
                 continue
-            if figures := scalars(line, self._ranks):
+            if figures := record_scalars(line, self._ranks):
                 self._steps[kind] = step
                 yield step, _number(line.get("time")) or 0.0, figures
 
@@ -121,7 +123,7 @@ class TensorBoard:
             filename_suffix=f".{secrets.token_hex(8)}",  # nobody can have planted it
         )
         self._state = run.telemetry / "tensorboard.json"
-        self._points = Points(run, about["ranks"], remembered(run, "tensorboard"))
+        self._points = ScalarReader(run, about["ranks"], load_sidecar_state(run, "tensorboard"))
 
     def turn(self) -> None:
         """Write what is new."""
@@ -152,12 +154,14 @@ class Wandb:
         with suppress(HpcrunError):
             os.environ.update(read_secrets(orders["secrets"]))
         self._state = run.telemetry / "wandb.json"
-        told = remembered(run, "wandb")
+        told = load_sidecar_state(run, "wandb")
         self._id = str(told.get("id") or os.environ.get("WANDB_RUN_ID") or run.run_id.replace("/", "-"))
-        self._points = Points(run, about["ranks"], told)
-        mode = orders["mode"] or os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+        self._points = ScalarReader(run, about["ranks"], told)
+        mode = orders["mode"] or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         if mode == "offline" and not orders["mode"]:
-            say("wandb: there is no key (WANDB_API_KEY, ~/.netrc): it writes offline; later: wandb sync")
+            print_to_console(
+                "wandb: there is no key (WANDB_API_KEY, ~/.netrc): it writes offline; later: wandb sync"
+            )
         self._wandb: Any = importlib.import_module("wandb")
         self._logged: Any = self._wandb.init(
             id=self._id,
@@ -176,7 +180,7 @@ class Wandb:
     def turn(self) -> None:
         """Log what is new: all figures of a step at once, as W&B wants it."""
         written = False
-        for step, figures in _by_step(self._points.new()):
+        for step, figures in _group_by_step(self._points.new()):
             if step >= self._least:
                 self._logged.log(figures, step=step)
                 self._least, written = step, True
@@ -185,13 +189,17 @@ class Wandb:
 
     def close(self) -> None:
         """Say how it ended, and wait until it has been told."""
-        state = state_at_end(self._run, Follower(self._run, remembered(self._run, "exporter")).read())
+        state = read_final_state(
+            self._run, RunCountersReader(self._run, load_sidecar_state(self._run, "exporter")).read()
+        )
         if state == "requeued":
             self._logged.mark_preempting()
         self._logged.finish(exit_code=0 if state in ("done", "saved") else 1)
 
 
-def _by_step(points: Iterable[tuple[int, float, dict[str, float]]]) -> Iterator[tuple[int, dict[str, float]]]:
+def _group_by_step(
+    points: Iterable[tuple[int, float, dict[str, float]]],
+) -> Iterator[tuple[int, dict[str, float]]]:
     current: tuple[int, dict[str, float]] | None = None
     for step, _, figures in points:
         if current is not None and current[0] == step:
@@ -204,11 +212,11 @@ def _by_step(points: Iterable[tuple[int, float, dict[str, float]]]) -> Iterator[
         yield current
 
 
-def _has_key() -> bool:
+def _has_wandb_key() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
     path = Path(expand_path(os.environ.get("NETRC") or "~/.netrc"))
     try:
-        return netrc.netrc(path).authenticators(_HOST) is not None
+        return netrc.netrc(path).authenticators(_WANDB_HOST) is not None
     except (OSError, netrc.NetrcParseError):
         return False

@@ -17,7 +17,7 @@ from hpcrun.checkpoint.flush.arena import arena_folder
 from hpcrun.checkpoint.flush.local_tier import LocalStation
 from hpcrun.checkpoint.objects.catalogue import copy_place
 from hpcrun.errors import UsageError
-from hpcrun.runs.run_state import look_at, look_at_all
+from hpcrun.runs.run_state import read_run_state, read_run_states
 from hpcrun.specs.identity import Place, read_identity
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
@@ -69,8 +69,8 @@ def test_a_copy_becomes_a_run_of_its_own(
     made = copy(run, option)
     assert made.run_id == run.run_id
     assert find_run("4242") == run, "a copy tells of the jobs of the other"
-    assert (look_at(run).state, look_at(made).state) == ("running", "interrupted")
-    assert f"a copy of {run.path}, not started yet" in look_at(made).message
+    assert (read_run_state(run).state, read_run_state(made).state) == ("running", "interrupted")
+    assert f"a copy of {run.path}, not started yet" in read_run_state(made).message
     assert find_run("copy", use="plan") == made
     assert capsys.readouterr().err == ""
     assert find_run("copy", use="act") == made
@@ -86,7 +86,7 @@ def test_a_copy_becomes_a_run_of_its_own(
         path for path in made.path.rglob("*") if path.is_file() and b"original" in path.read_bytes()
     ] == []
     assert not any(path.exists() for path in (made.leader, made.lease, made.lock, made.wish, made.epochs))
-    assert (look_at(run).state, look_at(made).state) == ("running", "interrupted")
+    assert (read_run_state(run).state, read_run_state(made).state) == ("running", "interrupted")
     with made.events.open("a") as events:
         events.write("more\n")
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
@@ -162,11 +162,11 @@ def test_a_copied_sweep_has_elements_of_its_own(runs_root: Path) -> None:
         sweep.element(number).checkpoints.mkdir(parents=True)
         sweep.element(number).spec.write_text("name: s\n")
     made = copy(sweep)
-    assert {state.state for state in look_at_all([made])} == {"interrupted"}
+    assert {state.state for state in read_run_states([made])} == {"interrupted"}
     element = find_run("copy/1", use="act")
     assert element.run_id == f"{made.run_id}/1"
     assert made.run_id != sweep.run_id
-    assert {look_at(made.element(number)).state for number in (0, 1)} == {"interrupted"}
+    assert {read_run_state(made.element(number)).state for number in (0, 1)} == {"interrupted"}
     torn = copy(RunDir(sweep.element(0).path), to="torn", root=runs_root)
     with pytest.raises(UsageError, match=f"^{torn.path}: has no run_id in job.json"):
         find_run("torn", use="act")
@@ -221,7 +221,7 @@ def test_a_copy_of_a_live_run_goes_on_beside_it(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert child.poll() is None
         assert process.is_alive(process.ProcessId(rank["pid"], rank["start_ticks"]))
-        assert look_at(run).state == "running"
+        assert read_run_state(run).state == "running"
         assert process.processes_with_env("HPCRUN_RUN_ID", run.run_id)
         (run.path / "release").touch()
         assert child.wait(60) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from hpcrun.checkpoint.policy.size import stage_parameters
+from hpcrun.checkpoint.policy.size import count_stage_parameters
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.formulas import parameters
@@ -100,7 +100,7 @@ def test_without_anything_known_nothing_is_made_up(runs_root: Path) -> None:
 def test_parameters_of_the_stages_add_up_to_the_model(layout: list[str]) -> None:
     resolved = load_job(shipped("jobs/demo.yaml"), layout)
     assert resolved.spec.model is not None
-    stages = stage_parameters(resolved.spec, resolved.training_plan)
+    stages = count_stage_parameters(resolved.spec, resolved.training_plan)
     assert len(stages) == resolved.spec.parallel.pp
     assert sum(stages) == parameters(resolved.spec.model)
 

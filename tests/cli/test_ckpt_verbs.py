@@ -241,7 +241,7 @@ def test_repair_makes_again_from_parity_what_is_nowhere_whole(
     saved, held = save_with_parity(tmp_path)
     shutil.rmtree(saved_run.checkpoints)
     saved.path.parent.rename(saved_run.checkpoints)
-    monkeypatch.setattr(ckpt_repair, "holdings_of", lambda _: held)
+    monkeypatch.setattr(ckpt_repair, "read_inventory", lambda _: held)
     flip(saved_run.checkpoints / saved.path.name / "data-00001.bin", 200)
     (one,) = told("repair", saved_run.path, "--dry-run")["repairs"]
     assert (one["problem"], one["repaired"]) == (None, None)

@@ -164,7 +164,7 @@ def test_status_tells_faults_spares_and_goodput(run: RunDir, capsys: Capture) ->
 def test_a_run_of_very_many_steps_has_a_quick_status(
     run: RunDir, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrun.cli.runs._QUICK_BYTES", 100)
+    monkeypatch.setattr("hpcrun.cli.runs._MAX_QUICK_LEDGER_BYTES", 100)
     assert call("status", run.id) == 0
     out = capsys.readouterr().out
     assert f"see hpcrun describe {run.id}\n" in out

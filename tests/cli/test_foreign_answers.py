@@ -13,7 +13,7 @@ from hpcrun.cli.doctor import app as doctor
 from hpcrun.cli.fabric import app as fabric
 from hpcrun.cli.tune import app as tune
 from hpcrun.errors import HpcrunError
-from hpcrun.health.gpu_health import judge_gpus, parse_gpus
+from hpcrun.health.gpu_health import judge_gpus, parse_gpu_health
 
 FOREIGN = {
     "empty": b"",
@@ -89,4 +89,4 @@ def test_tools_of_lustre_and_of_the_driver_that_say_something_else() -> None:
         for parse in (parse_df, parse_layout, parse_project, parse_quota):
             with pytest.raises(LfsError):
                 parse(text)
-        assert [one.verdict for one in judge_gpus(parse_gpus(text), 8)] == ["unknown"]
+        assert [one.verdict for one in judge_gpus(parse_gpu_health(text), 8)] == ["unknown"]

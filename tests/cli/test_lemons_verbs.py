@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.cli.main import main
-from hpcrun.health.lemon_nodes import Sighting, append_sightings, sightings_file
+from hpcrun.health.lemon_nodes import NodeFault, append_node_faults, node_fault_file
 
 HOUR = 3600.0
 
@@ -25,11 +25,11 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
     now = time.time()
     log = "/scratch/runs/hardy-1129/agents/n03.log"
-    lost = Sighting("n03", now - HOUR, "node lost", "hardy-1129", 2, "its agent said nothing", log, job=61)
-    crash = Sighting("n04", now - HOUR, "crash", "other-1128", 1, "rank 3 was killed by signal 7")
-    full = Sighting("n05", now, "preflight", "hardy-1130", 1, 'space: "/tmp" is $(full); rm -rf /')
-    append_sightings(sightings_file(), [lost, crash, full])
-    return sightings_file()
+    lost = NodeFault("n03", now - HOUR, "node lost", "hardy-1129", 2, "its agent said nothing", log, job=61)
+    crash = NodeFault("n04", now - HOUR, "crash", "other-1128", 1, "rank 3 was killed by signal 7")
+    full = NodeFault("n05", now, "preflight", "hardy-1130", 1, 'space: "/tmp" is $(full); rm -rf /')
+    append_node_faults(node_fault_file(), [lost, crash, full])
+    return node_fault_file()
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
 from hpcrun.specs.job import JobSpec
-from hpcrun.submission.request import Request
+from hpcrun.submission.request import SubmissionRequest
 from hpcrun.submission.submit import dry_run
 from tests.slurm.test_template_scripts import BROKEN, HOSTILE, Bench, sbatch_words
 
@@ -97,7 +97,7 @@ def rendered(job: dict[str, Any], *overrides: str) -> str | None:
     """The script of a job, or None where it is refused, each mistake in one line."""
     path = Path("job.yaml")
     path.write_text(json.dumps(job), encoding="utf-8")
-    request = Request(job=path, overrides=overrides, slurm_version="22.05")
+    request = SubmissionRequest(job=path, overrides=overrides, slurm_version="22.05")
     refused = ""
     try:
         script = dry_run(request, lambda _: None).script
@@ -198,7 +198,7 @@ def test_the_place_of_the_run_is_a_value(
     monkeypatch.setenv("HPCRUN_ROOT", str(root))
     with pytest.raises(UsageError) if "`" in value else nullcontext():
         script = dry_run(
-            Request(command=("echo",), overrides=(f"python={BASE['python']}",)), lambda _: None
+            SubmissionRequest(command=("echo",), overrides=(f"python={BASE['python']}",)), lambda _: None
         ).script
         Path("job.yaml").touch()
         run(bench, script, root)

@@ -158,7 +158,7 @@ def test_ctrl_c_while_following_leaves_the_job_alone(
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpcrun.runs.follow.follow", interrupted)
+    monkeypatch.setattr("hpcrun.runs.follow.follow_logs", interrupted)
     cancelled = slurm("scancel", "")
     assert hpcrun("job.yaml", "--follow") == 130
     (run,) = runs_root.iterdir()

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from hpcrun.cli.main import VERBS
-from hpcrun.runs.follow import wait
+from hpcrun.runs.follow import wait_for_runs
 from hpcrun.specs.rundir import RunDir
 from tests.cli.surroundings import STRANGER
 
@@ -125,7 +125,9 @@ def test_a_run_is_made_whole_and_its_exit_code_is_its_own(surroundings: str, pla
     runs = [RunDir(path) for path in (place / "runs").iterdir() if path.name != "over"]
     try:
         assert len(runs) == 3
-        states = {state.run.path.name.partition("-")[0]: state for state in wait(runs, lambda _: None)}
+        states = {
+            state.run.path.name.partition("-")[0]: state for state in wait_for_runs(runs, lambda _: None)
+        }
         assert {name: state.state for name, state in states.items()} == {
             "good": "done",
             "bad": "failed",

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpcrun import __version__
-from hpcrun.cli.display import describe_step, duration, make_display, short
+from hpcrun.cli.display import format_short_duration, format_short_number, format_step, make_display
 from hpcrun.cli.main import main
 from hpcrun.launch.signal_queue import unblock_signals
 
@@ -344,9 +344,14 @@ def test_a_terminal_that_went_away_does_not_end_the_run() -> None:
 
 
 def test_figures_are_short() -> None:
-    assert [short(number) for number in (7.0, 1234.0, 45_600_000.0, 1.5e9)] == ["7", "1.23k", "45.6M", "1.5G"]
+    assert [format_short_number(number) for number in (7.0, 1234.0, 45_600_000.0, 1.5e9)] == [
+        "7",
+        "1.23k",
+        "45.6M",
+        "1.5G",
+    ]
     spans = (0.4, 59, 60, 725, 11400, 187200)
-    assert [duration(seconds) for seconds in spans] == [
+    assert [format_short_duration(seconds) for seconds in spans] == [
         "0 s",
         "59 s",
         "1 m",
@@ -354,5 +359,5 @@ def test_figures_are_short() -> None:
         "3 h 10 m",
         "2 d 4 h",
     ]
-    assert describe_step(step(2, mfu=0.412), 100) == "loss 2.0000  mfu 41.2%  49 s left"
-    assert describe_step({}, 10) == ""
+    assert format_step(step(2, mfu=0.412), 100) == "loss 2.0000  mfu 41.2%  49 s left"
+    assert format_step({}, 10) == ""

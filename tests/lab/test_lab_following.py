@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.runs.run_state import look_at
+from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
@@ -129,7 +129,7 @@ def test_a_held_job_says_why_it_waits_and_is_taken_out_of_the_queue(
     assert "has no attempt yet" in hpcrun("logs", run.id, code=2).stderr
     assert "not over after 1s" in hpcrun("wait", run.id, "--timeout", "1s", code=1).stderr
     assert hpcrun("cancel", run.id).stdout == f"{run.id}: job {told['job']} was taken out of the queue\n"
-    assert look_at(run).state == "cancelled", "also when Slurm has forgotten the job"
+    assert read_run_state(run).state == "cancelled", "also when Slurm has forgotten the job"
     assert hpcrun("wait", run.id, code=130).stdout == ""
     assert lab.run(["squeue", "-h"]).stdout == ""
     assert "is cancelled" in hpcrun("cancel", run.id, code=2).stderr

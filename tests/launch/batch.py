@@ -20,7 +20,7 @@ from hpcrun.launch import batch_task
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
-from hpcrun.specs.origin import record_origin
+from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -75,7 +75,7 @@ def submitted(place: Path, spec: JobSpec, env: dict[str, str] | None = None) -> 
     """What the batch script of a job on this one node has just started."""
     run = create_run("t")
     run.spec.write_text(render_job(spec))
-    record_origin(run, spec)
+    record_provenance(run, spec)
     run.cluster.write_text("name: c\nnetwork: {interface: lo}\n")
     run.submitit.mkdir(mode=0o700, exist_ok=True)
     pickle = JobPaths(run.submitit, "7", 0).submitted_pickle

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.health.preflight import Ask
+from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import AttemptEvent, NodeLost
@@ -63,7 +63,7 @@ class PretendedNodes(LocalNode):
             if where == node:
                 self.signal(signal.SIGKILL, rank)
 
-    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
         return {name: {"time": time.time(), "seconds": 0.0, "checks": []} for name in self.alive}
 
     def come_back(self, nodes: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.health.preflight import Ask, look
-from hpcrun.launch.admission import adapters_of, ask_for
+from hpcrun.health.preflight import PreflightRequest, run_probes
+from hpcrun.launch.admission import build_preflight_request, rank_adapters
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job
@@ -49,17 +49,17 @@ def node_with(folder: Path, **states: str) -> Path:
     return folder
 
 
-def verdicts(ask: Ask, node: str, root: Path) -> list[str]:
+def verdicts(ask: PreflightRequest, node: str, root: Path) -> list[str]:
     one = ask.of(node)
     return [
         f"{found.verdict} {found.text.partition(':')[0]}"
-        for found in look(one.place(RunDir(root), root), one)
+        for found in run_probes(one.place(RunDir(root), root), one)
     ]
 
 
-def asked(cluster: ClusterSpec) -> Ask:
+def asked(cluster: ClusterSpec) -> PreflightRequest:
     spec = job("preflight=[limits, space, write, clock, interface, leftovers, shm, sums, gpu, site]")
-    ask = ask_for(spec, cluster, 1, NODES, is_alone=False)
+    ask = build_preflight_request(spec, cluster, 1, NODES, is_alone=False)
     assert ask is not None
     return ask
 
@@ -99,12 +99,12 @@ def test_a_node_of_which_nothing_is_left_has_to_have_all(cluster: ClusterSpec, t
 def test_what_the_job_or_the_shell_sets_says_which(
     cluster: ClusterSpec, value: str, used: tuple[str, ...]
 ) -> None:
-    by_job = adapters_of(job(f"env.NCCL_IB_HCA={value}"), cluster, NODES, {})
-    by_shell = adapters_of(job(), cluster, NODES, {"NCCL_IB_HCA": value})
+    by_job = rank_adapters(job(f"env.NCCL_IB_HCA={value}"), cluster, NODES, {})
+    by_shell = rank_adapters(job(), cluster, NODES, {"NCCL_IB_HCA": value})
     assert by_job == by_shell == {"n1": used, "n2": used}
 
 
 def test_a_profile_that_is_wrong_elsewhere_leaves_the_profile_s_adapters() -> None:
     wrong = parse_cluster("name: c\nnetwork: {hcas: [mlx5_0], fabric: velvet}\n", "c.yaml")
-    assert adapters_of(job(), wrong, NODES, {}) == {}
+    assert rank_adapters(job(), wrong, NODES, {}) == {}
     assert asked(wrong).of("n1").hcas == ["mlx5_0"]

@@ -12,23 +12,23 @@ from typing import Any
 
 import pytest
 
-from hpcrun.health.check_result import Checked
-from hpcrun.health.lemon_nodes import Sighting, load_sightings, sightings_file
-from hpcrun.health.preflight import Ask
+from hpcrun.health.check_result import CheckResult
+from hpcrun.health.lemon_nodes import NodeFault, load_node_faults, node_fault_file
+from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch import run_context as places
-from hpcrun.launch.admission import Admission, ask_for, judge
+from hpcrun.launch.admission import PreflightResult, build_preflight_request, evaluate_preflight
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.failover.state import FailoverState
-from hpcrun.launch.fault_nodes import blamed
+from hpcrun.launch.fault_nodes import attribute_node_faults
 from hpcrun.launch.launchers import HydraLauncher, Launcher
 from hpcrun.launch.recovery import restart_cause
-from hpcrun.launch.requeue_exclusion import exclusion, keep_away
+from hpcrun.launch.requeue_exclusion import apply_requeue_exclusion, build_requeue_exclusion
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.runs.event_text import story
+from hpcrun.runs.event_text import format_events
 from hpcrun.runs.ledger import read_ledger
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
@@ -45,7 +45,7 @@ HOT = {"check": "site", "verdict": "warn", "text": "/etc/x: warm"}
 DEAF = {"check": "gpu", "verdict": "unknown", "text": "gave no answer within 6 s"}
 NODES = ("n01", "n02", "n03")
 JOB = Allocation(61, NODES, "61", is_batch=True)
-ALL = Ask(("space", "clock"))
+ALL = PreflightRequest(("space", "clock"))
 
 Answers = Mapping[str, Mapping[str, Any]]
 
@@ -54,13 +54,13 @@ def said(*checks: Mapping[str, Any], time: float = 100.1) -> dict[str, Any]:
     return {"kind": "preflight", "time": time, "seconds": 0.1, "checks": list(checks)}
 
 
-def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: Ask = ALL) -> Admission:
-    return judge(ask, nodes, answers, 100.0, 100.2)
+def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: PreflightRequest = ALL) -> PreflightResult:
+    return evaluate_preflight(ask, nodes, answers, 100.0, 100.2)
 
 
 def test_only_an_explicit_failure_keeps_a_node_out() -> None:
     found = judged({"n01": said(HOT, DEAF), "n02": said(FULL, HOT)})
-    assert found.refused == {"n02": [Checked("space", "fail", "/tmp: 0 MiB are free")]}
+    assert found.refused == {"n02": [CheckResult("space", "fail", "/tmp: 0 MiB are free")]}
     assert [(node, one.check, one.verdict) for node, one in found.found] == [
         ("n01", "site", "warn"),
         ("n01", "gpu", "unknown"),
@@ -83,7 +83,7 @@ def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
     answers = {node: said(time=100.1 + 10 * (node == "n02")) for node in NODES}
     (found,) = judged(answers).found
     assert (found[0], found[1].check, found[1].verdict) == ("n02", "clock", "warn")
-    assert judged(answers, ask=Ask(("space",))).found == ()
+    assert judged(answers, ask=PreflightRequest(("space",))).found == ()
 
 
 @pytest.mark.parametrize(
@@ -122,18 +122,20 @@ def test_the_job_and_the_profile_say_what_is_looked_at() -> None:
     def spec(*words: str) -> JobSpec:
         return load_job(None, list(words), command=["true"]).spec
 
-    assert ask_for(spec("preflight=false"), cluster, 1, is_alone=False) is None
-    ask = ask_for(spec("preflight=[gpu]", "resources.gpus_per_node=4"), cluster, 2, is_alone=False)
+    assert build_preflight_request(spec("preflight=false"), cluster, 1, is_alone=False) is None
+    ask = build_preflight_request(
+        spec("preflight=[gpu]", "resources.gpus_per_node=4"), cluster, 2, is_alone=False
+    )
     assert ask is not None
     assert "gpu" not in ask.checks
     assert "nic" in ask.checks
     assert (ask.attempt, ask.gpus, ask.scratch) == (2, 4, ["/local/$USER"])
     assert (ask.interface, ask.hcas) == ("ib0", ["mlx5_0"])
     assert (ask.programs, ask.program_s) == (["/etc/hpcrun/fans"], 2)
-    alone = ask_for(spec(), cluster, 1, is_alone=True)
+    alone = build_preflight_request(spec(), cluster, 1, is_alone=True)
     assert alone is not None
     assert alone.interface is None
-    assert ask_for(spec(), None, 1, is_alone=True) is not None
+    assert build_preflight_request(spec(), None, 1, is_alone=True) is not None
 
 
 class Pretended(LocalNode):
@@ -147,7 +149,7 @@ class Pretended(LocalNode):
     def alive(self) -> tuple[str, ...]:
         return self._names
 
-    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
         here = super().preflight(ask)[os.uname().nodename]
         told = self._answers.pop(0) if self._answers else {}
         return {node: {**here, "checks": told.get(node, said())["checks"]} for node in self._names}
@@ -207,8 +209,8 @@ def run(
         return supervisor.run(), observer
 
 
-def seen() -> list[Sighting]:
-    return list(load_sightings(sightings_file()).entries)
+def seen() -> list[NodeFault]:
+    return list(load_node_faults(node_fault_file()).entries)
 
 
 def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues: Path) -> None:
@@ -223,7 +225,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues
         "n02", "preflight", outcome.run.id, 1, 61
     )  # fmt: skip
     assert (one.evidence, one.log) == ("space: /tmp: 0 MiB are free", str(outcome.run.events))
-    told = [entry.text for entry in story(outcome.run)]
+    told = [entry.text for entry in format_events(outcome.run)]
     assert told[0] == (
         "preflight of 3 nodes; left out: n02: n02: space: /tmp: 0 MiB are free; n03: site: /etc/x: warm"
     )
@@ -299,24 +301,32 @@ def fallen() -> RunDir:
 
 def test_lost_nodes_and_ranks_that_die_without_a_word_speak_against_a_node(fallen: RunDir) -> None:
     lost = outcome_of(fallen, "node n02 is lost: silent; log: /x", lost=("n02",))
-    (one,) = blamed(lost, "node", 61)
+    (one,) = attribute_node_faults(lost, "node", 61)
     assert (one.node, one.cause, one.evidence) == ("n02", "node lost", "node n02 is lost: silent")
     assert one.log == str(fallen.agent_logs / "n02.log")
     died = "rank {} on node n0{} (pid 4{}) was killed by signal 7 (SIGBUS); log: /x"
     found = [
-        blamed(outcome_of(fallen, died.format(rank, rank, rank), rank), "crash", 61)[0] for rank in (0, 1)
+        attribute_node_faults(outcome_of(fallen, died.format(rank, rank, rank), rank), "crash", 61)[0]
+        for rank in (0, 1)
     ]
     assert [one.node for one in found] == ["n01", "n02"]
     assert found[0].signature == found[1].signature
-    assert blamed(outcome_of(fallen, "mpiexec was killed by signal 9 (SIGKILL)"), "crash", 61) == []
+    assert (
+        attribute_node_faults(outcome_of(fallen, "mpiexec was killed by signal 9 (SIGKILL)"), "crash", 61)
+        == []
+    )
 
 
 def test_a_program_that_says_what_is_wrong_speaks_against_no_node(fallen: RunDir) -> None:
     record = fallen.attempt(1).error_record(1)
     write_json(record, {"rank": 1, "message": "IndexError: 7", "time": 1.0})
-    assert blamed(outcome_of(fallen, "rank 1 on node n02: IndexError: 7", 1), "crash", 61) == []
+    assert (
+        attribute_node_faults(outcome_of(fallen, "rank 1 on node n02: IndexError: 7", 1), "crash", 61) == []
+    )
     write_json(record, {"rank": 1, "message": "the command was killed by signal 11", "time": 1.0})
-    assert blamed(outcome_of(fallen, "rank 1 on node n02: the command was killed", 1), "crash", 61)
+    assert attribute_node_faults(
+        outcome_of(fallen, "rank 1 on node n02: the command was killed", 1), "crash", 61
+    )
 
 
 def test_a_crash_is_remembered_by_the_supervisor(site: Site, requeues: Path) -> None:
@@ -327,10 +337,10 @@ def test_a_crash_is_remembered_by_the_supervisor(site: Site, requeues: Path) -> 
 
 
 def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir) -> None:
-    from hpcrun.launch.admission import stopped
+    from hpcrun.launch.admission import preflight_failure_outcome
 
     gone = [NodeLost("n02", "its agent ended", 0.0)]
-    outcome = stopped(fallen.attempt(1), Admission(("n01",), 0.1), ["n01"], 2, gone)
+    outcome = preflight_failure_outcome(fallen.attempt(1), PreflightResult(("n01",), 0.1), ["n01"], 2, gone)
     assert outcome.message == ("preflight: 2 nodes are needed, and 1 is left: n02: is lost: its agent ended")
     assert restart_cause(outcome) == "node"
 
@@ -350,10 +360,13 @@ def test_lost_nodes_count_where_the_preflight_has_nothing_to_say(fallen: RunDir)
 def test_a_job_in_the_queue_again_asks_for_other_nodes_as_long_as_enough_are_left(
     requeues: Path, nodes: list[str], needed: int, excluded: str
 ) -> None:
-    assert exclusion(JOB, nodes, needed) == excluded
+    assert build_requeue_exclusion(JOB, nodes, needed) == excluded
 
 
 def test_a_refusal_to_change_the_job_is_told(requeues: Path) -> None:
-    assert keep_away(JOB, "n02") == "job 61 may be given the same nodes again: ExcNodeList=n02: exit code 1"
+    assert (
+        apply_requeue_exclusion(JOB, "n02")
+        == "job 61 may be given the same nodes again: ExcNodeList=n02: exit code 1"
+    )
     requeues.touch()
-    assert keep_away(JOB, "n02") == "job 61 now excludes n02"
+    assert apply_requeue_exclusion(JOB, "n02") == "job 61 now excludes n02"

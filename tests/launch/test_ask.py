@@ -15,13 +15,13 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runs.control import Asked, save, stop, wait_for_saves
-from hpcrun.runs.follow import Pace
+from hpcrun.runs.control import SaveRequest, request_save, request_stop, wait_for_saves
+from hpcrun.runs.follow import PollIntervals
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
-AT_ONCE = Pace(records=0.01, slurm=0.01, slurm_most=0.01, believe=0.0)
+AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
 
 
 def make(*submissions: Submission, steps: int | None = 10, kind: Any = "train") -> RunDir:
@@ -97,19 +97,19 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def test_a_process_here_is_asked_by_a_signal(supervisor: subprocess.Popen[str]) -> None:
     run = begin(make(), **here(supervisor))
-    assert save(run).lines == [f"{run.id}: asked pid {supervisor.pid} to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} to save and go on"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
-    assert stop(run) == [f"{run.id}: asked pid {supervisor.pid} to save and stop"]
+    assert request_stop(run) == [f"{run.id}: asked pid {supervisor.pid} to save and stop"]
     assert supervisor.stdout.readline() == "SIGTERM\n"
 
 
 def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
     run = begin(make(Submission(1.0, job=7, cluster="north")), job=7)
     slurm.queue(("7", "RUNNING"))
-    assert save(run).lines == [f"{run.id}: asked job 7 to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked job 7 to save and go on"]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 -M north 7"]
-    assert stop(run) == [f"{run.id}: job 7 was asked to save and stop"]
+    assert request_stop(run) == [f"{run.id}: job 7 was asked to save and stop"]
     assert slurm.cancelled[1:] == ["scancel --state=RUNNING --batch --signal=TERM -M north 7"]
 
 
@@ -123,10 +123,10 @@ def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subpr
         'while [ "$1" != sh ]; do shift; done\nexec "$@"\n'
     )
     slurm.path.joinpath("srun").chmod(0o755)
-    assert save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and go on"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
-    assert stop(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
+    assert request_stop(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
     assert supervisor.stdout.readline() == "SIGTERM\n"
     assert slurm.cancelled == []
     calls = (slurm.path / "calls").read_text()
@@ -134,7 +134,7 @@ def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subpr
     # Another process may have its number by now.
     again = begin(make(Submission(1.0, job=7)), job=7, taken_over=2, **{**who, "start_ticks": 1})
     with pytest.raises(SiteError, match="it has ended just now"):
-        save(again)
+        request_save(again)
 
 
 def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> None:
@@ -144,7 +144,7 @@ def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> Non
     for number in (0, 2, 3):
         begin(run.element(number), job=10 + number)
     write_json(run.element(3).attempt(1).outcome, {"status": "saved"})
-    asked = save(run)
+    asked = request_save(run)
     assert asked.lines == [f"{run.id}: asked job 9_0, 9_2 to save and go on"]
     assert list(asked.answers) == [run.element(0), run.element(2)]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 9_0 9_2"]
@@ -155,14 +155,14 @@ def test_who_is_not_up_yet_is_left_alone(slurm: Slurm) -> None:
     early = make(Submission(100.0, job=7))
     slurm.queue(("7", "RUNNING"))
     with pytest.raises(UsageError, match=r"is about to start \(the job has started.*nothing to save yet"):
-        save(early)
+        request_save(early)
     again = begin(early, job=7, started=200.0)
     write_json(again.attempt(1).outcome, {"status": "saved", "requeued": "time_limit"})
     with pytest.raises(UsageError, match="is about to start; there is nothing to save yet"):
-        save(again)
+        request_save(again)
     slurm.queue(("7", "PENDING"))
     with pytest.raises(UsageError, match=r"is queued .*; there is nothing to save"):
-        save(again)
+        request_save(again)
     assert not slurm.cancelled
 
 
@@ -170,10 +170,10 @@ def test_what_is_over_or_unknown_cannot_be_asked(slurm: Slurm) -> None:
     run = begin(make(Submission(1.0, job=7)), job=7)
     slurm.command("squeue", "slurm is not here", code=1)
     with pytest.raises(SiteError, match=r"nothing was asked: squeue .*slurm is not here"):
-        save(run)
+        request_save(run)
     write_json(run.exit, {"status": "done", "exit_code": 0, "message": "done at step 9", "attempt": 1})
     with pytest.raises(UsageError, match=r"is done \(done at step 9\); there is nothing to save"):
-        save(run)
+        request_save(run)
 
 
 def test_a_refusal_of_slurm_is_told_in_its_words(slurm: Slurm) -> None:
@@ -181,16 +181,16 @@ def test_a_refusal_of_slurm_is_told_in_its_words(slurm: Slurm) -> None:
     slurm.queue(("7", "RUNNING"))
     slurm.command("scancel", "scancel: error: Access denied", code=1)
     with pytest.raises(SiteError, match="Access denied"):
-        save(run)
+        request_save(run)
 
 
 def test_a_program_of_one_s_own_is_signalled_on_demand_only(supervisor: subprocess.Popen[str]) -> None:
     run = begin(make(steps=None, kind="command"), **here(supervisor))
     with pytest.raises(UsageError, match="SIGUSR1 ends it unless"):
-        save(run)
-    assert save(run, force=True).lines
+        request_save(run)
+    assert request_save(run, force=True).lines
     with pytest.raises(UsageError, match="is a function"):
-        save(begin(make(steps=None, kind="function"), **here(supervisor)))
+        request_save(begin(make(steps=None, kind="function"), **here(supervisor)))
 
 
 def metric(run: RunDir, **values: Any) -> None:
@@ -201,7 +201,7 @@ def metric(run: RunDir, **values: Any) -> None:
 def test_waiting_ends_with_a_save_after_the_request(supervisor: subprocess.Popen[str]) -> None:
     run = begin(make(), **here(supervisor))
     metric(run, kind="save", step=5, seconds=1.0)
-    asked, notes = save(run), list[str]()
+    asked, notes = request_save(run), list[str]()
     assert not wait_for_saves(asked, notes.append, timeout_s=0.05, pace=AT_ONCE)
     assert notes == [f"no save within 0.05 s: {run.id}"]
     metric(run, kind="step", step=6)
@@ -212,7 +212,7 @@ def test_waiting_ends_with_a_save_after_the_request(supervisor: subprocess.Popen
 
 def test_waiting_ends_with_the_run_where_that_saves_no_more(supervisor: subprocess.Popen[str]) -> None:
     first, second = (begin(make(), **here(supervisor)) for _ in range(2))
-    both, notes = Asked([], save(first).answers | save(second).answers), list[str]()
+    both, notes = SaveRequest([], request_save(first).answers | request_save(second).answers), list[str]()
     metric(first, kind="save", step=6, seconds=0.5)
     write_json(second.exit, {"status": "failed", "exit_code": 5, "message": "rank 1 died", "attempt": 1})
     assert not wait_for_saves(both, notes.append, pace=AT_ONCE)

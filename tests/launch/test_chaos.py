@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.chaos.disk_filler import Filler
-from hpcrun.chaos.faults import Fault
-from hpcrun.chaos.inject import NotYetError, Strike, aim, inflict, require_running
-from hpcrun.chaos.scenario import Play, check_victims, load_scenario
+from hpcrun.chaos.disk_filler import DiskFiller
+from hpcrun.chaos.faults import InjectedFault
+from hpcrun.chaos.inject import Injection, TargetNotReadyError, find_target, inject_fault, require_running
+from hpcrun.chaos.scenario import ScenarioRun, check_targets, load_scenario
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.mesh import Degrees
-from hpcrun.runs.event_text import story
+from hpcrun.runs.event_text import format_events
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run
@@ -95,7 +95,7 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
     def kill() -> None:
         run = site.only_run
         require_running(run)
-        records = inflict(aim(run, Fault("kill-rank", rank=1)), lambda record: None)
+        records = inject_fault(find_target(run, InjectedFault("kill-rank", rank=1)), lambda record: None)
         assert [(one["event"], one["rank"], one["text"]) for one in records] == [
             ("struck", 1, "SIGKILL to rank 1")
         ]
@@ -107,7 +107,7 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
     assert record["pids"] == [pid]
     ended = next(one for one in read_lines(outcome.run.events) if one["event"] == "rank ended")
     assert 0 < record["monotonic"] < ended["monotonic"]
-    told = [entry.text for entry in story(outcome.run)]
+    told = [entry.text for entry in format_events(outcome.run)]
     at = told.index(f"rehearsal on {NODE}: SIGKILL to rank 1")
     fate = f"rank 1 on {NODE} was killed by signal 9 (SIGKILL) before the run was done"
     assert [text for text in told[at:] if text.startswith(fate)]
@@ -115,7 +115,9 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
 
 def test_of_a_command_the_program_is_killed_and_its_script_tells(live: Live) -> None:
     program, script = live.program(1), live.record(1)["pid"]
-    (record,) = inflict(aim(live.run, Fault("kill-rank", rank=1, signal=signal.SIGSEGV)), lambda one: None)
+    (record,) = inject_fault(
+        find_target(live.run, InjectedFault("kill-rank", rank=1, signal=signal.SIGSEGV)), lambda one: None
+    )
     assert program in record["pids"]
     assert script not in record["pids"]
     until(live.run.exit.exists)
@@ -127,12 +129,12 @@ def test_of_a_command_the_program_is_killed_and_its_script_tells(live: Live) -> 
 
 def test_a_stopped_rank_goes_on_when_it_is_told_to_or_its_time_is_over(live: Live) -> None:
     stopped, other = live.program(0), live.program(1)
-    inflict(aim(live.run, Fault("stop-rank", rank=0)), lambda one: None)
+    inject_fault(find_target(live.run, InjectedFault("stop-rank", rank=0)), lambda one: None)
     assert state_of(stopped) == "T"
     assert state_of(other) != "T"
-    inflict(aim(live.run, Fault("resume-rank", rank=0)), lambda one: None)
+    inject_fault(find_target(live.run, InjectedFault("resume-rank", rank=0)), lambda one: None)
     assert state_of(stopped) != "T"
-    inflict(aim(live.run, Fault("stop-rank", rank=1, for_s=0.1)), lambda one: None)
+    inject_fault(find_target(live.run, InjectedFault("stop-rank", rank=1, for_s=0.1)), lambda one: None)
     assert state_of(other) != "T"
     assert live.struck() == [
         ("stop-rank", 0, "SIGSTOP to rank 0"),
@@ -143,11 +145,12 @@ def test_a_stopped_rank_goes_on_when_it_is_told_to_or_its_time_is_over(live: Liv
 
 
 @pytest.mark.parametrize(
-    "fault", [Fault("stop-rank", rank=0, for_s=600), Fault("slow", node=NODE, share=0.9, for_s=600)]
+    "fault",
+    [InjectedFault("stop-rank", rank=0, for_s=600), InjectedFault("slow", node=NODE, share=0.9, for_s=600)],
 )
-def test_what_lasts_is_undone_when_whoever_asked_is_gone(live: Live, fault: Fault) -> None:
+def test_what_lasts_is_undone_when_whoever_asked_is_gone(live: Live, fault: InjectedFault) -> None:
     """The pipe of the command's process ends with it, however it ends."""
-    words = aim(live.run, fault).command()
+    words = find_target(live.run, fault).command()
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as child:
         assert child.stdin is not None
@@ -160,7 +163,7 @@ def test_what_lasts_is_undone_when_whoever_asked_is_gone(live: Live, fault: Faul
 
 
 def test_a_told_end_undoes_what_lasts(live: Live) -> None:
-    strike = Strike(aim(live.run, Fault("slow", node=NODE, share=0.9, for_s=600)))
+    strike = Injection(find_target(live.run, InjectedFault("slow", node=NODE, share=0.9, for_s=600)))
     until(lambda: state_of(live.program(1)) == "T")
     os.kill(strike._child.pid, signal.SIGTERM)
     until(lambda: strike.news(0.1) == [] and strike.is_over)
@@ -177,19 +180,21 @@ def test_nothing_but_the_run_is_touched(live: Live) -> None:
         assert found is not None
         write_json(path, record | {"pid": found.pid, "start_ticks": found.start_ticks})
         with pytest.raises(UsageError, match="does not carry the run's mark"):
-            Strike(aim(live.run, Fault("kill-rank", rank=1)))
+            Injection(find_target(live.run, InjectedFault("kill-rank", rank=1)))
         write_json(path, record | {"start_ticks": record["start_ticks"] + 1})
         with pytest.raises(UsageError, match="has ended already"):
-            Strike(aim(live.run, Fault("kill-rank", rank=1)))
+            Injection(find_target(live.run, InjectedFault("kill-rank", rank=1)))
         assert stranger.poll() is None
         stranger.kill()
     assert live.supervisor.poll() is None
     assert list(read_lines(live.run.chaos)) == []
 
 
-@pytest.mark.parametrize("fault", [Fault("kill-supervisor"), Fault("vanish", node=NODE, force=True)])
-def test_the_supervisor_goes_and_nothing_stays(live: Live, fault: Fault) -> None:
-    (record,) = inflict(aim(live.run, fault), lambda one: None)
+@pytest.mark.parametrize(
+    "fault", [InjectedFault("kill-supervisor"), InjectedFault("vanish", node=NODE, force=True)]
+)
+def test_the_supervisor_goes_and_nothing_stays(live: Live, fault: InjectedFault) -> None:
+    (record,) = inject_fault(find_target(live.run, fault), lambda one: None)
     assert live.supervisor.pid in record["pids"]
     assert live.supervisor.wait(30) == -signal.SIGKILL
     if fault.do == "vanish":
@@ -217,39 +222,44 @@ def make(*, ranks: tuple[str, ...] = ("n1", "n1", "n2"), job: int | None = 7, up
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (Fault("kill-rank", rank=3), "rank 3: r-.* has no such rank; there are: 0 to 2"),
-        (Fault("vanish", node="n9"), "node n9: .*ranks stand on n.1-2., and as spares n3"),
-        (Fault("slow", node="n3", for_s=1.0), "node n3: is none of"),
-        (Fault("vanish", node="n1"), "has the supervisor of r-.*name another .n.2-3.., or use --force"),
+        (InjectedFault("kill-rank", rank=3), "rank 3: r-.* has no such rank; there are: 0 to 2"),
+        (InjectedFault("vanish", node="n9"), "node n9: .*ranks stand on n.1-2., and as spares n3"),
+        (InjectedFault("slow", node="n3", for_s=1.0), "node n3: is none of"),
+        (
+            InjectedFault("vanish", node="n1"),
+            "has the supervisor of r-.*name another .n.2-3.., or use --force",
+        ),
     ],
 )
-def test_who_does_not_exist_is_told_with_who_does(fault: Fault, words: str) -> None:
+def test_who_does_not_exist_is_told_with_who_does(fault: InjectedFault, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        aim(make(), fault)
+        find_target(make(), fault)
 
 
 def test_a_node_without_agents_has_none_to_kill() -> None:
     with pytest.raises(UsageError, match="has no agents"):
-        aim(make(job=None), Fault("kill-agent", node="n1"))
+        find_target(make(job=None), InjectedFault("kill-agent", node="n1"))
 
 
 def test_a_rank_that_has_not_come_up_is_not_there_yet() -> None:
-    with pytest.raises(NotYetError, match=r"rank 1 of attempt 1 of r-.* has not come up yet"):
-        aim(make(up=False), Fault("kill-rank", rank=1))
-    with pytest.raises(NotYetError, match="is about to start"):
-        aim(create_run("empty"), Fault("kill-rank", rank=1))
+    with pytest.raises(TargetNotReadyError, match=r"rank 1 of attempt 1 of r-.* has not come up yet"):
+        find_target(make(up=False), InjectedFault("kill-rank", rank=1))
+    with pytest.raises(TargetNotReadyError, match="is about to start"):
+        find_target(create_run("empty"), InjectedFault("kill-rank", rank=1))
 
 
 def test_a_seed_takes_the_same_victim_again() -> None:
     run = make()
-    chosen = [aim(run, Fault("kill-rank", seed=seed)).fault.rank for seed in range(30)]
-    assert chosen == [aim(run, Fault("kill-rank", seed=seed)).fault.rank for seed in range(30)]
+    chosen = [find_target(run, InjectedFault("kill-rank", seed=seed)).fault.rank for seed in range(30)]
+    assert chosen == [
+        find_target(run, InjectedFault("kill-rank", seed=seed)).fault.rank for seed in range(30)
+    ]
     assert set(chosen) == {0, 1, 2}
     # The node of the supervisor is not taken by chance.
-    assert {aim(run, Fault("vanish", seed=seed)).node for seed in range(30)} == {"n2", "n3"}
-    drawn = aim(run, Fault("kill-agent")).fault
+    assert {find_target(run, InjectedFault("vanish", seed=seed)).node for seed in range(30)} == {"n2", "n3"}
+    drawn = find_target(run, InjectedFault("kill-agent")).fault
     assert drawn.seed is not None
-    assert aim(run, Fault("kill-agent", seed=drawn.seed)).fault == drawn
+    assert find_target(run, InjectedFault("kill-agent", seed=drawn.seed)).fault == drawn
 
 
 def test_another_node_is_reached_as_a_step_of_the_job(
@@ -259,12 +269,12 @@ def test_another_node_is_reached_as_a_step_of_the_job(
     srun.write_text('#!/bin/sh\necho "srun: error: Unable to confirm allocation for job 7" >&2\nexit 1\n')
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    aimed = aim(make(), Fault("kill-rank", rank=2))
+    aimed = find_target(make(), InjectedFault("kill-rank", rank=2))
     words = aimed.command()
     wanted = {"--jobid=7", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--mpi=none"}
     assert wanted <= set(words[: words.index("-P")])
     with pytest.raises(SiteError, match=r"n2 could not be reached: .*Unable to confirm allocation for job 7"):
-        Strike(aimed)
+        Injection(aimed)
 
 
 def test_runs_of_others_and_runs_that_are_over_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +296,7 @@ def test_a_filler_takes_room_under_no_name_and_gives_it_back(tmp_path: Path) -> 
     if shm.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("/dev/shm is where temporary files are; set TMPDIR to another file system")
     before = set(shm.iterdir())
-    with Filler(shm, tmp_path, force=False) as filler:
+    with DiskFiller(shm, tmp_path, force=False) as filler:
         room = os.statvfs(shm)
         taken = filler.fill(room.f_bavail * room.f_frsize - 2**20, lambda: False)
         held = os.fstat(filler._file.fileno())
@@ -305,7 +315,7 @@ def test_a_filler_takes_what_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.
         taken_by.append(size)
 
     monkeypatch.setattr("os.posix_fallocate", fallocate)
-    with Filler(tmp_path, tmp_path, force=True) as filler:
+    with DiskFiller(tmp_path, tmp_path, force=True) as filler:
         assert filler.fill(0, lambda: False) == sum(taken_by)
     assert quota - 8192 < sum(taken_by) <= quota
 
@@ -320,7 +330,7 @@ def test_a_filler_takes_what_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.
 )
 def test_a_shared_file_system_is_not_filled(tmp_path: Path, where: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Filler(tmp_path / where, tmp_path, force=False)
+        DiskFiller(tmp_path / where, tmp_path, force=False)
 
 
 SCENARIO = """\
@@ -340,7 +350,7 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
     path = tmp_path / "scenario.yaml"
     path.write_text(SCENARIO.replace("NODE", NODE))
     scenes = load_scenario(path)
-    assert [str(one).partition(" ")[0] for one in check_victims(live.run, scenes)] == [
+    assert [str(one).partition(" ")[0] for one in check_targets(live.run, scenes)] == [
         "stop",
         "let",
         "take",
@@ -356,7 +366,7 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
             # The step is one that a run of ours would have written.
             live.run.metrics.write_text('{"attempt": 1, "kind": "step", "step": 3}\n')
 
-    assert not Play(live.run, notes.append, write).run_all(scenes)
+    assert not ScenarioRun(live.run, notes.append, write).run_all(scenes)
     assert [(one["do"], one["event"]) for one in records] == [
         ("stop-rank", "struck"),
         ("resume-rank", "struck"),
@@ -375,7 +385,7 @@ def test_a_victim_that_is_gone_is_waited_for(tmp_path: Path) -> None:
     with running(tmp_path, 1) as live:
         records: list[dict[str, Any]] = []
         notes: list[str] = []
-        assert Play(live.run, notes.append, records.append).run_all(load_scenario(path))
+        assert ScenarioRun(live.run, notes.append, records.append).run_all(load_scenario(path))
         assert notes == []
         assert [(one["attempt"], one["text"]) for one in records] == [
             (1, "SIGKILL to rank 0"),
@@ -431,4 +441,4 @@ def test_all_that_is_wrong_with_a_scenario_is_told_before_anything_is_done(tmp_p
         load_scenario(path)
     path.write_text("- {at: 1s, do: kill-rank, rank: 8}\n- {at: 2s, do: kill-rank, rank: 1}\n")
     with pytest.raises(SpecError, match=r"s.yaml:1: rank 8: r-.* has no such rank; there are: 0 to 2"):
-        check_victims(make(), load_scenario(path))
+        check_targets(make(), load_scenario(path))

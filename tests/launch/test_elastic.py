@@ -9,8 +9,8 @@ import pytest
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.elastic_plan import min_nodes, plan_for_nodes
 from hpcrun.runs import run_state
-from hpcrun.runs.describe import describe
-from hpcrun.runs.event_text import story
+from hpcrun.runs.describe import describe_run
+from hpcrun.runs.event_text import format_events
 from hpcrun.specs.records import read_json, read_lines
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 from tests.launch.conftest import PROGRAM, Recorder, Site
@@ -59,13 +59,13 @@ def test_a_lost_node_costs_its_replica_and_the_batch_stays(site: Site) -> None:
         (1, 2, 3),
     ]
     assert [one["spares_left"] for one in told] == [0, 0]
-    lines = [entry.text for entry in story(outcome.run) if entry.what == "relaunch"]
+    lines = [entry.text for entry in format_events(outcome.run) if entry.what == "relaunch"]
     assert lines[0] == (
         "relaunch in the same allocation without b with 2 of 3 replicas, it had 3; 0 spares left"
     )
-    state = run_state.look_at(outcome.run)
+    state = run_state.read_run_state(outcome.run)
     assert (state.replicas, state.whole_replicas) == (1, 3)
-    attempts = describe(outcome.run)[0]["attempts"]
+    attempts = describe_run(outcome.run)[0]["attempts"]
     assert [one["replicas"] for one in attempts] == [None, {"there": 2, "whole": 3}, {"there": 1, "whole": 3}]
 
 
@@ -84,7 +84,7 @@ def test_it_grows_with_the_nodes_that_are_there(site: Site) -> None:
     assert [plan[:2] for plan in plans(outcome)] == [(4, 4), (3, 3), (2, 2), (4, 4)]
     (told, *_) = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"][::-1]
     assert (told["replicas"], told["replicas_before"], told["replicas_whole"]) == (4, 2, 4)
-    lines = [entry.text for entry in story(outcome.run) if entry.what == "relaunch"]
+    lines = [entry.text for entry in format_events(outcome.run) if entry.what == "relaunch"]
     assert lines[-1] == "relaunch in the same allocation with 4 of 4 replicas, it had 2; 0 spares left"
 
 

@@ -15,12 +15,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from hpcrun.mesh import Degrees
-from hpcrun.runs.heartbeat_age import Heard, heard_s
+from hpcrun.runs.heartbeat_age import HeartbeatAgeFile, read_heartbeat_ages
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.telemetry.prometheus_exporter import Exporter, figures_of
-from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
+from hpcrun.telemetry.prometheus_exporter import Exporter, read_run_metrics
+from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from tests.launch.test_tally import three_attempts, write
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 2}
@@ -123,9 +123,9 @@ def port_of(run: RunDir) -> int:
 
 
 def test_every_name_is_there_and_reads_back(run: RunDir) -> None:
-    tally = figures_of(run).tally
-    figures = Figures("r-1", tally, nodes={"active": 2}, heard_s={"n01": 0.5})
-    text = render_exposition([figures, Figures('r"2\\', tally)])
+    tally = read_run_metrics(run).tally
+    figures = RunMetrics("r-1", tally, nodes={"active": 2}, heartbeat_ages_s={"n01": 0.5})
+    text = render_exposition([figures, RunMetrics('r"2\\', tally)])
     assert {one.name for one in text_string_to_metric_families(text)} == NAMES
     assert value(text, "hpcrun_step") == 12
     assert value(text, "hpcrun_state", state="done") == 1
@@ -138,9 +138,9 @@ def test_every_name_is_there_and_reads_back(run: RunDir) -> None:
     assert value(text, "hpcrun_checkpoint_last_step") == 12
     assert value(text, "hpcrun_productive_seconds_total") == pytest.approx(12, abs=1e-3)
     # A run without a step, and one without nodes that anybody knows, claims nothing.
-    half = render_exposition([Figures("r", tally, host="n\ud800", heard_s={"\udcff": 1.0})])
+    half = render_exposition([RunMetrics("r", tally, host="n\ud800", heartbeat_ages_s={"\udcff": 1.0})])
     assert half.encode().count(b"\\ud800") == half.encode().count(b"\\udcff") == 1
-    empty = parsed(render_exposition([Figures("new", type(tally)())]))
+    empty = parsed(render_exposition([RunMetrics("new", type(tally)())]))
     assert not {name for name, _ in empty} & {"hpcrun_step", "hpcrun_nodes", "hpcrun_attempt_info"}
 
 
@@ -206,7 +206,7 @@ def test_a_run_that_is_queued_again_leaves_no_file_here(run: RunDir, make: Make,
     exporter.turn()
     exporter.close()
     assert not list(tmp_path.glob("*.prom"))
-    assert figures_of(run).tally.state == "requeued"
+    assert read_run_metrics(run).tally.state == "requeued"
 
 
 def test_what_cannot_be_written_is_counted_and_told_once(
@@ -233,22 +233,22 @@ def test_a_run_goes_on_counting_where_its_last_job_stood(run: RunDir, make: Make
     make().close()
     told = json.loads((run.telemetry / "exporter.json").read_text())
     assert told["metrics"] == run.metrics.stat().st_size
-    before = figures_of(run).tally
+    before = read_run_metrics(run).tally
     # Were the files read again, nothing of it would be left.
     run.metrics.write_text(" " * told["metrics"])
-    assert figures_of(run).tally.steps_s == before.steps_s > 0
+    assert read_run_metrics(run).tally.steps_s == before.steps_s > 0
 
 
 def test_when_agents_were_heard_of_is_told_in_ages(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    Heard(run).show({"n01": 0.0, "n02": 7.0})
+    HeartbeatAgeFile(run).show({"n01": 0.0, "n02": 7.0})
     # Somebody sets the clock.
     monkeypatch.setattr(time, "time", lambda: 4e9)
-    ages = heard_s(run)
+    ages = read_heartbeat_ages(run)
     assert (0 <= ages["n01"] < 5, 7 <= ages["n02"] < 12) == (True, True)
     told = json.loads((run.telemetry / "heard.json").read_text())
     elsewhere = json.dumps(told | {"host": "n09"})
     when, named = json.dumps(told | {"monotonic": "x"}), json.dumps(told | {"ages": {"n": "x"}})
     for damaged in ("", "[]", '{"time": 1}', when, named, elsewhere):
         (run.telemetry / "heard.json").write_text(damaged)
-        assert heard_s(run) == {}
-    assert heard_s(create_run("other")) == {}
+        assert read_heartbeat_ages(run) == {}
+    assert read_heartbeat_ages(create_run("other")) == {}

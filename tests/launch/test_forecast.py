@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.slurm.cluster_state import read_cluster
-from hpcrun.submission.placement_preview import look
+from hpcrun.submission.placement_preview import load_network
 
 NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
 
@@ -29,7 +29,7 @@ NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
     ],
 )
 def test_a_node_is_free_where_slurm_gives_it_to_a_job_now(state: str, word: str) -> None:
-    network = look(None, read_cluster({"nodes": NODE.format("n1", state, "")}))
+    network = load_network(None, read_cluster({"nodes": NODE.format("n1", state, "")}))
     assert dict(network.states) == {"n1": word}
 
 
@@ -38,5 +38,5 @@ def test_nodes_of_the_job_s_own_reservation_are_free_to_it() -> None:
     nodes += NODE.format("n2", "IDLE+RESERVED", "\n   ReservationName=theirs")
     nodes += NODE.format("n3", "IDLE+RESERVED", "")
     live = read_cluster({"nodes": nodes})
-    assert look(None, live).free == []
-    assert look(None, live, reservation="ours").free == ["n1"]
+    assert load_network(None, live).free == []
+    assert load_network(None, live, reservation="ours").free == ["n1"]

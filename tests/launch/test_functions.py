@@ -17,13 +17,13 @@ from submitit.helpers import DelayedSubmission
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, UsageError
-from hpcrun.runs.control import save
-from hpcrun.runs.run_state import look_at
+from hpcrun.runs.control import request_save
+from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import all_runs
 from hpcrun.submission.functions import FunctionJob
-from hpcrun.submission.request import Request
-from hpcrun.submission.submit import submit
+from hpcrun.submission.request import SubmissionRequest
+from hpcrun.submission.submit import submit_job
 from tests.slurm.fakes import Fake, calls, stand_ins
 
 LOCAL = {"cluster": "local"}
@@ -113,7 +113,7 @@ def test_a_function_is_called_once_for_each_set_of_arguments() -> None:
     assert [job.result() for job in jobs] == [(3, 1), (2, 2)]
     (run,) = all_runs()
     assert [job.run for job in jobs] == [run.element(0), run.element(1)]
-    assert look_at(run).elements == {"done": 2}
+    assert read_run_state(run).elements == {"done": 2}
 
 
 def test_no_arguments_are_no_jobs(runs_root: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_function_s_traceback_reaches_the_caller() -> None:
     with pytest.raises(FunctionError, match=r"in _deep\n.*\nValueError: no such luck") as raised:
         job.result()
     assert "submission/function_call.py" not in str(raised.value), "our own lines are of no interest"
-    state = look_at(job.run)
+    state = read_run_state(job.run)
     assert (state.state, state.exit_code) == ("failed", 5)
     assert "rank 0 on node" in state.message
     assert "ValueError: no such luck; log: " in state.message
@@ -236,7 +236,7 @@ def test_a_function_that_can_save_goes_on_from_there(tmp_path: Path) -> None:
     assert not job.done()
     job.cancel()
     assert "is saved: saved; go on with: hpcrun " in str(job.exception())
-    submit(Request(resume=job.run), lambda _: None)
+    submit_job(SubmissionRequest(resume=job.run), lambda _: None)
     assert job.result() == 7
 
 
@@ -244,10 +244,10 @@ def test_a_function_that_is_asked_to_stop_is_interrupted_and_closes_what_it_has_
     job = hpcrun.submit(_sleep, str(tmp_path), spec=LOCAL)
     until(tmp_path / "up")
     with pytest.raises(UsageError, match="is a function, which nobody can ask to save"):
-        save(job.run)
+        request_save(job.run)
     job.cancel()
     assert "stopped by SIGTERM, as asked, without a save" in str(job.exception())
-    assert (job.state, look_at(job.run).exit_code) == ("interrupted", 130)
+    assert (job.state, read_run_state(job.run).exit_code) == ("interrupted", 130)
     assert (tmp_path / "closed").exists()
     job.cancel()
 
@@ -273,13 +273,13 @@ def test_a_call_that_others_could_have_written_is_not_made(tmp_path: Path) -> No
     (tmp_path / "made").unlink()
     for path, mode in ((job.run.call, 0o622), (job.run.path, 0o770)):
         path.chmod(mode)
-        submit(Request(resume=job.run), lambda _: None)
+        submit_job(SubmissionRequest(resume=job.run), lambda _: None)
         assert "can be written by others" in str(job.exception())
         path.chmod(0o700)
     link = tmp_path / "link"
     job.run.call.rename(link)
     job.run.call.symlink_to(link)
-    submit(Request(resume=job.run), lambda _: None)
+    submit_job(SubmissionRequest(resume=job.run), lambda _: None)
     assert "is a symbolic link, which is not followed" in str(job.exception())
     assert not (tmp_path / "made").exists()
 

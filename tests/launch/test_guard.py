@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.chaos.faults import Fault
-from hpcrun.chaos.inject import aim, inflict
-from hpcrun.runs.event_text import story
+from hpcrun.chaos.faults import InjectedFault
+from hpcrun.chaos.inject import find_target, inject_fault
+from hpcrun.runs.event_text import format_events
 from hpcrun.runs.lease import read_leader
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.records import read_json, read_lines
@@ -30,7 +30,7 @@ def job(tmp_path: Path, runs_root: Path) -> Iterator[Job]:
 def test_another_supervisor_goes_on_with_the_run_of_one_that_was_killed(job: Job) -> None:
     first = job.supervisor
     assert first != job.command.pid
-    (struck,) = inflict(aim(job.run, Fault("kill-supervisor")), lambda one: None)
+    (struck,) = inject_fault(find_target(job.run, InjectedFault("kill-supervisor")), lambda one: None)
     assert struck["pids"] == [first]
     job.until(lambda: job.is_up(2))
     assert job.supervisor not in (first, job.command.pid)
@@ -39,7 +39,7 @@ def test_another_supervisor_goes_on_with_the_run_of_one_that_was_killed(job: Job
     assert ended is not None
     assert (ended["status"], ended["attempt"]) == ("done", 2)
     assert job.relaunches() == ["supervisor lost", None]
-    told = [entry.text for entry in story(job.run)]
+    told = [entry.text for entry in format_events(job.run)]
     assert f"the supervisor on {HOST} was killed by SIGKILL" in told
     (fault,) = [one for one in read_lines(job.run.events) if one["event"] == "fault"]
     assert (fault["cause"], fault["nodes"], fault["kind"]) == ("supervisor lost", [], "infrastructure")
@@ -154,7 +154,9 @@ def test_agents_come_to_the_supervisor_that_comes_back_and_no_node_is_lost(sprea
 
 def test_a_node_that_vanishes_takes_what_would_come_back_with_it(job: Job) -> None:
     first = job.supervisor
-    (struck,) = inflict(aim(job.run, Fault("vanish", node=HOST, force=True)), lambda one: None)
+    (struck,) = inject_fault(
+        find_target(job.run, InjectedFault("vanish", node=HOST, force=True)), lambda one: None
+    )
     assert {first, job.command.pid} <= {*struck["pids"]}
     assert job.command.wait(60) == -signal.SIGKILL
     assert not job.run.exit.exists()

@@ -16,11 +16,11 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launch.batch_task import BatchLog
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.runs.follow import wait
+from hpcrun.runs.follow import wait_for_runs
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
-from hpcrun.submission.request import Request
-from hpcrun.submission.submit import submit
+from hpcrun.submission.request import SubmissionRequest
+from hpcrun.submission.submit import submit_job
 
 MOST = 40
 
@@ -62,7 +62,7 @@ FAULTS = [pytest.param(full, id="full"), pytest.param(KeyboardInterrupt, id="int
 
 
 def handed_over() -> None:
-    submit(Request(command=("true",), overrides=("cluster=local",)), lambda _: None)
+    submit_job(SubmissionRequest(command=("true",), overrides=("cluster=local",)), lambda _: None)
 
 
 def called() -> None:
@@ -88,7 +88,7 @@ def test_what_is_not_handed_over_leaves_nothing(
         cut.left = 0
         assert number > 4, "nothing was cut short"
         (path,) = runs_root.iterdir()
-        assert [one.state for one in wait([RunDir(path)], lambda _: None)] == ["done"]
+        assert [one.state for one in wait_for_runs([RunDir(path)], lambda _: None)] == ["done"]
         break
     else:
         pytest.fail("it never came through")

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.policy.failure_rates import Seen
-from hpcrun.runs.history import alike, measured, of_attempts, of_lines, seen
-from hpcrun.runs.timeline import timelines
+from hpcrun.runs.history import (
+    count_attempt_failures,
+    count_run_failures,
+    find_similar_runs,
+    measure_metric_records,
+    measure_runs,
+)
+from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.rundir import RunDir, create_run
@@ -19,8 +25,8 @@ from tests.launch.test_ledger import Run, relaunched, requeued, undisturbed
 
 
 def seen_by(run: Run, nodes: int = 4) -> Seen:
-    attempts = timelines(run.events, run.metrics)
-    return of_attempts(attempts, {one.number: nodes for one in attempts})
+    attempts = build_timelines(run.events, run.metrics)
+    return count_attempt_failures(attempts, {one.number: nodes for one in attempts})
 
 
 def failing(**fault: Any) -> Run:
@@ -93,9 +99,9 @@ def test_the_runs_of_one_cluster_add_up_and_rehearsals_do_not_count(runs_root: P
     broken.spec.write_text("name: demo\n")
     attempt = broken.attempt(1).create()
     attempt.placement.write_text("{}")
-    found = seen([first, rehearsed, other, broken], None)
+    found = count_run_failures([first, rehearsed, other, broken], None)
     assert (found.runs, found.counts) == (1, {"process": 1})
-    assert seen([first, other], "elsewhere").runs == 1
+    assert count_run_failures([first, other], "elsewhere").runs == 1
     assert found.node_s > 2 * 10
 
 
@@ -103,13 +109,13 @@ def test_only_runs_of_the_same_job_and_layout_are_alike(runs_root: Path) -> None
     same = write(create_run("demo"), undisturbed())
     write(create_run("demo-2"), undisturbed())
     spec = load_job(shipped("jobs/demo.yaml")).spec
-    assert [one.id for one in alike(spec, [same])] == [same.id]
+    assert [one.id for one in find_similar_runs(spec, [same])] == [same.id]
     wider = load_job(shipped("jobs/demo.yaml"), ["model={preset: demo, layers: 8}"]).spec
-    assert alike(wider, [same]) == []
-    found = measured(alike(spec, [same]))
+    assert find_similar_runs(wider, [same]) == []
+    found = measure_runs(find_similar_runs(spec, [same]))
     assert (found.step_s, found.levels["durable"].stall_s, found.restart_s) == (1.0, 0.5, None)
     assert found.runs == (same.id,)
-    assert measured([write(create_run("demo"), relaunched())]).restart_s == pytest.approx(
+    assert measure_runs([write(create_run("demo"), relaunched())]).restart_s == pytest.approx(
         3 + 1 + 0.75 + 5 + 3
     )
 
@@ -126,7 +132,9 @@ def test_what_a_level_takes_in_the_background_is_seen_in_the_steps_beside_it() -
         if step == 12:
             more = {"level": "durable", "seconds": 3.0, "lag_s": 3.5, "time": now, "attempt": 1}
             lines.append({"kind": "stored", "step": 10, **more})
-    found = of_lines([*lines, {"kind": "stored", "level": "durable", "seconds": "x"}, {"kind": "odd"}])
+    found = measure_metric_records(
+        [*lines, {"kind": "stored", "level": "durable", "seconds": "x"}, {"kind": "odd"}]
+    )
     assert found.step_s == 1.0
     assert found.levels["memory"].stall_s == 0.25
     durable = found.levels["durable"]

@@ -15,7 +15,7 @@ import pytest
 from hpcrun import process
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.telemetry.hooks import Changes, Hooks
+from hpcrun.telemetry.hooks import Hooks, StateChanges
 from tests.launch.test_ledger import Run
 
 APPEND = ["sh", "-c", 'cat >> "$0"; echo "$HPCRUN_HOOK_STATE $HPCRUN_HOOK_ATTEMPT $PWD" >> "$0.env"']
@@ -69,7 +69,7 @@ def faulty() -> list[dict[str, Any]]:
 
 
 def test_every_fault_is_an_alert_of_its_own_and_resolved_by_the_recovery() -> None:
-    told = list(Changes().of(faulty()))
+    told = list(StateChanges().of(faulty()))
     assert [(one["state"], one["alert"], one["resolved"]) for one in told] == [
         ("starting", None, []),
         ("running", None, []),
@@ -87,14 +87,14 @@ def test_every_fault_is_an_alert_of_its_own_and_resolved_by_the_recovery() -> No
 
 
 def test_the_end_is_told_by_its_record_or_by_its_lack() -> None:
-    changes = Changes()
+    changes = StateChanges()
     list(changes.of(faulty()))
     (end,) = changes.end({"status": "done", "exit_code": 0, "step": 9, "message": "done", "ended": 2.0})
     assert (end["state"], end["exit_code"], end["step"], end["previous"]) == ("done", 0, 9, "running")
-    (lost,) = Changes(state="running", attempt=2).end(None)
+    (lost,) = StateChanges(state="running", attempt=2).end(None)
     assert (lost["state"], lost["alert"]) == ("lost", "attempt-2")
-    assert list(Changes(state="requeued").end(None)) == []
-    assert list(Changes().end(None)) == []
+    assert list(StateChanges(state="requeued").end(None)) == []
+    assert list(StateChanges().end(None)) == []
 
 
 def test_a_hook_reads_a_document_and_a_few_variables(run: RunDir, make: Make, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_hooks_that_hang_crash_or_flood_keep_nobody_else_waiting(
 def test_a_hook_that_is_too_slow_loses_the_oldest_calls(
     run: RunDir, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpcrun.telemetry.hooks._MOST_WAITING", 3)
+    monkeypatch.setattr("hpcrun.telemetry.hooks._MAX_QUEUED_CALLS", 3)
     go = tmp_path / "go"
     wait = [
         "sh",

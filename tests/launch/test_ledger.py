@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcrun.runs.ledger import BUCKETS, Ledger, add, ledger, read_ledger
+from hpcrun.runs.ledger import LEDGER_BUCKETS, GoodputLedger, compute_ledger, read_ledger, sum_ledgers
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import create_run
-from hpcrun.telemetry.run_counters import Tally
+from hpcrun.telemetry.run_counters import RunCounters
 
 Record = dict[str, Any]
 WALL, BOOT = 1_800_000_000.0, 5_000.0
@@ -27,7 +27,7 @@ class Run:
     now: float = 0.0
     events: list[Record] = field(default_factory=list)
     metrics: list[Record] = field(default_factory=list)
-    truth: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0.0))
+    truth: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LEDGER_BUCKETS, 0.0))
     attempt: int = 0
     boot: float = BOOT
     wall: float = WALL
@@ -83,8 +83,8 @@ class Run:
         self.passes("shutdown", seconds / 3)
         self.event("exit", status=status, exit_code=0, message="done")
 
-    def account(self, *, now: float | None = None) -> Ledger:
-        return ledger(self.events, self.metrics, now=None if now is None else self.wall + now)
+    def account(self, *, now: float | None = None) -> GoodputLedger:
+        return compute_ledger(self.events, self.metrics, now=None if now is None else self.wall + now)
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, -30.0, 30.0, 7200.0])
@@ -113,7 +113,7 @@ def test_the_clock_of_rank_0_s_host_may_be_another_than_the_supervisor_s(ahead_s
     assert going.wall_s == pytest.approx(straight.wall_s), "it goes on, and that is no time of the future"
 
 
-def close(found: Ledger, truth: dict[str, float]) -> None:
+def close(found: GoodputLedger, truth: dict[str, float]) -> None:
     assert {name: round(value, 5) for name, value in found.buckets.items()} == {
         name: round(value, 5) for name, value in truth.items()
     }
@@ -281,7 +281,7 @@ def test_where_no_event_says_so_only_the_same_job_was_in_the_queue(
     run.ends()
     found = run.account()
     close(found, run.truth)
-    tally = Tally()
+    tally = RunCounters()
     tally.take(run.events, run.metrics)
     assert tally.badput_s[bucket] == pytest.approx(300)
 
@@ -324,9 +324,9 @@ def test_a_command_whose_steps_nobody_counts_has_no_goodput() -> None:
 
 
 def test_nothing_recorded_is_an_empty_ledger() -> None:
-    found = ledger([], [])
+    found = compute_ledger([], [])
     assert (found.wall_s, found.goodput, found.mttd_s, found.mttr_s) == (0, None, None, None)
-    assert list(found.buckets) == list(BUCKETS)
+    assert list(found.buckets) == list(LEDGER_BUCKETS)
 
 
 @pytest.mark.parametrize("jump", [-7200.0, 7200.0])
@@ -343,9 +343,9 @@ def test_a_wall_clock_that_is_set_while_an_attempt_runs_changes_nothing(
         since = events[place - 1]["time"]
         moved = [{**one, "time": one["time"] + jump * (index >= place)} for index, one in enumerate(events)]
         lines = [{**one, "time": one["time"] + jump * (one["time"] > since)} for one in run.metrics]
-        found = ledger(moved, lines)
+        found = compute_ledger(moved, lines)
         assert found.wall_s == pytest.approx(run.now, abs=1e-5)
-        exact = [name for name in BUCKETS if name not in ("restore", "detection", "shutdown", "other")]
+        exact = [name for name in LEDGER_BUCKETS if name not in ("restore", "detection", "shutdown", "other")]
         assert [found.buckets[name] for name in exact] == pytest.approx([truth[name] for name in exact])
         close(found, truth)
 
@@ -356,7 +356,7 @@ def test_another_host_that_takes_an_attempt_over_has_another_monotonic_clock() -
         {**one, "host": "n01"} if index < 2 else {**one, "host": "n02", "monotonic": one["monotonic"] + 9e4}
         for index, one in enumerate(run.events)
     ]
-    close(ledger(moved, run.metrics), run.truth)
+    close(compute_ledger(moved, run.metrics), run.truth)
 
 
 def test_a_rank_that_leaves_in_order_is_no_fault_of_a_run_that_goes_on() -> None:
@@ -392,7 +392,7 @@ def test_steps_before_an_older_save_that_had_to_do_are_lost_as_well() -> None:
 def test_lines_that_claim_more_time_than_there_was_get_no_more() -> None:
     run = undisturbed()
     lines = [{**one, "step_time_s": 1000.0} if one["kind"] == "step" else one for one in run.metrics]
-    found = ledger(run.events, lines)
+    found = compute_ledger(run.events, lines)
     assert found.wall_s == pytest.approx(run.now)
     assert found.buckets["start"] == pytest.approx(run.truth["start"])
     assert found.buckets["restore"] == found.buckets["other"] == 0
@@ -400,12 +400,12 @@ def test_lines_that_claim_more_time_than_there_was_get_no_more() -> None:
 
 def test_the_sum_over_runs_is_the_sum_of_everything() -> None:
     parts = [make().account() for make in RUNS.values()]
-    whole = add(parts)
+    whole = sum_ledgers(parts)
     assert whole.wall_s == pytest.approx(sum(one.wall_s for one in parts))
     assert (whole.steps, whole.steps_lost, whole.attempts) == (30, 3, 5)
     assert whole.goodput == pytest.approx(whole.buckets["productive"] / whole.wall_s)
     assert whole.mttd_s == pytest.approx(3.0)
-    assert add([]).goodput is None
+    assert sum_ledgers([]).goodput is None
 
 
 def test_the_outcome_of_an_attempt_says_that_it_was_queued_again() -> None:
@@ -454,7 +454,7 @@ def test_whatever_the_files_hold_no_bucket_is_negative_and_they_add_up() -> None
     for _ in range(4000):
         events, metrics = anything(rng)
         now = rng.choice([None, WALL + rng.uniform(-100, 1000)])
-        found = ledger(events, metrics, now=now)
+        found = compute_ledger(events, metrics, now=now)
         assert all(value >= 0 and math.isfinite(value) for value in found.buckets.values()), (events, metrics)
         assert found.wall_s == pytest.approx(math.fsum(found.buckets.values()), abs=1e-6)
         assert found.goodput is None or 0 <= found.goodput <= 1
@@ -471,7 +471,7 @@ def test_with_lines_missing_the_buckets_add_up_to_the_time_between_the_first_and
         for one in metrics:
             if rng.random() < 0.1:
                 one["step_time_s"] = one["seconds"] = rng.uniform(-10, 1e4)
-        assert ledger(events, metrics).wall_s == pytest.approx(run.now, abs=1e-5)
+        assert compute_ledger(events, metrics).wall_s == pytest.approx(run.now, abs=1e-5)
         later = run.now + rng.uniform(0, 500)
-        going_on = ledger(events[:-1], metrics, now=WALL + later)
+        going_on = compute_ledger(events[:-1], metrics, now=WALL + later)
         assert going_on.wall_s == pytest.approx(later, abs=1e-5)

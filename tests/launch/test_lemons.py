@@ -14,29 +14,29 @@ import pytest
 from hpcrun.errors import SiteError
 from hpcrun.health import lemon_nodes
 from hpcrun.health.lemon_nodes import (
-    HALF_LIFE_S,
-    THRESHOLD,
-    WEIGHTS,
-    Sighting,
-    append_sightings,
-    avoid,
-    forget,
-    load_sightings,
-    most_avoided,
-    score,
-    sightings_file,
+    CAUSE_WEIGHTS,
+    FAULT_HALF_LIFE_S,
+    LEMON_THRESHOLD,
+    NodeFault,
+    append_node_faults,
+    forget_node_faults,
+    load_node_faults,
+    max_avoided_nodes,
+    node_fault_file,
+    score_nodes,
+    select_nodes_to_avoid,
 )
 from hpcrun.specs.badnodes import BadNodes
 from hpcrun.specs.cluster import parse_cluster
-from hpcrun.submission.placement_preview import look
+from hpcrun.submission.placement_preview import load_network
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC).timestamp()
 DAY = 86400.0
 
 
-def saw(node: str = "n03", cause: str = "node lost", age_s: float = 0.0, **more: object) -> Sighting:
+def saw(node: str = "n03", cause: str = "node lost", age_s: float = 0.0, **more: object) -> NodeFault:
     values = {"run": "hardy-1129-0001", "attempt": 1, "evidence": "its agent ended"} | more
-    return Sighting(node, NOW - age_s, cause, **values)  # type: ignore[arg-type]
+    return NodeFault(node, NOW - age_s, cause, **values)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -45,31 +45,31 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_without_a_file_nothing_was_seen(path: Path) -> None:
-    assert load_sightings(path) == lemon_nodes.Sightings()
-    assert score([], NOW) == {}
+    assert load_node_faults(path) == lemon_nodes.NodeFaultHistory()
+    assert score_nodes([], NOW) == {}
 
 
 def test_what_is_appended_is_read_back(path: Path) -> None:
     entries = (saw(log="/runs/a/agents/n03.log", job=61, signature="x"), saw("n04", "straggler"))
-    append_sightings(path, entries[:1])
-    append_sightings(path, entries[1:])
-    append_sightings(path, [])
-    assert load_sightings(path) == lemon_nodes.Sightings(entries)
+    append_node_faults(path, entries[:1])
+    append_node_faults(path, entries[1:])
+    append_node_faults(path, [])
+    assert load_node_faults(path) == lemon_nodes.NodeFaultHistory(entries)
     first = json.loads(path.read_text().splitlines()[0])
-    assert first["weight"] == WEIGHTS["node lost"]
+    assert first["weight"] == CAUSE_WEIGHTS["node lost"]
 
 
 def test_several_jobs_append_at_once_and_no_line_is_lost(path: Path) -> None:
     def add(run: int) -> None:
         for attempt in range(20):
-            append_sightings(path, [saw(run=f"r{run}", attempt=attempt, evidence="e" * 250)])
+            append_node_faults(path, [saw(run=f"r{run}", attempt=attempt, evidence="e" * 250)])
 
     threads = [threading.Thread(target=add, args=(run,)) for run in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    found = load_sightings(path)
+    found = load_node_faults(path)
     assert found.notes == ()
     assert len(set(found.entries)) == 120
 
@@ -93,26 +93,26 @@ def test_several_jobs_append_at_once_and_no_line_is_lost(path: Path) -> None:
     ],
 )
 def test_damaged_lines_are_told_and_never_fatal(path: Path, line: str) -> None:
-    append_sightings(path, [saw()])
+    append_node_faults(path, [saw()])
     with path.open("a") as file:
         file.write(f"{line}\n")
-    append_sightings(path, [saw("n04")])
-    found = load_sightings(path)
+    append_node_faults(path, [saw("n04")])
+    found = load_node_faults(path)
     assert [one.node for one in found.entries] == ["n03", "n04"]
     assert found.notes == (f"{path}: no entries, and skipped: line 2",)
 
 
 def test_a_torn_line_does_not_swallow_the_next(path: Path) -> None:
-    append_sightings(path, [saw()])
+    append_node_faults(path, [saw()])
     with path.open("a") as file:
         file.write('{"node": "n04"')
-    append_sightings(path, [saw("n05")])
-    assert [one.node for one in load_sightings(path).entries] == ["n03", "n05"]
+    append_node_faults(path, [saw("n05")])
+    assert [one.node for one in load_node_faults(path).entries] == ["n03", "n05"]
 
 
 def test_text_that_would_end_the_line_or_move_the_cursor_is_kept_as_one_line(path: Path) -> None:
-    append_sightings(path, [saw(evidence="a\nb\x1b[2J\u2028" + "c" * 1000)])
-    (one,) = load_sightings(path).entries
+    append_node_faults(path, [saw(evidence="a\nb\x1b[2J\u2028" + "c" * 1000)])
+    (one,) = load_node_faults(path).entries
     assert one.evidence.isprintable()
     assert len(one.evidence) <= 300
 
@@ -122,8 +122,8 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> N
     with pytest.raises(
         SiteError, match=r"node-faults.jsonl: cannot be written: (Not a directory|File exists)"
     ):
-        append_sightings(tmp_path / "file" / "node-faults.jsonl", [saw()])
-    assert "cannot be read" in load_sightings(tmp_path).notes[0]
+        append_node_faults(tmp_path / "file" / "node-faults.jsonl", [saw()])
+    assert "cannot be read" in load_node_faults(tmp_path).notes[0]
 
 
 def test_a_file_system_that_stalls_is_not_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,66 +131,66 @@ def test_a_file_system_that_stalls_is_not_waited_for(path: Path, monkeypatch: py
     monkeypatch.setattr(lemon_nodes, "_append_locked", lambda path, lines: goes_on.wait(10))
     monkeypatch.setattr(lemon_nodes, "_WAIT_S", 0.02)
     with pytest.raises(SiteError, match="is not written within"):
-        append_sightings(path, [saw()])
+        append_node_faults(path, [saw()])
     goes_on.set()
 
 
 def test_a_lost_node_is_avoided_for_a_half_life_and_a_crash_alone_is_not() -> None:
-    found = score([saw(), saw("n04", "crash")], NOW)
+    found = score_nodes([saw(), saw("n04", "crash")], NOW)
     assert [*found] == ["n03", "n04"]
     assert found["n03"].score == pytest.approx(2.0)
-    assert found["n03"].until == pytest.approx(NOW + HALF_LIFE_S)
+    assert found["n03"].until == pytest.approx(NOW + FAULT_HALF_LIFE_S)
     assert found["n04"].score == pytest.approx(0.6)
     assert found["n04"].until is None
 
 
 def test_the_same_cause_counts_once_an_attempt() -> None:
     several = [saw("n03", "crash", signature=f"s{number}") for number in range(9)]
-    assert score(several, NOW)["n03"].score == pytest.approx(0.6)
+    assert score_nodes(several, NOW)["n03"].score == pytest.approx(0.6)
     others = [saw("n03", "crash", attempt=2), saw("n03", "crash", run="other"), saw("n03", "hang")]
-    found = score([*several, *others], NOW)["n03"]
+    found = score_nodes([*several, *others], NOW)["n03"]
     assert found.score == pytest.approx(3 * 0.6 + 0.8)
     assert found.causes == {"crash": 3, "hang": 1}
 
 
-@pytest.mark.parametrize("cause", WEIGHTS)
+@pytest.mark.parametrize("cause", CAUSE_WEIGHTS)
 def test_what_follows_a_run_from_node_to_node_blames_no_node(cause: str) -> None:
     same = [saw(f"n0{number}", cause, signature="IndexError in train.py") for number in range(3)]
-    assert set(score(same[:2], NOW)) == {"n00", "n01"}
-    assert score(same, NOW) == {}
+    assert set(score_nodes(same[:2], NOW)) == {"n00", "n01"}
+    assert score_nodes(same, NOW) == {}
 
 
 def test_a_crash_that_all_runs_have_blames_the_program() -> None:
     runs = [saw(f"n0{n}", "crash", run=f"r{n}", signature="killed by signal 11") for n in range(3)]
-    assert score(runs, NOW) == {}
-    assert len(score([saw(f"n0{n}", "crash", run=f"r{n}") for n in range(3)], NOW)) == 3
+    assert score_nodes(runs, NOW) == {}
+    assert len(score_nodes([saw(f"n0{n}", "crash", run=f"r{n}") for n in range(3)], NOW)) == 3
 
 
 def test_nodes_that_are_lost_one_by_one_count_and_those_lost_together_do_not() -> None:
     one_by_one = [saw(f"n0{number}", attempt=number) for number in range(5)]
-    assert len(score(one_by_one, NOW)) == 5
-    assert score([saw(f"n0{number}") for number in range(5)], NOW) == {}
+    assert len(score_nodes(one_by_one, NOW)) == 5
+    assert score_nodes([saw(f"n0{number}") for number in range(5)], NOW) == {}
 
 
 def test_a_node_can_be_forgotten_and_is_judged_anew(path: Path) -> None:
-    append_sightings(path, [saw(age_s=10), saw("n04", age_s=10)])
-    forget(path, ["n03"], NOW)
-    append_sightings(path, [saw("n05", attempt=2)])
-    assert set(score(load_sightings(path).entries, NOW)) == {"n04", "n05"}
+    append_node_faults(path, [saw(age_s=10), saw("n04", age_s=10)])
+    forget_node_faults(path, ["n03"], NOW)
+    append_node_faults(path, [saw("n05", attempt=2)])
+    assert set(score_nodes(load_node_faults(path).entries, NOW)) == {"n04", "n05"}
     # By the order of the lines: the node's clock may be hours from the login node's.
-    append_sightings(path, [saw("n03", age_s=7200, attempt=2)])
-    assert "n03" in score(load_sightings(path).entries, NOW + 2)
-    append_sightings(path, [saw("n06", age_s=-7200, run="ahead", attempt=9)])
-    assert "n06" in score(load_sightings(path).entries, NOW)
-    forget(path, ["n03", "n06"], NOW)
-    assert not {"n03", "n06"} & set(score(load_sightings(path).entries, NOW))
+    append_node_faults(path, [saw("n03", age_s=7200, attempt=2)])
+    assert "n03" in score_nodes(load_node_faults(path).entries, NOW + 2)
+    append_node_faults(path, [saw("n06", age_s=-7200, run="ahead", attempt=9)])
+    assert "n06" in score_nodes(load_node_faults(path).entries, NOW)
+    forget_node_faults(path, ["n03", "n06"], NOW)
+    assert not {"n03", "n06"} & set(score_nodes(load_node_faults(path).entries, NOW))
 
 
-def entries(rng: random.Random) -> list[Sighting]:
+def entries(rng: random.Random) -> list[NodeFault]:
     return [
         saw(
             f"n{rng.randrange(6):02}",
-            rng.choice([*WEIGHTS, "unheard of"]),
+            rng.choice([*CAUSE_WEIGHTS, "unheard of"]),
             rng.uniform(0, 20 * DAY),
             run=f"r{rng.randrange(4)}",
             attempt=rng.randrange(3),
@@ -200,7 +200,7 @@ def entries(rng: random.Random) -> list[Sighting]:
     ]
 
 
-def cases(count: int) -> Iterator[tuple[random.Random, list[Sighting]]]:
+def cases(count: int) -> Iterator[tuple[random.Random, list[NodeFault]]]:
     rng = random.Random(8)
     for _ in range(count):
         yield rng, entries(rng)
@@ -208,13 +208,13 @@ def cases(count: int) -> Iterator[tuple[random.Random, list[Sighting]]]:
 
 def test_scores_only_fall_as_time_goes_by_by_half_in_a_half_life() -> None:
     for rng, seen in cases(300):
-        first = score(seen, NOW)
+        first = score_nodes(seen, NOW)
         later = NOW + rng.uniform(0, DAY)
-        second = score(seen, later)
+        second = score_nodes(seen, later)
         assert set(second) <= set(first) or not second
         for node, found in second.items():
             # What is too old to count is dropped at 2^-10 of its weight, of a few entries at most.
-            factor = 0.5 ** ((later - NOW) / HALF_LIFE_S)
+            factor = 0.5 ** ((later - NOW) / FAULT_HALF_LIFE_S)
             assert found.score <= first[node].score * factor + 1e-9 or len(first[node].seen) != len(
                 found.seen
             )
@@ -223,25 +223,27 @@ def test_scores_only_fall_as_time_goes_by_by_half_in_a_half_life() -> None:
 
 def test_the_end_is_where_the_score_falls_below_the_threshold() -> None:
     for _, seen in cases(300):
-        for node, found in score(seen, NOW).items():
+        for node, found in score_nodes(seen, NOW).items():
             assert found.score <= sum(one.weight for one in found.seen) + 1e-9
-            assert (found.until is not None) == (found.score >= THRESHOLD)
+            assert (found.until is not None) == (found.score >= LEMON_THRESHOLD)
             if found.until is not None:
                 assert found.until >= NOW
-                assert score(found.seen, found.until)[node].score == pytest.approx(THRESHOLD, abs=0.02)
+                assert score_nodes(found.seen, found.until)[node].score == pytest.approx(
+                    LEMON_THRESHOLD, abs=0.02
+                )
 
 
 def test_the_order_of_the_entries_does_not_matter_and_more_of_the_same_changes_nothing() -> None:
     for rng, seen in cases(200):
         mixed = seen + rng.sample(seen, len(seen) // 2)
         rng.shuffle(mixed)
-        assert {n: f.score for n, f in score(mixed, NOW).items()} == pytest.approx(
-            {n: f.score for n, f in score(seen, NOW).items()}
+        assert {n: f.score for n, f in score_nodes(mixed, NOW).items()} == pytest.approx(
+            {n: f.score for n, f in score_nodes(seen, NOW).items()}
         )
 
 
 def test_a_clock_that_is_ahead_makes_nothing_heavier() -> None:
-    assert score([saw(age_s=-3600)], NOW)["n03"].score == pytest.approx(2.0)
+    assert score_nodes([saw(age_s=-3600)], NOW)["n03"].score == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -259,15 +261,15 @@ def test_a_clock_that_is_ahead_makes_nothing_heavier() -> None:
     ],
 )
 def test_no_more_than_a_share_of_a_partition_is_avoided(nodes: int, needed: int, most: int) -> None:
-    assert most_avoided(nodes, needed) == most
+    assert max_avoided_nodes(nodes, needed) == most
 
 
 def test_the_worst_are_avoided_and_the_others_are_told() -> None:
-    scores = score(
+    scores = score_nodes(
         [saw("n03"), saw("n05"), saw("n05", "hang"), saw("n07", "crash"), saw("x1", run="r2")], NOW
     )
     nodes = [f"n{number:02}" for number in range(8)]
-    found = avoid(scores, nodes)
+    found = select_nodes_to_avoid(scores, nodes)
     assert set(found.active(NOW)) == {"n05"}
     assert (
         "hang 1x, node lost 1x in your runs, last in hardy-1129-0001: its agent ended (until "
@@ -278,10 +280,10 @@ def test_the_worst_are_avoided_and_the_others_are_told() -> None:
         "seen as bad, but not avoided: n03: no more than 1 of 8 nodes are for what runs saw;"
         " see `hpcrun fabric nodes`",
     )
-    assert set(avoid(scores, nodes, bad=["n05"]).active(NOW)) == {"n03"}
-    assert avoid(scores, nodes, needed=8).entries == ()
-    assert avoid(scores, nodes, bad=["n00"], needed=7).entries == ()
-    assert avoid(score([saw(node) for node in nodes], NOW), nodes) == BadNodes()
+    assert set(select_nodes_to_avoid(scores, nodes, bad=["n05"]).active(NOW)) == {"n03"}
+    assert select_nodes_to_avoid(scores, nodes, needed=8).entries == ()
+    assert select_nodes_to_avoid(scores, nodes, bad=["n00"], needed=7).entries == ()
+    assert select_nodes_to_avoid(score_nodes([saw(node) for node in nodes], NOW), nodes) == BadNodes()
 
 
 def test_a_submission_keeps_away_from_them_as_from_bad_nodes(
@@ -291,12 +293,12 @@ def test_a_submission_keeps_away_from_them_as_from_bad_nodes(
     table = "name: c\ntopology: {source: table, table: {l1: 'n[01-04]', l2: 'n[05-08]'}}\n"
     cluster = parse_cluster(table, "c.yaml")
     monkeypatch.setattr("time.time", lambda: NOW)
-    append_sightings(sightings_file(), [saw("n03"), saw("n99")])
-    with sightings_file().open("a") as file:
+    append_node_faults(node_fault_file(), [saw("n03"), saw("n99")])
+    with node_fault_file().open("a") as file:
         file.write("torn\n")
-    network = look(cluster, None)
+    network = load_network(cluster, None)
     assert set(network.bad) == {"n03"}
     assert network.states["n03"] == "bad"
     assert "n03" not in network.free
-    assert network.damaged == (f"{sightings_file()}: no entries, and skipped: line 3",)
-    assert look(cluster, None, needed=8).bad == {}
+    assert network.damaged == (f"{node_fault_file()}: no entries, and skipped: line 3",)
+    assert load_network(cluster, None, needed=8).bad == {}

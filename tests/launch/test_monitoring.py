@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcrun.runs.checkpoint_stats import LevelSums, SaveSums
+from hpcrun.runs.checkpoint_stats import CheckpointStats, LevelStats
 from hpcrun.specs.shipped import shipped
-from hpcrun.telemetry.prometheus_metrics import Figures, samples
-from hpcrun.telemetry.run_counters import BADPUT, STATES, Tally
+from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
+from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, TELEMETRY_STATES, RunCounters
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")
 _LABEL = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
@@ -31,11 +31,13 @@ def rules() -> list[dict[str, Any]]:
 
 def exported() -> dict[str, set[str]]:
     """The labels of every series there can be, by its name."""
-    saves = SaveSums({"durable": LevelSums(saves=1, lag_s=1.0, ratio=1.0)}, undurable_since=1.0)
-    tally = Tally(attempt=1, step=1, saved_step=1, saved_at=1.0, saves=saves)
+    saves = CheckpointStats({"durable": LevelStats(saves=1, lag_s=1.0, ratio=1.0)}, undurable_since=1.0)
+    tally = RunCounters(attempt=1, step=1, saved_step=1, saved_at=1.0, saves=saves)
     roles = dict.fromkeys(("active", "spare", "excluded"), 1)
     found: dict[str, set[str]] = {}
-    for name, labels, _ in samples([Figures("r", tally, nodes=roles, heard_s={"n01": 1.0}, now=2.0)]):
+    for name, labels, _ in metric_samples(
+        [RunMetrics("r", tally, nodes=roles, heartbeat_ages_s={"n01": 1.0}, now=2.0)]
+    ):
         found.setdefault(name, set()).update(labels)
     return found
 
@@ -58,7 +60,7 @@ def test_every_figure_that_is_shown_or_watched_exists(text: str) -> None:
     assert {name for name, _, _ in _LABEL.findall(text)} <= labels
     for opening, closing in ("()", "[]", "{}"):
         assert text.count(opening) == text.count(closing)
-    values = {"state": STATES, "bucket": BADPUT, "role": ("active", "spare", "excluded")}
+    values = {"state": TELEMETRY_STATES, "bucket": BADPUT_BUCKETS, "role": ("active", "spare", "excluded")}
     for name, _, value in _LABEL.findall(text):
         if name in values:
             assert set(value.split("|")) <= set(values[name])

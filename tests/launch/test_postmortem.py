@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.runs.postmortem import Bundle, postmortem
+from hpcrun.runs.postmortem import PostmortemArchive, write_postmortem
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
@@ -73,7 +73,7 @@ def make(tmp_path: Path, *, env: str = "") -> RunDir:
     return run
 
 
-def read(bundle: Bundle) -> dict[str, str]:
+def read(bundle: PostmortemArchive) -> dict[str, str]:
     """The texts in a tar, by their names inside of its one folder."""
     with tarfile.open(bundle.path) as tar:
         members = tar.getmembers()
@@ -91,7 +91,7 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_holds_what_an_engineer_asks_for(tmp_path: Path) -> None:
     run = make(tmp_path)
-    bundle = postmortem(run)
+    bundle = write_postmortem(run)
     assert bundle.path == Path(f"{run.id}-postmortem.tar.gz")
     assert stat.S_IMODE(bundle.path.stat().st_mode) == 0o600
     found = read(bundle)
@@ -130,7 +130,7 @@ def test_it_holds_what_an_engineer_asks_for(tmp_path: Path) -> None:
 
 
 def test_no_secret_gets_out(tmp_path: Path) -> None:
-    found = read(postmortem(make(tmp_path)))
+    found = read(write_postmortem(make(tmp_path)))
     whole = "\n".join(found.values())
     for secret in (IN_FILE, IN_ENV, SHAPED, "word", "hunter2", "abcd", "site-wide"):
         assert secret not in whole, secret
@@ -154,7 +154,7 @@ def test_how_its_processes_reach_each_other_stays(tmp_path: Path) -> None:
     record = json.loads(run.job.read_text())
     write_json(run.job, record | {"planted": secrets["planted"]})
     (attempt.path / "anything.json").write_text(json.dumps(secrets))
-    bundle = postmortem(run)
+    bundle = write_postmortem(run)
     found = read(bundle)
     whole = "\n".join(found.values())
     assert not [name for name, secret in secrets.items() if secret in whole]
@@ -169,7 +169,7 @@ def test_a_key_that_a_log_prints_whole_is_masked_whole(tmp_path: Path) -> None:
     run = make(tmp_path)
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\nabcd\n-----END RSA PRIVATE KEY-----"
     run.attempt(1).log(0).write_text(f"before\n{key}\nafter TOKENIZERS_PARALLELISM=true max_tokens: 5\n")
-    text = read(postmortem(run))["attempts/1/logs/rank-0.log"]
+    text = read(write_postmortem(run))["attempts/1/logs/rank-0.log"]
     assert text == "before\n(masked)\nafter TOKENIZERS_PARALLELISM=true max_tokens: 5\n"
 
 
@@ -177,7 +177,7 @@ def test_long_logs_are_cut_at_a_line_and_say_so(tmp_path: Path) -> None:
     run = make(tmp_path)
     line = "x" * 99 + "\n"
     run.attempt(1).log(0).write_text(line * 20_000)
-    bundle = postmortem(run)
+    bundle = write_postmortem(run)
     text = read(bundle)["attempts/1/logs/rank-0.log"]
     first, _, rest = text.partition("\n")
     cut = 20_000 * 100 - len(rest)
@@ -198,7 +198,7 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     run.spec.write_text("name: [")
     run.attempt(2).outcome.write_text("{")
     run.job.write_text("{")
-    bundle = postmortem(run)
+    bundle = write_postmortem(run)
     found = read(bundle)
     whole = "\n".join(found.values())
     assert "somebody else" not in whole
@@ -213,13 +213,13 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
 
 def test_slurm_is_asked_in_its_own_words(tmp_path: Path) -> None:
     run = make(tmp_path)
-    assert "scontrol: cannot be run" in read(postmortem(run, tmp_path / "a.tgz"))["slurm.txt"]
+    assert "scontrol: cannot be run" in read(write_postmortem(run, tmp_path / "a.tgz"))["slurm.txt"]
     (tmp_path / "bin").mkdir()
     for name in ("scontrol", "sacct", "sinfo"):
         command = tmp_path / "bin" / name
         command.write_text(f"#!/bin/sh\necho {name} knows $*\necho and says >&2\nexit 1\n")
         command.chmod(0o755)
-    text = read(postmortem(run, tmp_path / "b.tgz"))["slurm.txt"]
+    text = read(write_postmortem(run, tmp_path / "b.tgz"))["slurm.txt"]
     assert "$ scontrol show job -d 7\nscontrol knows show job -d 7\nand says\n" in text
     assert "sacct knows -j 7 -o JobID" in text
     assert "sinfo knows -R" in text
@@ -227,14 +227,14 @@ def test_slurm_is_asked_in_its_own_words(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     run = make(tmp_path)
-    postmortem(run)
+    write_postmortem(run)
     with pytest.raises(UsageError, match="exists already; remove it"):
-        postmortem(run)
+        write_postmortem(run)
     with pytest.raises(UsageError, match="cannot be written: No such file or directory"):
-        postmortem(run, tmp_path / "missing" / "a.tgz")
+        write_postmortem(run, tmp_path / "missing" / "a.tgz")
     write_json(run.sweep, [{}])
     with pytest.raises(UsageError, match="is a sweep: name one of its elements"):
-        postmortem(run)
+        write_postmortem(run)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -244,7 +244,7 @@ def test_a_disk_that_is_full_leaves_no_half_a_tar(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
         with pytest.raises(UsageError, match="cannot be written: File too large"):
-            postmortem(run)
+            write_postmortem(run)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not [path for path in tmp_path.iterdir() if "postmortem" in path.name]
@@ -260,7 +260,7 @@ def test_an_element_of_a_sweep_comes_with_the_sweep_s_own_records(tmp_path: Path
     record = json.loads(sweep.job.read_text())
     record["submissions"] = [{"time": 1.0, "job": 7, "array": "0-1"}]
     write_json(sweep.job, record)
-    bundle = postmortem(element)
+    bundle = write_postmortem(element)
     assert bundle.path.name == f"{sweep.id}-1-postmortem.tar.gz"
     found = read(bundle)
     assert {"job.json", "job.sbatch", "attempts/1/logs/rank-0.log", "batch/7_1_0_log.out"} <= set(found)

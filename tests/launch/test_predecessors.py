@@ -14,11 +14,11 @@ from hpcrun.errors import UsageError
 from hpcrun.launch import batch_task, predecessors
 from hpcrun.launch.predecessors import check_predecessors
 from hpcrun.launch.signal_queue import unblock_signals
-from hpcrun.runs.run_state import look_at
+from hpcrun.runs.run_state import read_run_state
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
-from hpcrun.specs.origin import record_origin
+from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import Submission, attempts_of, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
@@ -52,7 +52,7 @@ def made(name: str, job: int, **more: Any) -> RunDir:
     spec = JobSpec(name=name, command=["true"])
     run = create_run(name)
     run.spec.write_text(render_job(spec))
-    write_provenance(run, record_origin(run, spec).submitted(Submission(1.0, job=job, **more)))
+    write_provenance(run, record_provenance(run, spec).submitted(Submission(1.0, job=job, **more)))
     return run
 
 
@@ -96,7 +96,7 @@ def test_a_run_that_did_not_end_well_starts_nothing_whatever_slurm_says(
     outcome = check_predecessors(run, JOB, notes.append)
     assert outcome is not None
     assert outcome.exit_code == 130
-    state = look_at(run)
+    state = read_run_state(run)
     assert (state.state, state.is_over, state.code) == ("cancelled", True, 130)
     assert state.message == (
         f"not started: {first.id} is {status}: as it said; to start it all the same: hpcrun submit --resume"

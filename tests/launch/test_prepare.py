@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.lustre import storage
-from hpcrun.checkpoint.policy.capacity import look_at_place
+from hpcrun.checkpoint.policy.capacity import plan_save_storage_in_time
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import write_json
@@ -103,7 +103,7 @@ def test_a_file_system_that_does_not_answer_does_not_hold_a_job_up(
 
     monkeypatch.setattr(storage, "mount_of", hang)
     prepared = prepare_job(site.job, until="plan")
-    told = look_at_place(prepared.spec, prepared.plan, lustre.mount, most_s=0.01)
+    told = plan_save_storage_in_time(prepared.spec, prepared.plan, lustre.mount, most_s=0.01)
     never.set()
     assert told is not None
     assert told.refusal is None

@@ -14,23 +14,23 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.runs.describe import account
-from hpcrun.runs.follow import Pace, follow, wait
+from hpcrun.runs.describe import compute_run_ledger
+from hpcrun.runs.follow import PollIntervals, follow_logs, wait_for_runs
 from hpcrun.runs.run_state import (
-    STATES,
+    RUN_STATES,
     RunState,
-    look_at,
-    look_at_all,
-    look_at_elements,
+    read_element_states,
+    read_run_state,
+    read_run_states,
     with_slurm_state,
-    worst,
+    worst_exit_code,
 )
 from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run, runs_root, runs_roots
 
 SUBMITTED = 1000.0
-AT_ONCE = Pace(records=0.01, slurm=0.01, slurm_most=0.01, believe=0.0)
+AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
 
 Squeue = Callable[..., None]
 
@@ -107,7 +107,7 @@ def sweep(elements: int, *submissions: Submission) -> RunDir:
 
 
 def asked(run: RunDir) -> RunState:
-    return look_at_all([run])[0]
+    return read_run_states([run])[0]
 
 
 def test_a_job_that_waits_says_why_and_until_when(squeue: Squeue) -> None:
@@ -180,8 +180,8 @@ def test_the_time_of_a_run_that_goes_on_is_counted_by_the_clock_of_its_nodes(
     state = asked(run)
     assert state.state == "running"
     # A file system counts in ticks, which are coarser than the clock.
-    assert 9 <= account(state).wall_s < 60
-    assert 1 <= account(look_at(run)).wall_s < 60, "Slurm was not asked"
+    assert 9 <= compute_run_ledger(state).wall_s < 60
+    assert 1 <= compute_run_ledger(read_run_state(run)).wall_s < 60, "Slurm was not asked"
 
 
 def test_a_requeued_job_is_queued_again_and_its_attempts_are_counted(squeue: Squeue) -> None:
@@ -212,7 +212,7 @@ def test_slurm_s_states_in_our_words(squeue: Squeue, printed: str, state: str, w
     found = asked(submitted())
     assert found.state == state
     assert words in found.message
-    assert found.state in STATES
+    assert found.state in RUN_STATES
 
 
 def test_a_job_that_left_no_record_is_explained_by_the_last_line_of_its_batch_shell(squeue: Squeue) -> None:
@@ -278,7 +278,7 @@ def test_a_record_that_comes_while_slurm_is_asked_is_seen(squeue: Squeue, tmp_pa
 
 
 def test_without_asking_a_job_is_unknown(squeue: Squeue, tmp_path: Path) -> None:
-    state = look_at(submitted())
+    state = read_run_state(submitted())
     assert (state.state, state.job) == ("unknown", "7")
     assert calls(tmp_path) == 0
 
@@ -286,7 +286,7 @@ def test_without_asking_a_job_is_unknown(squeue: Squeue, tmp_path: Path) -> None
 def test_many_runs_are_one_question(squeue: Squeue, tmp_path: Path) -> None:
     runs = [submitted("r", Submission(SUBMITTED, job=job)) for job in range(20)] + [sweep(5)]
     squeue(*(row(str(job), "RUNNING") for job in range(8)), row("9", "RUNNING"), row("9_[0-4]", "PENDING"))
-    states = [one.state for one in look_at_all(runs)]
+    states = [one.state for one in read_run_states(runs)]
     assert states == ["running"] * 8 + ["lost", "running"] + ["lost"] * 10 + ["queued"]
     assert calls(tmp_path) == 1
 
@@ -337,7 +337,7 @@ def test_a_sweep_is_the_sum_of_its_elements(squeue: Squeue, tmp_path: Path) -> N
     ended(begun(run.element(1)), "failed")
     squeue(row("9_2", "RUNNING", nodes="n03"), row("9_[3-5%2]", "PENDING", "JobArrayTaskLimit"))
     begun(run.element(2)).metrics.write_text('{"step": 3, "loss": 1.5, "attempt": 1}\n')
-    states = look_at_elements(run)
+    states = read_element_states(run)
     assert [one.state for one in states] == ["done", "failed", "running", "queued", "queued", "queued"]
     assert [one.job for one in states] == [f"9_{index}" for index in range(6)]
     assert (states[2].step, states[2].loss, states[2].nodes) == (3, 1.5, "n03")
@@ -362,7 +362,7 @@ def test_elements_in_pieces_and_submitted_again_are_asked_for_by_their_own_job(s
     )
     ended(begun(run.element(3), slurm_job=10), "failed")
     squeue(row("9_[0-1]", "PENDING"), row("10_0", "RUNNING"), row("11_[1]", "PENDING"))
-    states = look_at_elements(run)
+    states = read_element_states(run)
     assert [one.job for one in states] == ["9_0", "9_1", "10_0", "11_1"]
     assert [one.state for one in states] == ["queued", "queued", "running", "queued"]
     assert asked(run).job == "11", "the newest of its jobs"
@@ -375,7 +375,7 @@ def test_a_local_sweep_runs_one_element_after_another(squeue: Squeue) -> None:
     run = sweep(3, Submission(SUBMITTED, **here))
     ended(begun(run.element(0), slurm_job=None, **here))
     begun(run.element(1), slurm_job=None, **here)
-    states = look_at_elements(run)
+    states = read_element_states(run)
     assert [one.state for one in states] == ["done", "running", "queued"]
     assert states[2].message == "waits for its turn"
 
@@ -385,7 +385,7 @@ def test_a_damaged_record_is_the_trouble_of_one_run(squeue: Squeue) -> None:
     bad.exit.write_text('{"status": 7}')
     torn = sweep(2)
     torn.sweep.write_text("[{")
-    states = look_at_all([bad, good, torn])
+    states = read_run_states([bad, good, torn])
     assert [one.state for one in states] == ["unknown", "done", "unknown"]
     assert "is damaged" in states[0].message
     assert "sweep.json: is damaged" in states[2].message
@@ -419,7 +419,7 @@ def test_a_record_of_a_wrong_type_is_the_trouble_of_one_run(
         write_provenance(bad, replace(origin_of(bad), submissions=[]))
     files = {"exit.json": bad.exit, "job.json": bad.job}
     files.get(name, bad.attempt(1).create().path / name).write_text(text)
-    states = look_at_all([bad, good])
+    states = read_run_states([bad, good])
     assert [one.state for one in states] == ["unknown", "done"]
     assert said in states[0].message
 
@@ -535,10 +535,10 @@ def test_where_slurm_calls_the_end_of_a_run_otherwise_both_are_shown(squeue: Squ
 
 
 def test_the_worst_of_several_exit_codes() -> None:
-    assert worst([]) == 0
-    assert worst([0, 75]) == 75
-    assert worst([75, 1, 0]) == 1
-    assert worst([5, 130, 3]) == 130
+    assert worst_exit_code([]) == 0
+    assert worst_exit_code([0, 75]) == 75
+    assert worst_exit_code([75, 1, 0]) == 1
+    assert worst_exit_code([5, 130, 3]) == 130
 
 
 def test_waiting_ends_with_the_exit_record(squeue: Squeue) -> None:
@@ -550,24 +550,24 @@ def test_waiting_ends_with_the_exit_record(squeue: Squeue) -> None:
         if text.endswith("is running"):
             ended(run, "failed", message="rank 1 died")
 
-    (state,) = wait([run], note, pace=AT_ONCE)
+    (state,) = wait_for_runs([run], note, pace=AT_ONCE)
     assert (state.state, state.code) == ("failed", 5)
     assert notes == [f"{run.id} is running", f"{run.id} is failed: rank 1 died"]
 
 
 def test_waiting_ends_for_a_lost_job_and_at_the_time_out(squeue: Squeue) -> None:
-    (lost,) = wait([submitted()], lambda _: None, pace=AT_ONCE)
+    (lost,) = wait_for_runs([submitted()], lambda _: None, pace=AT_ONCE)
     assert lost.state == "lost"
     squeue(row("7", "PENDING"))
-    (queued,) = wait([submitted()], lambda _: None, timeout_s=0.05, pace=AT_ONCE)
+    (queued,) = wait_for_runs([submitted()], lambda _: None, timeout_s=0.05, pace=AT_ONCE)
     assert queued.state == "queued"
     never = submitted()
     write_provenance(never, replace(origin_of(never), submissions=[]))
     with pytest.raises(UsageError, match="nothing to wait for"):
-        wait([never], lambda _: None, pace=AT_ONCE)
+        wait_for_runs([never], lambda _: None, pace=AT_ONCE)
     write_json(never.sweep, [{}, {}])
     with pytest.raises(UsageError, match="nothing to wait for"):
-        wait([never], lambda _: None, pace=AT_ONCE)
+        wait_for_runs([never], lambda _: None, pace=AT_ONCE)
 
 
 def test_an_end_that_only_slurm_tells_of_is_not_believed_at_once(squeue: Squeue) -> None:
@@ -577,7 +577,7 @@ def test_an_end_that_only_slurm_tells_of_is_not_believed_at_once(squeue: Squeue)
         looked.append(text)
         ended(run)
 
-    (state,) = wait([run], note, pace=replace(AT_ONCE, believe=60))
+    (state,) = wait_for_runs([run], note, pace=replace(AT_ONCE, believe=60))
     assert state.state == "done"
     assert "unknown" in looked[0]
 
@@ -585,7 +585,9 @@ def test_an_end_that_only_slurm_tells_of_is_not_believed_at_once(squeue: Squeue)
 def test_waiting_asks_slurm_seldom_and_the_records_often(squeue: Squeue, tmp_path: Path) -> None:
     squeue(row("7", "PENDING"))
     run = submitted()
-    wait([run, submitted()], lambda _: None, timeout_s=0.3, pace=replace(AT_ONCE, slurm=60, slurm_most=60))
+    wait_for_runs(
+        [run, submitted()], lambda _: None, timeout_s=0.3, pace=replace(AT_ONCE, slurm=60, slurm_max=60)
+    )
     assert calls(tmp_path) == 1
 
 
@@ -614,7 +616,7 @@ def test_following_waits_for_the_job_and_goes_on_over_a_requeue(squeue: Squeue) 
         elif text == "two ":
             ended(run, attempt=2)
 
-    assert follow(run, write, note, pace=AT_ONCE) == 0
+    assert follow_logs(run, write, note, pace=AT_ONCE) == 0
     assert "".join(written) == "one last of one two "
     assert [text for text in notes if "begins" in text] == [f"attempt 2 of {run.id} begins"]
     assert notes[-1] == f"{run.id} is done"
@@ -632,7 +634,7 @@ def test_following_a_rank_shows_the_launcher_until_the_rank_prints(squeue: Squeu
         else:
             ended(run)
 
-    assert follow(run, write, lambda _: None, pace=AT_ONCE) == 0
+    assert follow_logs(run, write, lambda _: None, pace=AT_ONCE) == 0
     assert written == ["starting\n", "up\n"]
 
 
@@ -645,7 +647,7 @@ def test_following_begins_with_the_newest_attempt_or_the_one_that_is_named(
         begun(run, number)
         run.attempt(number).log(0).write_text(text)
     ended(run, attempt=3)
-    assert follow(run, written.append, lambda _: None, attempt=attempt, pace=AT_ONCE) == 0
+    assert follow_logs(run, written.append, lambda _: None, attempt=attempt, pace=AT_ONCE) == 0
     assert "".join(written) == shown
 
 
@@ -660,7 +662,7 @@ def test_following_tells_of_the_steps_that_come(squeue: Squeue) -> None:
             file.write('{"step": 2}\n{"step": 3')
         ended(run)
 
-    assert follow(run, write, lambda _: None, step=steps.append, pace=AT_ONCE) == 0
+    assert follow_logs(run, write, lambda _: None, step=steps.append, pace=AT_ONCE) == 0
     assert steps == [{"step": 2}]
 
 
@@ -669,5 +671,5 @@ def test_following_the_batch_shell(squeue: Squeue) -> None:
     run.submitit.mkdir()
     (run.submitit / "7_0_log.out").write_text("module: no such module\n")
     squeue(row("7", "FAILED"))
-    assert follow(run, written.append, lambda _: None, batch=True, pace=AT_ONCE) == 5
+    assert follow_logs(run, written.append, lambda _: None, batch=True, pace=AT_ONCE) == 5
     assert written == ["module: no such module\n"]

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpcrun.cli.display import Lines
-from hpcrun.runs.checkpoint_stats import SaveSums, parse_sums
-from hpcrun.runs.describe import describe
-from hpcrun.runs.event_text import story
-from hpcrun.runs.timeline import timelines
+from hpcrun.cli.display import LineDisplay
+from hpcrun.runs.checkpoint_stats import CheckpointStats, parse_checkpoint_stats
+from hpcrun.runs.describe import describe_run
+from hpcrun.runs.event_text import format_events
+from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.telemetry.prometheus_metrics import Figures, render_exposition
-from hpcrun.telemetry.run_counters import Follower, Tally
-from hpcrun.telemetry.trackers import Points, scalars
+from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
+from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
+from hpcrun.telemetry.trackers import ScalarReader, record_scalars
 from tests.launch.test_ledger import Run
 
 GB = 10**9
@@ -68,13 +68,13 @@ def test_a_save_lasts_when_it_is_in_the_run_directory(line: dict[str, Any], step
     run = Run()
     run.launch()
     run.steps(1, 6)
-    attempts = timelines(run.events, [*run.metrics, {"attempt": 1, "time": 2e9, **line}])
+    attempts = build_timelines(run.events, [*run.metrics, {"attempt": 1, "time": 2e9, **line}])
     assert attempts[0].saved_step == step
 
 
 def test_what_the_levels_have_come_to() -> None:
     run = leveled()
-    found = SaveSums().take_all(run.metrics)
+    found = CheckpointStats().take_all(run.metrics)
     memory, parity, durable = (found.levels[name] for name in ("memory", "parity", "durable"))
     assert (memory.saves, memory.stall_s, memory.size_bytes) == (2, 1.0, 16 * GB)
     assert (parity.saves, parity.drain_s, parity.lag_s, parity.ratio) == (1, 1.0, 2.0, 0.5)
@@ -87,7 +87,7 @@ def test_what_the_levels_have_come_to() -> None:
         " bytes",
         "durable: 1 save, 2 s each in the background, 1 GB/s, the newest 3.5 s after the save, 1 failed",
     ]
-    assert parse_sums(json.loads(json.dumps(found.as_json()))) == found
+    assert parse_checkpoint_stats(json.loads(json.dumps(found.as_json()))) == found
     damaged: list[Any] = [
         None,
         {},
@@ -95,11 +95,11 @@ def test_what_the_levels_have_come_to() -> None:
         {"levels": {"attic": {}}, "undurable_since": 0},
     ]
     damaged += [{"levels": {"memory": {"saves": "two"}}, "undurable_since": None}]
-    assert [parse_sums(one) for one in damaged] == [None] * 5
+    assert [parse_checkpoint_stats(one) for one in damaged] == [None] * 5
 
 
 def test_odd_lines_change_nothing() -> None:
-    found = SaveSums().take_all(
+    found = CheckpointStats().take_all(
         [
             {"kind": "stored", "step": 1, "level": "attic", "seconds": 1.0},
             {"kind": "stored", "step": 1, "level": "parity", "seconds": "x", "bytes": -4, "facts": "none"},
@@ -118,7 +118,7 @@ def test_time_in_the_background_is_not_the_runs_and_a_wait_counts_once() -> None
     ledger = run.account(now=run.now)
     assert ledger.buckets["productive"] == pytest.approx(12.5)
     assert ledger.buckets["checkpoint"] == pytest.approx(0.5)
-    tally = Tally()
+    tally = RunCounters()
     tally.take(run.events, run.metrics)
     assert tally.productive_s == pytest.approx(12.5)
     # What is told of only after the next step was other time by then.
@@ -130,25 +130,25 @@ def test_only_what_is_durable_counts_as_saved(runs_root: Path) -> None:
     run.dies(then="shutdown")
     assert run.account().steps == 5, "copies in memory died with the allocation"
     directory = written(run, create_run("leveled"))
-    tally = Follower(directory).read()
+    tally = RunCountersReader(directory).read()
     assert tally.saved_step == 5
-    again = Follower(directory, Follower(directory).as_json())
-    assert again.read().as_json() == Tally().as_json() | again.tally.as_json()
-    follower = Follower(directory)
+    again = RunCountersReader(directory, RunCountersReader(directory).as_json())
+    assert again.read().as_json() == RunCounters().as_json() | again.tally.as_json()
+    follower = RunCountersReader(directory)
     follower.read()
     state = json.loads(json.dumps(follower.as_json()))
-    assert Follower(directory, state).tally.saves == tally.saves
+    assert RunCountersReader(directory, state).tally.saves == tally.saves
     state["tally"]["saves"] = {"levels": 3}
-    assert Follower(directory, state).read().saves == tally.saves, "a damaged state is read anew"
+    assert RunCountersReader(directory, state).read().saves == tally.saves, "a damaged state is read anew"
 
 
 def test_prometheus_gets_every_level() -> None:
     run = leveled()
-    tally = Tally()
+    tally = RunCounters()
     tally.take(run.events, run.metrics)
     since = tally.saves.undurable_since
     assert since is not None
-    text = render_exposition([Figures("r", tally, now=since + 40), Figures("over", tally)])
+    text = render_exposition([RunMetrics("r", tally, now=since + 40), RunMetrics("over", tally)])
     found = {
         (one.name, one.labels["run"], one.labels.get("level")): one.value
         for family in text_string_to_metric_families(text)
@@ -169,13 +169,15 @@ def test_prometheus_gets_every_level() -> None:
 def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> None:
     directory = written(leveled(), create_run("leveled"))
     directory.spec.write_text("name: leveled\n")
-    words = [entry.text for entry in story(directory) if entry.what in ("save", "stored", "save_failed")]
+    words = [
+        entry.text for entry in format_events(directory) if entry.what in ("save", "stored", "save_failed")
+    ]
     assert words == [
         "step 5: saved after 3.5 s beside training",
         "step 10: was not saved (durable): rank 0 on n01: no space left",
     ]
     stream = io.StringIO()
-    display = Lines(12, stream)
+    display = LineDisplay(12, stream)
     for line in leveled().metrics:
         if line["kind"] not in ("step", "start"):
             display.step(line)
@@ -184,18 +186,18 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         "hpcrun: step 5: saved after 3.5 s beside training",
         "hpcrun: step 10: was not saved (durable): rank 0 on n01: no space left",
     ]
-    told, _ = describe(directory)
-    assert told["save_levels"] == asdict(SaveSums().take_all(leveled().metrics))
+    told, _ = describe_run(directory)
+    assert told["save_levels"] == asdict(CheckpointStats().take_all(leveled().metrics))
 
 
 def test_sinks_get_drain_and_lag_of_each_level(runs_root: Path) -> None:
     stored = {"kind": "stored", "step": 5, "level": "durable", "seconds": 2.0, "lag_s": 3.5}
-    assert scalars(stored, 1) == {"checkpoint/durable_drain(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
+    assert record_scalars(stored, 1) == {"checkpoint/durable_drain(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
     directory = written(leveled(), create_run("leveled"))
-    points = Points(directory, 2, {})
+    points = ScalarReader(directory, 2, {})
     names = {name for _, _, figures in points.new() for name in figures if name.startswith("checkpoint/")}
     assert names == {
         f"checkpoint/{level}_{what}(s)" for level in ("parity", "durable") for what in ("drain", "lag")
     }
-    again = Points(directory, 2, json.loads(json.dumps(points.state)))
+    again = ScalarReader(directory, 2, json.loads(json.dumps(points.state)))
     assert list(again.new()) == []

@@ -15,8 +15,8 @@ import pytest
 from hpcrun.specs.branch import become_itself
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.telemetry.shared_files import ShownFile
-from hpcrun.telemetry.trackers import Points, TensorBoard, Wandb, scalars
+from hpcrun.telemetry.shared_files import SharedFile
+from hpcrun.telemetry.trackers import ScalarReader, TensorBoard, Wandb, record_scalars
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 4}
 STEP: dict[str, Any] = {
@@ -92,7 +92,7 @@ def told(path: Path) -> list[dict[str, Any]]:
 
 
 def test_figures_have_the_keys_that_people_know() -> None:
-    assert scalars(STEP, 4) == {
+    assert record_scalars(STEP, 4) == {
         "loss_metrics/global_avg_loss": 2.5,
         "grad_norm": 0.5,
         "lr": 1e-3,
@@ -103,23 +103,27 @@ def test_figures_have_the_keys_that_people_know() -> None:
         "time_metrics/data_loading(%)": 25.0,
         "memory/max_allocated(GiB)": 2.0,
     }
-    assert scalars({"kind": "eval", "step": 1, "eval_loss": 3}, 1) == {"validation_metrics/loss": 3.0}
-    assert scalars({"kind": "save", "step": 1, "seconds": 0.5}, 1) == {"time_metrics/checkpoint(s)": 0.5}
-    assert scalars({"kind": "start", "step": 0}, 1) == {}
-    # What is unknown is left out, and so is what is no number.
-    assert scalars({"step": 1, "loss": "x", "mfu": None, "time_s": 3, "step_time_s": 0, "lr": True}, 1) == {
-        "time_metrics/end_to_end(s)": 0.0
+    assert record_scalars({"kind": "eval", "step": 1, "eval_loss": 3}, 1) == {"validation_metrics/loss": 3.0}
+    assert record_scalars({"kind": "save", "step": 1, "seconds": 0.5}, 1) == {
+        "time_metrics/checkpoint(s)": 0.5
     }
+    assert record_scalars({"kind": "start", "step": 0}, 1) == {}
+    # What is unknown is left out, and so is what is no number.
+    assert record_scalars(
+        {"step": 1, "loss": "x", "mfu": None, "time_s": 3, "step_time_s": 0, "lr": True}, 1
+    ) == {"time_metrics/end_to_end(s)": 0.0}
 
 
 def test_no_step_comes_twice_nor_late(run: RunDir) -> None:
-    points = Points(run, 1, {})
+    points = ScalarReader(run, 1, {})
     write(run, *steps(1, 4), {"attempt": 2, "kind": "start", "step": 2}, *steps(3, 6, attempt=2))
     assert [step for step, _, _ in points.new()] == [1, 2, 3, 4, 5, 6]
-    again = Points(run, 1, json.loads(json.dumps(points.state)))
+    again = ScalarReader(run, 1, json.loads(json.dumps(points.state)))
     write(run, *steps(5, 7, attempt=3), {"kind": "step", "step": "x"}, {"kind": "step"})
     assert [step for step, _, _ in again.new()] == [7]
-    assert [step for step, _, _ in Points(run, 1, {"metrics": "x", "steps": [1]}).new()] == list(range(1, 8))
+    assert [step for step, _, _ in ScalarReader(run, 1, {"metrics": "x", "steps": [1]}).new()] == list(
+        range(1, 8)
+    )
 
 
 def test_wandb_is_told_step_by_step_under_one_id(run: RunDir, wandb: Path) -> None:
@@ -197,5 +201,5 @@ def test_a_copy_of_a_run_tells_its_own_series(run: RunDir, tmp_path: Path, wandb
     folder = tmp_path / "shown"
     folder.mkdir()
     for one in (run, copy):
-        ShownFile(one, str(folder), ".prom", print).write("x")
+        SharedFile(one, str(folder), ".prom", print).write("x")
     assert len(list(folder.iterdir())) == 2

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpcrun.chaos.faults import Fault
-from hpcrun.chaos.inject import Aim, Strike
+from hpcrun.chaos.faults import InjectedFault
+from hpcrun.chaos.inject import Injection, InjectionTarget
 from hpcrun.launch.attempt_events import AttemptEvent, RankProgress
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation
@@ -37,13 +37,13 @@ def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: 
     pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     slowed, named = list[float](), list[tuple[float, str]]()
-    strikes = list[Strike]()
+    strikes = list[Injection]()
 
     def slow() -> None:
         slowed.append(time.monotonic())
         run = site.only_run
-        fault = Fault("slow", node=HOST, share=0.6, for_s=60.0)
-        strikes.append(Strike(Aim(run, fault, 1, HOST, (1,), read_supervisor_record(run))))
+        fault = InjectedFault("slow", node=HOST, share=0.6, for_s=60.0)
+        strikes.append(Injection(InjectionTarget(run, fault, 1, HOST, (1,), read_supervisor_record(run))))
 
     def note(text: str) -> None:
         if text.startswith("node "):

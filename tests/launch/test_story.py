@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.runs.event_text import Entry, Teller, follow_story, story
-from hpcrun.runs.follow import Pace
+from hpcrun.runs.event_text import EventFormatter, EventLine, follow_events, format_events
+from hpcrun.runs.follow import PollIntervals
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -90,23 +90,23 @@ def nodes(attempt: int) -> list[str]:
     return ["n01", "n02", "n03", "n04"]
 
 
-def texts(entries: list[Entry]) -> list[tuple[int, str]]:
+def texts(entries: list[EventLine]) -> list[tuple[int, str]]:
     return [(one.attempt, one.text) for one in entries]
 
 
 def test_the_story_is_told_in_the_order_of_things_with_ranks_folded() -> None:
-    assert texts(Teller(nodes).tell(FIRST + THEN, METRICS)) == TOLD
+    assert texts(EventFormatter(nodes).tell(FIRST + THEN, METRICS)) == TOLD
 
 
 def test_ranks_of_a_command_end_one_by_one_before_it_is_known_to_be_done() -> None:
     ends = [event(5, "rank ended", rank=rank, node="n01", pid=7, wait_status=0) for rank in (1, 0)]
-    told = texts(Teller(nodes).tell([*ends, event(6, "exit", status="done", message="done")], []))
+    told = texts(EventFormatter(nodes).tell([*ends, event(6, "exit", status="done", message="done")], []))
     assert told == [(1, "rank 1 on n01 ended with exit code 0; rank 0 ended after it"), (1, "done")]
 
 
 def test_told_piece_by_piece_it_says_the_same() -> None:
-    teller = Teller(nodes)
-    found: list[Entry] = []
+    teller = EventFormatter(nodes)
+    found: list[EventLine] = []
     marks = [*range(0, 70, 5), 100]
     for low, high in pairwise(marks):
         now = [[r for r in records if low <= r["time"] - T0 < high] for records in (FIRST + THEN, METRICS)]
@@ -115,11 +115,11 @@ def test_told_piece_by_piece_it_says_the_same() -> None:
 
 
 def test_ranks_that_fall_one_after_another_are_told_as_they_come() -> None:
-    teller = Teller()
+    teller = EventFormatter()
     assert texts(teller.tell([ended(1, 3, 9)]))[0][1].startswith("rank 3 on n02 was killed")
     assert texts(teller.tell([ended(2, 2, None)])) == [(1, "rank 2 ended after it")]
     assert teller.tell([event(2, "rank gave up", rank=2)]) == []
-    assert texts(Teller().tell([event(1, "rank gave up", rank=rank) for rank in (5, 6, 7)])) == [
+    assert texts(EventFormatter().tell([event(1, "rank gave up", rank=rank) for rank in (5, 6, 7)])) == [
         (1, "rank 5 gave up; ranks 6-7 gave up after it")
     ]
 
@@ -128,8 +128,10 @@ def test_a_fault_names_its_nodes_and_what_was_said_already_is_not_said_again() -
     exit_event = event(1, "exit", status="failed", message="nodes are lost")
     fault = event(2, "fault", cause="node_lost", nodes=["n02", "n03"], message="nodes are lost")
     told = [(1, "failed: nodes are lost"), (1, "fault: node lost of nodes n[02-03]")]
-    assert texts(Teller().tell([exit_event, fault])) == told
-    found = Teller().tell([fault, event(2, "fault", 2, cause="hang", nodes=[], message="nodes are lost")])
+    assert texts(EventFormatter().tell([exit_event, fault])) == told
+    found = EventFormatter().tell(
+        [fault, event(2, "fault", 2, cause="hang", nodes=[], message="nodes are lost")]
+    )
     assert texts(found) == [
         (1, "fault: node lost of nodes n[02-03]: nodes are lost"),
         (2, "fault: hang: nodes are lost"),
@@ -137,10 +139,10 @@ def test_a_fault_names_its_nodes_and_what_was_said_already_is_not_said_again() -
 
 
 def test_a_launcher_that_ends_before_any_rank_is_told() -> None:
-    assert texts(Teller().tell([event(1, "launcher ended", wait_status=256)])) == [
+    assert texts(EventFormatter().tell([event(1, "launcher ended", wait_status=256)])) == [
         (1, "the launcher ended with exit code 1")
     ]
-    assert Teller().tell([event(1, "launcher ended", wait_status=0)]) == []
+    assert EventFormatter().tell([event(1, "launcher ended", wait_status=0)]) == []
 
 
 def set_back(records: list[Record], since: float) -> list[Record]:
@@ -148,12 +150,12 @@ def set_back(records: list[Record], since: float) -> list[Record]:
 
 
 def test_a_clock_that_was_set_back_between_two_attempts_changes_no_order() -> None:
-    assert texts(Teller(nodes).tell(set_back(FIRST + THEN, 31.5), set_back(METRICS, 31.5))) == TOLD
+    assert texts(EventFormatter(nodes).tell(set_back(FIRST + THEN, 31.5), set_back(METRICS, 31.5))) == TOLD
 
 
 def test_a_clock_that_was_set_back_in_an_attempt_changes_no_order_of_what_its_supervisor_saw() -> None:
-    events = texts(Teller(nodes).tell(FIRST + THEN))
-    found = texts(Teller(nodes).tell(set_back(FIRST + THEN, 10), set_back(METRICS, 10)))
+    events = texts(EventFormatter(nodes).tell(FIRST + THEN))
+    found = texts(EventFormatter(nodes).tell(set_back(FIRST + THEN, 10), set_back(METRICS, 10)))
     assert [one for one in found if one in events] == events
     assert sorted(found) == sorted(TOLD)
 
@@ -161,7 +163,7 @@ def test_a_clock_that_was_set_back_in_an_attempt_changes_no_order_of_what_its_su
 def test_a_restart_that_passes_over_a_damaged_save_says_so() -> None:
     whole = line(8, "restore", 16, seconds=0.1, passed_over=[], lost_steps=0)
     damaged = line(9, "restore", 8, 2, passed_over=["step-00000016: is damaged: x"], lost_steps=8)
-    told = [entry.text for entry in Teller().tell([], [whole, damaged])]
+    told = [entry.text for entry in EventFormatter().tell([], [whole, damaged])]
     assert told == ["goes back to step 8: step-00000016: is damaged: x"]
 
 
@@ -173,7 +175,7 @@ def test_damaged_records_are_passed_over() -> None:
         for one in broken:
             if rng.random() < 0.3:
                 one[rng.choice(list(one))] = rng.choice(odd)
-        for entry in Teller(nodes).tell([one for one in broken if "event" in one], broken):
+        for entry in EventFormatter(nodes).tell([one for one in broken if "event" in one], broken):
             assert "\n" not in str(entry)
 
 
@@ -184,34 +186,34 @@ def write(run: RunDir, events: list[Record], metrics: list[Record] = METRICS) ->
 
 def test_a_run_directory_tells_its_story() -> None:
     run = create_run("r")
-    assert story(run) == []
+    assert format_events(run) == []
     write(run, FIRST + THEN)
     run.attempt(1).create()
     placed = {"ranks": ["n01", "n02"], "spares": [], "method": "as given", "why": [], "mesh": None}
     write_json(run.attempt(1).placement, placed)
     run.attempt(2).create().placement.write_text("{}")
-    found = texts(story(run))
+    found = texts(format_events(run))
     assert found[0] == (1, "launch of 8 ranks on n[01-02]")
     assert (2, "launch of 8 ranks") in found
-    assert str(story(run)[1]).endswith("  attempt 1  ranks met after 7.1 s")
+    assert str(format_events(run)[1]).endswith("  attempt 1  ranks met after 7.1 s")
 
 
 def test_following_goes_on_until_the_run_is_over() -> None:
     run = create_run("r")
     write(run, FIRST)
-    pace = Pace(records=0.01)
+    pace = PollIntervals(records=0.01)
     record = {"pid": 1, "start_ticks": 1, "host": "n99", "started": 1.0}
     write_json(run.attempt(1).create().supervisor, record)
-    found: list[Entry] = []
+    found: list[EventLine] = []
 
-    def take(entry: Entry) -> None:
+    def take(entry: EventLine) -> None:
         found.append(entry)
         if len(found) == 9:
             write(run, FIRST + THEN)
             exit_record = {"status": "failed", "exit_code": 5, "message": "", "attempt": 1}
             write_json(run.exit, exit_record)
 
-    assert follow_story(run, take, lambda text: None, pace) == 5
+    assert follow_events(run, take, lambda text: None, pace) == 5
     assert [one.text for one in found if one.what == "exit"] == [TOLD[7][1], "done at step 60"]
     with pytest.raises(UsageError, match="nothing to wait for"):
-        follow_story(create_run("s"), take, lambda text: None, pace)
+        follow_events(create_run("s"), take, lambda text: None, pace)

@@ -24,7 +24,7 @@ from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE
 from hpcrun.launch.rank_environment import build_rank_environment
 from hpcrun.launch.run_context import RunContext
 from hpcrun.process import ProcessId
-from hpcrun.runs.run_state import look_at_elements
+from hpcrun.runs.run_state import read_element_states
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.load import load_job, parse_job
@@ -36,8 +36,8 @@ from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import request as requests
 from hpcrun.submission.prepare import prepare_job
-from hpcrun.submission.request import Request
-from hpcrun.submission.submit import Submitted, dry_run, submit
+from hpcrun.submission.request import SubmissionRequest
+from hpcrun.submission.submit import SubmissionResult, dry_run, submit_job
 from tests.slurm.fakes import Fake, calls, environment, stand_ins
 
 JOB = "name: small\nmodel: tiny\ndata: {text: python-stdlib}\nresources: {time: 10m}\n"
@@ -102,25 +102,25 @@ def profile(tmp_path: Path, text: str = PROFILE) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def ask(text: str | None = JOB, *overrides: str, **given: Any) -> Request:
+def ask(text: str | None = JOB, *overrides: str, **given: Any) -> SubmissionRequest:
     """A request for a job file of this text."""
     path = None
     if text is not None:
         path = Path("job.yaml")
         path.write_text(text, encoding="utf-8")
-    return Request(job=path, overrides=overrides, **given)
+    return SubmissionRequest(job=path, overrides=overrides, **given)
 
 
-def handed_over(request: Request) -> Submitted:
-    return submit(request, lambda _: None)
+def handed_over(request: SubmissionRequest) -> SubmissionResult:
+    return submit_job(request, lambda _: None)
 
 
-def noted(request: Request) -> tuple[Submitted, list[str]]:
+def noted(request: SubmissionRequest) -> tuple[SubmissionResult, list[str]]:
     notes: list[str] = []
-    return submit(request, notes.append), notes
+    return submit_job(request, notes.append), notes
 
 
-def script(request: Request) -> str:
+def script(request: SubmissionRequest) -> str:
     return dry_run(request, lambda _: None).script
 
 
@@ -238,7 +238,7 @@ def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pyte
         handed_over(ask())
     assert runs(runs_root) == [run.id]
     with pytest.raises(SiteError, match="No space left on device"):
-        handed_over(Request(resume=run))
+        handed_over(SubmissionRequest(resume=run))
     assert [path for path in sorted(run.path.rglob("*")) if path.name != "submission.lock"] == before
 
 
@@ -283,12 +283,12 @@ def test_a_sweep_that_runs_here_and_what_failed_again(put: Fake, tmp_path: Path)
     sweep = json.dumps({"command": ["sh", "-c", text], "sweep": {"grid": {"env.N": ["0", "1"]}}})
     run: RunDir | None = None
     for states in (["done", "failed"], ["done", "done"]):
-        done = handed_over(Request(resume=run, only_failed=True) if run else ask(sweep))
+        done = handed_over(SubmissionRequest(resume=run, only_failed=True) if run else ask(sweep))
         run = done.run
         (made,) = done.submissions
         assert made.pid is not None
         os.waitpid(made.pid, 0)
-        assert [state.state for state in look_at_elements(run)] == states
+        assert [state.state for state in read_element_states(run)] == states
         (tmp_path / "mended").touch()
     assert run is not None
     assert len(run.element(0).attempts()) == 1
@@ -532,7 +532,7 @@ def test_only_the_failed_elements_are_submitted_again(slurm: Fake) -> None:
     for number, status in enumerate(("done", "failed", "done", "done", "saved")):
         run.element(number).attempt(1).create()
         end(run.element(number), status)
-    again = handed_over(Request(resume=run, only_failed=True, overrides=("resources.time=1h",)))
+    again = handed_over(SubmissionRequest(resume=run, only_failed=True, overrides=("resources.time=1h",)))
     assert again.run == run
     assert again.submissions[0].array == "1,4-5%3"
     assert directives((run.submitit / "102_submission.sh").read_text())["time"] == "60"
@@ -551,11 +551,11 @@ def test_only_the_failed_elements_are_submitted_again(slurm: Fake) -> None:
         run.element(number).attempt(2 if number in (1, 4) else 1).create()
         end(run.element(number), "done")
     with pytest.raises(UsageError, match="every element ended well; nothing is left to do"):
-        handed_over(Request(resume=run))
-    longer = handed_over(Request(resume=run, overrides=("train.steps=8",)))
+        handed_over(SubmissionRequest(resume=run))
+    longer = handed_over(SubmissionRequest(resume=run, overrides=("train.steps=8",)))
     assert longer.submissions[0].array == "0-5%3"
     with pytest.raises(UsageError, match="the sweep's own keys cannot be changed"):
-        handed_over(Request(resume=run, overrides=("sweep.grid={train.seed: [9]}",)))
+        handed_over(SubmissionRequest(resume=run, overrides=("sweep.grid={train.seed: [9]}",)))
 
 
 def test_one_element_is_submitted_again(slurm: Fake) -> None:
@@ -563,10 +563,10 @@ def test_one_element_is_submitted_again(slurm: Fake) -> None:
     for number in range(6):
         run.element(number).attempt(1).create()
         end(run.element(number), "failed" if number == 4 else "done")
-    again = handed_over(Request(resume=run.element(4)))
+    again = handed_over(SubmissionRequest(resume=run.element(4)))
     assert (again.run, again.submissions[0].array) == (run, "4%3")
     with pytest.raises(UsageError, match=f"{run.id}/3: it ended well; nothing is left to do"):
-        handed_over(Request(resume=run.element(3)))
+        handed_over(SubmissionRequest(resume=run.element(3)))
 
 
 def test_a_failed_resume_of_a_sweep_leaves_its_elements_as_they_were(slurm: Fake) -> None:
@@ -578,7 +578,7 @@ def test_a_failed_resume_of_a_sweep_leaves_its_elements_as_they_were(slurm: Fake
     assert len(before) == 15
     slurm("sbatch", "!sbatch: error: Batch job submission failed: Requested time limit is invalid")
     with pytest.raises(SiteError):
-        handed_over(Request(resume=run, overrides=("resources.time=99h",)))
+        handed_over(SubmissionRequest(resume=run, overrides=("resources.time=99h",)))
     assert {path: path.read_text() for path in before} == before
 
 
@@ -593,7 +593,7 @@ def test_why_a_job_would_stand_where_is_told_to_those_who_ask(slurm: Fake) -> No
     notes: list[str] = []
     details: list[str] = []
     live(slurm, racks=racks)
-    submit(request, notes.append, details.append)
+    submit_job(request, notes.append, details.append)
     assert [note for note in notes if "placement" in note] == []
     assert any("--switches=1" in note for note in notes)
     assert any(line.startswith("placement: ") for line in details)
@@ -646,18 +646,18 @@ def test_resume_submits_the_same_run_again(slurm: Fake) -> None:
     run = handed_over(ask(JOB, "train.steps=4")).run
     run.attempt(1).create()
     end(run, "saved", 2)
-    again = handed_over(Request(resume=run, overrides=("resources.time=2h",)))
+    again = handed_over(SubmissionRequest(resume=run, overrides=("resources.time=2h",)))
     assert (again.run, again.submissions[0].job) == (run, 102)
     assert run.read_exit() is None
     assert directives(run.script.read_text())["time"] == "120"
     assert "time: 2h" in run.spec.read_text()
     end(run, "saved", 3)
-    handed_over(Request(resume=run, overrides=("train.steps=9", "resources.time=10m")))
+    handed_over(SubmissionRequest(resume=run, overrides=("train.steps=9", "resources.time=10m")))
     assert (record := read_provenance(run)) is not None
     assert (record.steps, len(record.submissions)) == (9, 3)
     end(run, "done", 9)
     with pytest.raises(UsageError, match=r"is done \(9 of 9 steps\); to go on, give it more"):
-        handed_over(Request(resume=run))
+        handed_over(SubmissionRequest(resume=run))
 
 
 def test_a_failed_resume_leaves_the_run_as_it_was(slurm: Fake) -> None:
@@ -668,7 +668,7 @@ def test_a_failed_resume_leaves_the_run_as_it_was(slurm: Fake) -> None:
     (first,) = run.submitit.glob(".submission_file_*")
     slurm("sbatch", "!sbatch: error: Batch job submission failed: Requested time limit is invalid")
     with pytest.raises(SiteError) as raised:
-        handed_over(Request(resume=run, overrides=("resources.time=99h",)))
+        handed_over(SubmissionRequest(resume=run, overrides=("resources.time=99h",)))
     assert {path: path.read_text() for path in before} == before
     assert list(run.submitit.glob(".submission_file_*")) == [run.submitit / first.name]
     assert "no run was made" not in str(raised.value)
@@ -683,7 +683,7 @@ def test_a_run_is_not_submitted_twice_at_once(slurm: Fake, tmp_path: Path) -> No
 
     def meanwhile(text: str) -> None:
         with pytest.raises(UsageError) as raised:
-            handed_over(Request(resume=run))
+            handed_over(SubmissionRequest(resume=run))
         refusals.append(str(raised.value))
 
     slurm(
@@ -693,7 +693,7 @@ def test_a_run_is_not_submitted_twice_at_once(slurm: Fake, tmp_path: Path) -> No
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hpcrun.slurm.sbatch.PAUSES_S", (0.0,))
-        submit(Request(resume=run), meanwhile)
+        submit_job(SubmissionRequest(resume=run), meanwhile)
     assert refusals
     assert refusals[0] == f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
     record = read_provenance(run)
@@ -701,14 +701,14 @@ def test_a_run_is_not_submitted_twice_at_once(slurm: Fake, tmp_path: Path) -> No
     assert [one.job for one in record.submissions] == [101, 102]
     waiting(slurm, 102)
     with pytest.raises(UsageError, match="is queued"):
-        handed_over(Request(resume=run))
+        handed_over(SubmissionRequest(resume=run))
 
 
 def test_a_run_that_goes_on_is_not_submitted_again(slurm: Fake) -> None:
     run = handed_over(ask()).run
     waiting(slurm, 101)
     with pytest.raises(UsageError, match=f"{run.id} is queued; `hpcrun cancel {run.id}` first"):
-        handed_over(Request(resume=run))
+        handed_over(SubmissionRequest(resume=run))
 
 
 @pytest.mark.parametrize(
@@ -724,14 +724,14 @@ def test_a_run_that_goes_on_is_not_submitted_again(slurm: Fake) -> None:
 def test_requests_that_make_no_sense(given: dict[str, Any], said: str, slurm: Fake) -> None:
     Path("job.yaml").write_text(JOB)
     with pytest.raises(UsageError, match=said):
-        script(Request(**given))
+        script(SubmissionRequest(**given))
 
 
 def test_jobs_wait_for_the_newest_jobs_of_other_runs(slurm: Fake) -> None:
     first, sweep = handed_over(ask()).run, handed_over(ask(SWEEP)).run
     first.attempt(1).create()
     end(first, "saved")
-    handed_over(Request(resume=first))
+    handed_over(SubmissionRequest(resume=first))
     waiting(slurm, "102_[0-5%3]", 103)
     asked = ask(JOB, after=(first, sweep), after_any=(first,))
     assert directives(script(asked))["dependency"] == "afterany:103:102"
@@ -758,7 +758,7 @@ def test_the_run_knows_which_runs_must_have_ended_well_and_slurm_only_waits(slur
     assert directives(run.script.read_text())["dependency"] == "afterany:101:102_2:102"
     run.attempt(1).create()
     end(run, "failed")
-    again = handed_over(Request(resume=run, after=(first,))).run
+    again = handed_over(SubmissionRequest(resume=run, after=(first,))).run
     assert read_predecessors(again) == Predecessors((first,), {"": 1})
     assert not read_predecessors(again).has_begun(again)
     again.attempt(2).create()
@@ -766,10 +766,10 @@ def test_the_run_knows_which_runs_must_have_ended_well_and_slurm_only_waits(slur
     end(again, "failed")
     slurm("sbatch", "!sbatch: error: no")
     with pytest.raises(SiteError, match="no"):
-        handed_over(Request(resume=run))
+        handed_over(SubmissionRequest(resume=run))
     assert read_predecessors(again).runs == (first,), "as it was"
     slurm("sbatch", "105")
-    handed_over(Request(resume=run))
+    handed_over(SubmissionRequest(resume=run))
     assert not run.after.exists()
 
 
@@ -876,7 +876,7 @@ def test_dropped_variables_are_told_only_to_those_who_ask(
     monkeypatch.setenv("SLURM_CPU_BIND", "quiet")
     notes: list[str] = []
     details: list[str] = []
-    submit(ask(), notes.append, details.append)
+    submit_job(ask(), notes.append, details.append)
     assert not any("SLURM_CPU_BIND" in note for note in notes)
     assert any("SLURM_CPU_BIND" in note for note in details)
 
@@ -887,12 +887,12 @@ def test_what_the_file_system_says_of_saves_is_told(
 ) -> None:
     finding = StorageFinding(level, "quota of the user, space: 4.0 KiB free, one save needs 1.0 GiB")
     told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
-    monkeypatch.setattr(requests, "look_at_place", lambda *_, **__: told)
+    monkeypatch.setattr(requests, "plan_save_storage_in_time", lambda *_, **__: told)
     if refused:
         with pytest.raises(
             SpecError, match=r"no save can be kept here: quota .* one save needs 1.0 GiB; make"
         ):
-            submit(ask(), lambda _: None)
+            submit_job(ask(), lambda _: None)
         assert runs(runs_root) == []
     else:
         assert f"saves in {runs_root}: {finding.text}" in noted(ask())[1]
@@ -972,11 +972,11 @@ SURVIVE = "checkpoint: {memory: 1, every: 1, parity: {survive: leaf}}\n"
 PYXIS = "container: {image: img.sqsh, runtime: pyxis}\n"
 
 
-def findings(request: Request) -> list[str]:
+def findings(request: SubmissionRequest) -> list[str]:
     """What a dry run, and a submission with the same words, refuse."""
     refused = [str(one) for one in dry_run(request, lambda _: None).refused]
     with pytest.raises(SpecError) as error:
-        submit(request, lambda _: None)
+        submit_job(request, lambda _: None)
     assert [str(one) for one in error.value.problems] == refused
     return refused
 

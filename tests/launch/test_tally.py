@@ -11,8 +11,8 @@ import pytest
 
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.telemetry.prometheus_metrics import Figures, samples
-from hpcrun.telemetry.run_counters import BADPUT, Follower, Tally
+from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
+from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, RunCounters, RunCountersReader
 from tests.launch.test_ledger import RUNS, Record, Run
 
 
@@ -41,8 +41,8 @@ def three_attempts() -> Run:
     return run
 
 
-def folded(run: Run) -> Tally:
-    tally = Tally()
+def folded(run: Run) -> RunCounters:
+    tally = RunCounters()
     tally.take(run.events, run.metrics)
     return tally
 
@@ -52,9 +52,9 @@ def in_order(run: Run) -> list[tuple[Record, bool]]:
     return sorted(both, key=lambda one: (one[0]["attempt"], one[0]["time"]))
 
 
-def counters(tally: Tally) -> dict[tuple[str, str], float]:
+def counters(tally: RunCounters) -> dict[tuple[str, str], float]:
     ends = ("_total", "_count", "_sum", "_bucket")
-    found = samples([Figures("r", tally)])
+    found = metric_samples([RunMetrics("r", tally)])
     return {(name, json.dumps(labels)): value for name, labels, value in found if name.endswith(ends)}
 
 
@@ -64,7 +64,7 @@ def test_time_is_counted_as_the_ledger_counts_it(name: str) -> None:
     tally, ledger = folded(run), run.account()
     assert tally.productive_s == pytest.approx(ledger.buckets["productive"], abs=1e-4)
     expected = {("recompute" if key == "lost" else key): s for key, s in ledger.buckets.items()}
-    assert tally.badput_s == pytest.approx({key: expected[key] for key in BADPUT}, abs=1e-4)
+    assert tally.badput_s == pytest.approx({key: expected[key] for key in BADPUT_BUCKETS}, abs=1e-4)
 
 
 def test_all_seconds_of_three_attempts_are_counted_once() -> None:
@@ -84,7 +84,7 @@ def test_all_seconds_of_three_attempts_are_counted_once() -> None:
 
 
 def test_counters_never_go_back() -> None:
-    tally, before = Tally(), counters(Tally())
+    tally, before = RunCounters(), counters(RunCounters())
     for record, is_line in in_order(three_attempts()):
         tally.take([] if is_line else [record], [record] if is_line else [])
         after = counters(tally)
@@ -105,13 +105,13 @@ def test_one_that_goes_on_where_another_stood_counts_the_same(runs_root: Path) -
     for count in (0, 7, 15, 25, 33):
         run = create_run("r")
         write(run, made, count)
-        first = Follower(run)
+        first = RunCountersReader(run)
         first.read()
         state = json.loads(json.dumps(first.as_json()))
         for path in (run.events, run.metrics):
             path.unlink(missing_ok=True)
         write(run, made)
-        second = Follower(run, state)
+        second = RunCountersReader(run, state)
         assert second.read() == whole
         assert second.read() == whole
 
@@ -120,7 +120,7 @@ def test_a_long_run_is_read_in_pieces(runs_root: Path, monkeypatch: pytest.Monke
     run, made = create_run("r"), three_attempts()
     write(run, made)
     monkeypatch.setattr("hpcrun.telemetry.run_counters._PIECE_BYTES", 300)
-    assert Follower(run).read() == folded(made)
+    assert RunCountersReader(run).read() == folded(made)
 
 
 def test_a_line_longer_than_a_piece_is_passed_over(tmp_path: Path) -> None:
@@ -143,15 +143,15 @@ def test_a_line_longer_than_a_piece_is_passed_over(tmp_path: Path) -> None:
         None,
         7,
         {"tally": {}},
-        {"tally": {**Tally().as_json(), "attempt": "1"}, "events": 5, "metrics": 5},
-        {"tally": {**Tally().as_json(), "step_counts": [1]}, "events": 5, "metrics": 5},
-        {"tally": {**Tally().as_json(), "badput_s": {"x": 1.0}}, "events": 5, "metrics": 5},
+        {"tally": {**RunCounters().as_json(), "attempt": "1"}, "events": 5, "metrics": 5},
+        {"tally": {**RunCounters().as_json(), "step_counts": [1]}, "events": 5, "metrics": 5},
+        {"tally": {**RunCounters().as_json(), "badput_s": {"x": 1.0}}, "events": 5, "metrics": 5},
     ],
 )
 def test_a_damaged_state_is_counted_anew(runs_root: Path, state: Any) -> None:
     run = create_run("r")
     write(run, three_attempts())
-    assert Follower(run, state).read() == folded(three_attempts())
+    assert RunCountersReader(run, state).read() == folded(three_attempts())
 
 
 def test_whatever_a_file_holds_counters_grow_and_nothing_breaks() -> None:
@@ -159,7 +159,7 @@ def test_whatever_a_file_holds_counters_grow_and_nothing_breaks() -> None:
     values: list[Any] = [None, True, -1, 0, 3, 1e300, float("nan"), "x", [], {"a": 1}, 1_800_000_000.0]
     keys = ("time", "attempt", "event", "kind", "step", "step_time_s", "seconds", "tokens_per_s", "status")
     names = ["launch", "ranks met", "rank ended", "fault", "relaunch", "requeue", "exit", "result", "step"]
-    tally, before = Tally(), counters(Tally())
+    tally, before = RunCounters(), counters(RunCounters())
     for _ in range(2000):
         record = {key: dice.choice(values) for key in keys if dice.random() < 0.7}
         if dice.random() < 0.8:
@@ -185,7 +185,7 @@ def test_a_supervisor_that_went_without_a_word_is_a_fault() -> None:
 
 
 def test_a_record_that_comes_late_counts_no_second_twice() -> None:
-    tally = Tally()
+    tally = RunCounters()
     tally.take([{"time": 100.0, "attempt": 1, "event": "launch"}], ())
     for moment, step in ((110.0, 2), (105.0, 1), (112.0, 3)):
         tally.take((), [{"time": moment, "attempt": 1, "kind": "step", "step": step, "step_time_s": 5.0}])

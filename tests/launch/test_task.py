@@ -14,7 +14,7 @@ from hpcrun.launch.signal_queue import unblock_signals
 from hpcrun.runs.run_lock import lock_run
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
-from hpcrun.specs.origin import record_origin
+from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.provenance import write_provenance
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
@@ -27,7 +27,7 @@ def made(*command: str, python: str | None = None) -> RunDir:
     spec = JobSpec(name="t", command=list(command))
     run = create_run("t")
     run.spec.write_text(render_job(spec))
-    record = record_origin(run, spec)
+    record = record_provenance(run, spec)
     if python:
         write_provenance(run, replace(record, python=python))
     return run

@@ -15,7 +15,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.launch.run_context import RunContext as Place
-from hpcrun.launch.telemetry_session import _orders, told_of
+from hpcrun.launch.telemetry_session import _sidecar_configs, telemetry_session
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
@@ -157,7 +157,7 @@ def test_a_place_that_cannot_be_written_is_no_hindrance(site: Site, monkeypatch:
     spec = load_job(site.job, ["telemetry.port=19850"]).spec
     run = RunDir(site.path / "r")
     run.path.mkdir()
-    with told_of(run, spec, Place(), observer.note):
+    with telemetry_session(run, spec, Place(), observer.note):
         pass
     assert observer.notes == ["telemetry: [Errno 12] Cannot allocate memory; the run goes on without it"]
 
@@ -229,7 +229,7 @@ def test_what_another_supervisor_tells_is_told_once(site: Site, tmp_path: Path) 
     folder.mkdir()
     run.events.write_text(json.dumps({"time": 1.0, "attempt": 1, "event": "launch"}) + "\n")
     spec = load_job(site.job, [hook(path), f"telemetry.textfile={folder}"]).spec
-    with told_of(run, spec, Place(), print) as hand_over:
+    with telemetry_session(run, spec, Place(), print) as hand_over:
         end = time.monotonic() + 20
         while not (path.exists() and path.read_text().endswith("\n") and any(folder.glob("*.prom"))):
             assert time.monotonic() < end
@@ -250,7 +250,7 @@ def test_hooks_of_the_profile_are_called_beside_the_job_s(
     cluster = parse_cluster(text + "hooks: [{command: [/opt/tell]}]\n", "c.yaml")
     allocation = Allocation(7, ("n01", "n02"), "7_1", True, 0)
     spec = load_job(site.job, ["hooks=[{command: [mine]}]", "telemetry.port=9000"]).spec
-    orders = _orders(RunDir(tmp_path / "r"), spec, Place(allocation, cluster), print)
+    orders = _sidecar_configs(RunDir(tmp_path / "r"), spec, Place(allocation, cluster), print)
     assert [(one["command"], one["whose"]) for one in orders["hooks"]["hooks"]] == [
         (["mine"], "job"),
         (["/opt/tell"], "site"),
@@ -263,8 +263,8 @@ def test_hooks_of_the_profile_are_called_beside_the_job_s(
 
 
 def test_a_hook_that_hangs_delays_no_relaunch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcrun.launch.telemetry_session.DRAIN_S", 0.0)
-    monkeypatch.setattr("hpcrun.launch.telemetry_session._MORE_S", 0.2)
+    monkeypatch.setattr("hpcrun.launch.telemetry_session.FINAL_DELIVERY_S", 0.0)
+    monkeypatch.setattr("hpcrun.launch.telemetry_session._EXIT_WAIT_S", 0.2)
     observer = Recorder()
     words = ("hooks=[{command: [sleep, '60']}]", "retry.crash=1")
     outcome = site.run("crash", *words, observer=observer, limits=LIMITS)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.health.gpu_health import gpu_health
-from hpcrun.health.preflight import Ask
-from hpcrun.health.xids import Xid, action_of, judge_xids, parse_xids, recent_xids
+from hpcrun.health.gpu_health import check_gpu_health
+from hpcrun.health.preflight import PreflightRequest
+from hpcrun.health.xids import Xid, judge_xids, parse_xids, read_recent_xids, xid_action
 from hpcrun.launch.fault_class import classify_crash
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.rundir import RunDir
@@ -47,7 +47,7 @@ def test_what_numbers_ask_for() -> None:
 
 
 def test_a_site_has_the_last_word_on_a_number_and_the_driver_on_a_gpu() -> None:
-    assert action_of(79, {79: "ignore"}) == "ignore"
+    assert xid_action(79, {79: "ignore"}) == "ignore"
     assert judge_xids([LOST], {79: "ignore"}) == []
     assert [one.verdict for one in judge_xids([Xid("a", 63)], {63: "reset"})] == ["fail"]
     assert [one.verdict for one in judge_xids([LOST], is_asked=False)] == ["warn"]
@@ -55,8 +55,8 @@ def test_a_site_has_the_last_word_on_a_number_and_the_driver_on_a_gpu() -> None:
 
 def test_a_site_s_list_reaches_the_probe(tmp_path: Path) -> None:
     spec = SitePreflightSpec(xids={79: "ignore"})
-    ask = Ask(["gpu"], xids={str(code): action for code, action in spec.xids.items()})
-    assert Ask(**ask.as_json()).place(RunDir(tmp_path)).xids == {79: "ignore"}
+    ask = PreflightRequest(["gpu"], xids={str(code): action for code, action in spec.xids.items()})
+    assert PreflightRequest(**ask.as_json()).place(RunDir(tmp_path)).xids == {79: "ignore"}
 
 
 def tool(folder: Path, name: str, body: str) -> None:
@@ -79,14 +79,14 @@ def test_a_gpu_that_answers_may_still_have_told_the_kernel(
         tmp_path, "dmesg", f"echo '{now} NVRM: Xid (PCI:0000:3b:00): 79, pid=77, GPU has fallen off the bus.'"
     )
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    seen = recent_xids(5.0)
+    seen = read_recent_xids(5.0)
     assert seen == [LOST]
     asked = len((DATA / "gpus-old.csv").read_text().splitlines())
     assert "GPU at 0000:3b:00: Xid 79: the node needs a reboot" in [
-        one.text for one in gpu_health(asked, 5.0, seen) if one.verdict == "fail"
+        one.text for one in check_gpu_health(asked, 5.0, seen) if one.verdict == "fail"
     ]
     tool(tmp_path, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
-    assert recent_xids(5.0) == []
+    assert read_recent_xids(5.0) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrun.cli.main import main
-from hpcrun.runs.history import alike, measured, seen
+from hpcrun.runs.history import count_run_failures, find_similar_runs, measure_runs
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.provenance import Provenance, Submission, write_provenance
 from hpcrun.specs.records import write_json
@@ -191,8 +191,8 @@ def test_no_file_of_a_run_stops_a_verb(
     assert len([line for line in lines if line.startswith("bad-")]) == len(KINDS)
     assert err == ""
     runs = list(all_runs())
-    assert seen(runs, None).runs <= len(runs)
-    measured(alike(JobSpec(name="bad", command=["true"]), runs))
+    assert count_run_failures(runs, None).runs <= len(runs)
+    measure_runs(find_similar_runs(JobSpec(name="bad", command=["true"]), runs))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES
 from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply
-from hpcrun.health.preflight import Ask
+from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.connection import (
     AgentIdentity,
     AgentListener,
@@ -339,7 +339,7 @@ def test_what_we_say_makes_sense() -> None:
     ]  # fmt: skip
     for one in seen:
         assert check_agent_message(json.loads(encode_node_event(one)) | {"attempt": 1}) == ""
-    asked = json.loads(json.dumps(Ask(("shm",), hcas=("a",), xids={"79": "reset"}).as_json()))
+    asked = json.loads(json.dumps(PreflightRequest(("shm",), hcas=("a",), xids={"79": "reset"}).as_json()))
     assert check_agent_order({"do": "preflight", **asked}) == ""
     request, desk = RendezvousRequest(1, ("n1",), wants_port=True), NodeRendezvous()
     order = json.loads(json.dumps(request.as_json()))

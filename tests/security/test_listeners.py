@@ -227,7 +227,7 @@ class AtMetrics:
     """The exporter's HTTP."""
 
     def __init__(self) -> None:
-        self.server = prometheus_exporter._bind(HERE, 20_000 + os.getpid() % 9000, lambda: "figures\n")
+        self.server = prometheus_exporter._bind_server(HERE, 20_000 + os.getpid() % 9000, lambda: "figures\n")
         self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 

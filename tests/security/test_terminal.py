@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpcrun.cli.main import main
-from hpcrun.cli.terminal import log_text, one_line, plain
+from hpcrun.cli.terminal import escape_control_characters, escape_log_text, escape_to_one_line
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -111,10 +111,13 @@ def test_a_log_keeps_its_colours(hostile: RunDir, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_shown_says_what_it_was() -> None:
-    assert plain("a\x1b[2Jb\x9bc\u202ed\udc9be\tf\ng\r\nh\ri") == (
+    assert escape_control_characters("a\x1b[2Jb\x9bc\u202ed\udc9be\tf\ng\r\nh\ri") == (
         "a\\x1b[2Jb\\x9bc\\u202ed\\x9be\tf\ng\r\nh\\x0di"
     )
-    assert one_line("a\nb\r\nc\t") == "a\\nb\\r\\nc\t"
-    assert log_text("\x1b[1;31mx\x1b[0m\x1b[2J\r\x1b]0;t\x07") == "\x1b[1;31mx\x1b[0m\\x1b[2J\r\\x1b]0;t\\x07"
+    assert escape_to_one_line("a\nb\r\nc\t") == "a\\nb\\r\\nc\t"
+    assert (
+        escape_log_text("\x1b[1;31mx\x1b[0m\x1b[2J\r\x1b]0;t\x07")
+        == "\x1b[1;31mx\x1b[0m\\x1b[2J\r\\x1b]0;t\\x07"
+    )
     for text in ("ünïcode 𝄞 日本 é\u200d", "tabs\tand\nlines"):
-        assert plain(text) == text
+        assert escape_control_characters(text) == text

@@ -8,16 +8,16 @@ from pathlib import Path
 from hpcrun.checkpoint.lustre.lfs import Lfs
 from hpcrun.checkpoint.lustre.storage import Finding, StoragePlan, storage_plan
 from hpcrun.checkpoint.policy.retention import Rule, kept_count
-from hpcrun.checkpoint.policy.size import Sizes, sizes_of
+from hpcrun.checkpoint.policy.size import SaveSizes, compute_save_sizes
 from hpcrun.errors import SiteError
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 
-_MOST_S, _ONE_ANSWER_S = 10.0, 4.0
+_MAX_TOTAL_S, _ANSWER_TIMEOUT_S = 10.0, 4.0
 """Nobody waits longer for a file system before a job: what it would say stays unknown."""
 
 
-def kept(spec: JobSpec) -> int:
+def max_kept_saves(spec: JobSpec) -> int:
     """How many saves lie in the run directory at most."""
     checkpoint = spec.checkpoint
     every = checkpoint.durable.every or checkpoint.every_steps
@@ -26,8 +26,8 @@ def kept(spec: JobSpec) -> int:
     return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
 
 
-def place_of_saves(
-    spec: JobSpec, sizes: Sizes, place: Path, *, held: int = 0, lfs: Lfs | None = None
+def plan_save_storage(
+    spec: JobSpec, sizes: SaveSizes, place: Path, *, held: int = 0, lfs: Lfs | None = None
 ) -> StoragePlan | None:
     """What is to be said of a directory for saves; None where the size of a save is not known.
 
@@ -41,15 +41,15 @@ def place_of_saves(
         checkpoint.durable,
         save_bytes=int(sizes.whole.value),
         nodes=spec.resources.nodes,
-        keep=kept(spec) - 1,
+        keep=max_kept_saves(spec) - 1,
         held=held,
         writers=1 if checkpoint.memory else spec.ranks_per_node,
         lfs=lfs,
     )
 
 
-def look_at_place(
-    spec: JobSpec, plan: Plan | None, place: Path, *, held: int = 0, most_s: float = _MOST_S
+def plan_save_storage_in_time(
+    spec: JobSpec, plan: Plan | None, place: Path, *, held: int = 0, most_s: float = _MAX_TOTAL_S
 ) -> StoragePlan | None:
     """The same, but never for long: a file system that does not answer is told of as a warning.
 
@@ -61,21 +61,25 @@ def look_at_place(
 
     def look() -> None:
         try:
-            found.append(place_of_saves(spec, sizes_of(spec, plan), place, held=held, lfs=Lfs(_ONE_ANSWER_S)))
+            found.append(
+                plan_save_storage(
+                    spec, compute_save_sizes(spec, plan), place, held=held, lfs=Lfs(_ANSWER_TIMEOUT_S)
+                )
+            )
         except (OSError, SiteError) as error:
-            found.append(_silent(place, str(error)))
+            found.append(_unresponsive_storage(place, str(error)))
 
     thread = threading.Thread(target=look, name="place for saves", daemon=True)
     thread.start()
     thread.join(most_s)
-    return found[0] if found else _silent(place, f"it has not answered in {most_s:g} s")
+    return found[0] if found else _unresponsive_storage(place, f"it has not answered in {most_s:g} s")
 
 
-def _silent(place: Path, why: str) -> StoragePlan:
+def _unresponsive_storage(place: Path, why: str) -> StoragePlan:
     text = f"{place}: whether saves fit there is not known: {why}"
     return StoragePlan(place, "unknown", None, (), (Finding("warning", text),))
 
 
-def why_no_save(place: Path, refusal: str) -> str:
+def format_storage_refusal(place: Path, refusal: str) -> str:
     """The one line that a person gets."""
     return f"{place}: no save can be kept here: {refusal}; make room, or set HPCRUN_ROOT to another place"

@@ -17,7 +17,7 @@ STATE_COPIES = 3
 
 
 @dataclass(frozen=True)
-class Figure:
+class SourcedValue:
     """A figure, and where it comes from."""
 
     value: float | None
@@ -26,21 +26,21 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SaveSizes:
     """Bytes of one save."""
 
-    whole: Figure
-    node: Figure
+    whole: SourcedValue
+    node: SourcedValue
     """Of the node that holds most."""
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """The memory of a node, and what saves take of it; in bytes."""
 
-    slots: Figure
-    parity: Figure
-    there: Figure
+    slots: SourcedValue
+    parity: SourcedValue
+    there: SourcedValue
     """That the job may use on a node."""
 
     @property
@@ -50,18 +50,18 @@ class Room:
         return None if None in parts else parts[0] - parts[1] - parts[2]  # type: ignore[operator]
 
 
-def sizes_of(spec: JobSpec, plan: Plan | None) -> Sizes:
+def compute_save_sizes(spec: JobSpec, plan: Plan | None) -> SaveSizes:
     """By the formulas of the model and the layout; headers and hashes are a thousandth and left out.
 
     What several ranks hold is written once and shared out evenly among them, so that each rank of a pipeline
     rank's group writes as much; ranks stand on nodes in blocks.
     """
     if spec.model is None or plan is None:
-        unknown = Figure(None, "a program of one's own: what it saves is not known to us")
-        return Sizes(unknown, unknown)
+        unknown = SourcedValue(None, "a program of one's own: what it saves is not known to us")
+        return SaveSizes(unknown, unknown)
     width = (8 if spec.train.precision == "fp64" else 4) * STATE_COPIES
     whole = parameters(spec.model) * width
-    each = [count * width / (spec.ranks // plan.pp) for count in stage_parameters(spec, plan)]
+    each = [count * width / (spec.ranks // plan.pp) for count in count_stage_parameters(spec, plan)]
     per_node, loads = spec.ranks_per_node, dict[int, float]()
     for rank in range(spec.ranks):
         node = rank // per_node
@@ -72,10 +72,10 @@ def sizes_of(spec: JobSpec, plan: Plan | None) -> Sizes:
         if len(loads) > 1
         else "one node"
     )
-    return Sizes(Figure(whole, words), Figure(max(loads.values()), share))
+    return SaveSizes(SourcedValue(whole, words), SourcedValue(max(loads.values()), share))
 
 
-def stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
+def count_stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
     """Parameters that each pipeline rank's group holds, once."""
     model = spec.model
     assert model is not None
@@ -92,38 +92,40 @@ def stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
     return found
 
 
-def room_of(spec: JobSpec, cluster: ClusterSpec | None, sizes: Sizes, sets: ErasureSets | None) -> Room:
+def compute_memory_budget(
+    spec: JobSpec, cluster: ClusterSpec | None, sizes: SaveSizes, sets: ErasureSets | None
+) -> MemoryBudget:
     """What the slots and the parity of a node take, against the memory that the job may use there."""
     wanted, node = spec.checkpoint.memory, sizes.node.value
     if not wanted:
-        slots = Figure(0.0, "checkpoint.memory: 0, so ranks write by themselves")
+        slots = SourcedValue(0.0, "checkpoint.memory: 0, so ranks write by themselves")
     else:
         source = f"checkpoint.memory: {wanted}, of what a node writes"
-        slots = Figure(None if node is None else wanted * node, source)
-    return Room(slots, _parity(sizes, sets), memory_of(spec, cluster))
+        slots = SourcedValue(None if node is None else wanted * node, source)
+    return MemoryBudget(slots, _parity_bytes(sizes, sets), node_memory(spec, cluster))
 
 
-def _parity(sizes: Sizes, sets: ErasureSets | None) -> Figure:
+def _parity_bytes(sizes: SaveSizes, sets: ErasureSets | None) -> SourcedValue:
     if sets is None or not sets.sets:
-        return Figure(0.0, "no parity")
+        return SourcedValue(0.0, "no parity")
     if sizes.node.value is None:
-        return Figure(None, sizes.node.source)
+        return SourcedValue(None, sizes.node.source)
     node = int(sizes.node.value)
     most = max(parity_room(node, len(nodes), k) for nodes, k in zip(sets.sets, sets.parity, strict=True))
     words = f"{sets.scheme}: {most / max(node, 1):.0%} of what a node writes, for two saves of other nodes"
-    return Figure(float(most), words)
+    return SourcedValue(float(most), words)
 
 
-def memory_of(spec: JobSpec, cluster: ClusterSpec | None) -> Figure:
+def node_memory(spec: JobSpec, cluster: ClusterSpec | None) -> SourcedValue:
     """The memory that a job may use on each node: what it asks for, else all that a node has."""
     asked = spec.resources
     if asked.mem is not None and (amount := parse_memory(asked.mem)) > 0:
-        return Figure(amount * 2.0**20, f"resources.mem: {asked.mem}")
+        return SourcedValue(amount * 2.0**20, f"resources.mem: {asked.mem}")
     if cluster is None:
-        return Figure(None, "no profile, and the job asks for none (resources.mem)")
+        return SourcedValue(None, "no profile, and the job asks for none (resources.mem)")
     name = asked.partition or cluster.default_partition
     partition = cluster.partitions.get(name) if name else None
     if partition is None or partition.mem_per_node is None:
-        return Figure(None, f"profile {cluster.name} has no mem_per_node for partition {name}")
+        return SourcedValue(None, f"profile {cluster.name} has no mem_per_node for partition {name}")
     source = f"profile {cluster.name}: mem_per_node of {name}"
-    return Figure(parse_memory(partition.mem_per_node) * 2.0**20, source)
+    return SourcedValue(parse_memory(partition.mem_per_node) * 2.0**20, source)

@@ -22,7 +22,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.fabric.inventory import try_inventory
 from hpcrun.files import append_to
-from hpcrun.health.preflight import answer
+from hpcrun.health.preflight import answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
 from hpcrun.launch.agents.supervisor_client import SupervisorClient
@@ -187,7 +187,7 @@ class Agent:
             return True  # it came too late
         match order["do"]:
             case "preflight":
-                self._say(answer(self._run, order) | {"attempt": order["attempt"]})
+                self._say(answer_preflight(self._run, order) | {"attempt": order["attempt"]})
             case "meeting":
                 self._say(self._meeting.answer(order))
             case "trial":

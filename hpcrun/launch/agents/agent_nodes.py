@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrun.fabric.inventory import Inventory, parse_inventory
 from hpcrun.health.connection_test import choose_targets, describe_unreachable
-from hpcrun.health.preflight import LONGEST_S, Ask
+from hpcrun.health.preflight import MAX_PREFLIGHT_S, PreflightRequest
 from hpcrun.launch.agents.agent_pool import AgentHandle, AgentPool
 from hpcrun.launch.agents.worker_process import WORKER_MESSAGE_KIND
 from hpcrun.launch.attempt_events import (
@@ -30,7 +30,7 @@ from hpcrun.launch.rendezvous import (
     parse_rendezvous_point,
 )
 from hpcrun.process import ProcessId
-from hpcrun.runs.heartbeat_age import Heard
+from hpcrun.runs.heartbeat_age import HeartbeatAgeFile
 from hpcrun.runs.lease import FencedError
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -44,7 +44,7 @@ class AgentNodes:
     """Several nodes, each with an agent."""
 
     def __init__(self, crew: AgentPool, run: RunDir) -> None:
-        self._agent_pool, self._losses, self._heard = crew, len(crew.lost), Heard(run)
+        self._agent_pool, self._losses, self._heard = crew, len(crew.lost), HeartbeatAgeFile(run)
         self._attempt, self._placement = 0, Placement(())
         self._up: set[int] = set()
         self._met: set[int] = set()
@@ -111,11 +111,11 @@ class AgentNodes:
         )
         return {node: found for node, found in said if found is not None}
 
-    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
         """Have every agent look at its node."""
         for agent in self._agent_pool.members.values():
             agent.tell(do="preflight", **ask.of(agent.node).as_json())
-        return self._await("preflight", LONGEST_S + _ANSWER_TIMEOUT_S, ask.attempt)
+        return self._await("preflight", MAX_PREFLIGHT_S + _ANSWER_TIMEOUT_S, ask.attempt)
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
         """Ask the agents of the nodes with ranks."""

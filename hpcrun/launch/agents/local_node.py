@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.fabric.inventory import Inventory, try_inventory
-from hpcrun.health.preflight import Ask, answer
+from hpcrun.health.preflight import PreflightRequest, answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.local_workers import LocalWorkers
 from hpcrun.launch.attempt_events import (
@@ -62,10 +62,10 @@ class LocalNode:
         assert self._ranks is not None
         return self._ranks
 
-    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
         """Look at this host."""
         node = os.uname().nodename
-        return {node: answer(self._run, ask.of(node).as_json())}
+        return {node: answer_preflight(self._run, ask.of(node).as_json())}
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
         """All ranks stand here, so loopback it is."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun.fabric.inventory import Inventory
-from hpcrun.health.preflight import Ask
+from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.attempt_events import (
     AttemptEvent,
     NodeLost,
@@ -40,7 +40,7 @@ class Nodes(Protocol):
     def inventories(self) -> dict[str, Inventory]:
         """What the nodes that have said so have inside."""
 
-    def preflight(self, ask: Ask) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
         """Have every node look at itself; the answers of those that give one in time."""
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
