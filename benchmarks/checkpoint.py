@@ -328,20 +328,22 @@ def decide(report: harness.Report, root: Path, count: int) -> None:
 
 def eight_files(checkpoints: Path) -> Any:
     """A generation of 4,096 small tensors, each in eight pieces of eight ranks on eight nodes."""
-    from hpcrun.checkpoint.commit import begin, commit
-    from hpcrun.checkpoint.format import Piece, collect, render_tensors, structure_digest
-    from hpcrun.checkpoint.generation import read_tail
+    from hpcrun.checkpoint.commit import begin_generation, commit_generation
+    from hpcrun.checkpoint.format import ChunkSpec, collect_tensors, compute_structure_digest, render_tensors
+    from hpcrun.checkpoint.generation import read_part_tail
     from hpcrun.checkpoint.part_writer import write_part
 
-    draft, parts = begin(checkpoints, 0, 1), []
+    draft, parts = begin_generation(checkpoints, 0, 1), []
     for rank in range(8):
-        pieces = [Piece(f"model.{n}", "float32", (8, 4), (rank, 0), (1, 4)) for n in range(4096)]
+        pieces = [ChunkSpec(f"model.{n}", "float32", (8, 4), (rank, 0), (1, 4)) for n in range(4096)]
         contents = (bytes(16) for _ in pieces)
         parts.append(write_part(draft.file(rank), draft.generation, rank, pieces, contents, file=rank))
-    tails = (read_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts))
-    tensors = collect(tails)
-    digest = structure_digest(tensors)
-    return commit(draft, parts, render_tensors(tensors), digest, step=0, position=0, attempt=0, world_size=8)
+    tails = (read_part_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts))
+    tensors = collect_tensors(tails)
+    digest = compute_structure_digest(tensors)
+    return commit_generation(
+        draft, parts, render_tensors(tensors), digest, step=0, position=0, attempt=0, world_size=8
+    )
 
 
 def arguments_of(parser: ArgumentParser) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import harness
 
-from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, code_for
+from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, erasure_code_for
 from hpcrun.errors import SiteError
 
 SHAPES = ((1, 1), (3, 1), (7, 1), (3, 2), (6, 2), (14, 2))
@@ -31,7 +31,7 @@ class Stripe:
         draw = numpy.random.default_rng(data)
         self.each = max(WINDOW_BYTES, size_bytes // data // WINDOW_BYTES * WINDOW_BYTES)
         self.pieces = [draw.integers(0, 256, self.each, dtype=numpy.uint8).data for _ in range(data)]
-        self.code = code_for(data, parity)
+        self.code = erasure_code_for(data, parity)
         self.parities = [memoryview(bytearray(self.each)) for _ in range(parity)]
         self.into = numpy.frombuffer(bytearray(b"\1" * self.each * data), numpy.uint8)
         self.read_bytes = self.each * data

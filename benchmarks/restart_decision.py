@@ -23,35 +23,41 @@ from typing import Any
 
 from harness import Report, options, spread
 
-from hpcrun.checkpoint.commit import begin, commit
-from hpcrun.checkpoint.format import Part, Piece, collect, render_tensors, structure_digest
-from hpcrun.checkpoint.generation import Generation, read_tail
-from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
+from hpcrun.checkpoint.commit import begin_generation, commit_generation
+from hpcrun.checkpoint.format import (
+    ChunkSpec,
+    Part,
+    collect_tensors,
+    compute_structure_digest,
+    render_tensors,
+)
+from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
+from hpcrun.checkpoint.levels import GenerationId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore.inventory import HoldingReader, no_collection
+from hpcrun.checkpoint.restore.decide import decide_restore
+from hpcrun.checkpoint.restore.inventory import InventoryReader, gc_paused
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 
 NODES, TENSORS, LIMIT_S = 8, 4096, 2.0
 
 
-def pieces_of(rank: int, tensors: int) -> list[Piece]:
+def pieces_of(rank: int, tensors: int) -> list[ChunkSpec]:
     """A rank's rows of every tensor."""
-    return [Piece(f"model.{n}", "float32", (NODES, 4), (rank, 0), (1, 4)) for n in range(tensors)]
+    return [ChunkSpec(f"model.{n}", "float32", (NODES, 4), (rank, 0), (1, 4)) for n in range(tensors)]
 
 
 def one_save(checkpoints: Path, step: int, tensors: int) -> Saved:
     """A committed generation with a part for each node."""
-    draft, parts = begin(checkpoints, step, 1), list[Part]()
+    draft, parts = begin_generation(checkpoints, step, 1), list[Part]()
     for rank in range(NODES):
         pieces = pieces_of(rank, tensors)
         contents = (bytes(piece.size_bytes) for piece in pieces)
         parts.append(write_part(draft.file(rank), draft.generation, rank, pieces, contents, file=rank))
-    tails = (read_tail(draft.file(n), part, n, draft.generation) for n, part in enumerate(parts))
-    found = collect(tails)
+    tails = (read_part_tail(draft.file(n), part, n, draft.generation) for n, part in enumerate(parts))
+    found = collect_tensors(tails)
     facts: dict[str, Any] = {"step": step, "position": 8 * step, "world_size": NODES, "attempt": 1}
-    return commit(draft, parts, render_tensors(found), structure_digest(found), **facts)
+    return commit_generation(draft, parts, render_tensors(found), compute_structure_digest(found), **facts)
 
 
 def run_directory(root: Path, generations: int, tensors: int) -> list[Saved]:
@@ -69,37 +75,37 @@ def run_directory(root: Path, generations: int, tensors: int) -> list[Saved]:
     return read_saves(root)[0]
 
 
-def told_by_nodes(stamps: Sequence[Stamp]) -> list[str]:
+def told_by_nodes(stamps: Sequence[GenerationId]) -> list[str]:
     """What each node says: its part of every generation, and its parity in one set of all nodes."""
     names = [f"n{number:02}" for number in range(NODES)]
-    lines: list[list[Holding]] = [[] for _ in names]
+    lines: list[list[InventoryEntry]] = [[] for _ in names]
     for stamp in stamps:
         parts = [Part(n, 0, 1 << 20, 1 << 19, 4096, f"{stamp.step:08x}{n:08x}") for n in range(NODES)]
-        members = tuple(Member(name, ((n, parts[n]),)) for n, name in enumerate(names))
+        members = tuple(SetMember(name, ((n, parts[n]),)) for n, name in enumerate(names))
         for n, name in enumerate(names):
             held = HeldPart(n, f"/dev/shm/hpcrun-1000/run/{name}/slot-{n}-0.bin", 0, parts[n])
             parity = HeldParity(f"/dev/shm/hpcrun-1000/run/{name}/parity.bin", members, 1, n, ("0" * 16,))
             lines[n] += [
-                Holding(stamp, "memory", name, (held,)),
-                Holding(stamp, "parity", name, (), parity),
+                InventoryEntry(stamp, "memory", name, (held,)),
+                InventoryEntry(stamp, "parity", name, (), parity),
             ]
     return [json.dumps([one.as_json() for one in line]) for line in lines]
 
 
 def check(saved: Saved) -> str | None:
     """The cheap checks of the save that it comes down to."""
-    Generation(saved).close()
+    GenerationReader(saved).close()
     return None
 
 
 def decided(lines: Sequence[str], checkpoints: Path, nodes: Sequence[str]) -> RestorePlan:
     """All that a supervisor does from the answers of the nodes on."""
-    reader = HoldingReader()
-    with no_collection():
+    reader = InventoryReader()
+    with gc_paused():
         told = (json.loads(line) for line in lines)
-        holdings = [one for each in told for one in reader.read(each) if isinstance(one, Holding)]
+        holdings = [one for each in told for one in reader.read(each) if isinstance(one, InventoryEntry)]
     saves, unreadable = read_saves(checkpoints)
-    return decide(holdings, saves, unreadable, [], {}, nodes, check)
+    return decide_restore(holdings, saves, unreadable, [], {}, nodes, check)
 
 
 def main() -> int:
@@ -113,7 +119,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
         saves = run_directory(root, generations, TENSORS)
-        stamps = [Stamp(one.generation, one.step + 1, one.position, NODES, 1) for one in saves]
+        stamps = [GenerationId(one.generation, one.step + 1, one.position, NODES, 1) for one in saves]
         whole, oldest = told_by_nodes(stamps), told_by_nodes(stamps)
         # Of all but the oldest, two nodes of the set have nothing: more than its parity makes up for.
         oldest = [json.dumps(json.loads(line)[:2]) if n < 2 else line for n, line in enumerate(oldest)]

@@ -10,24 +10,24 @@ from typing import Protocol, Self, TypeAlias
 from xxhash import xxh3_64_intdigest
 
 from hpcrun.checkpoint.format import (
-    CHUNK,
-    END,
+    CHUNK_FRAME,
+    END_FRAME,
     HEADER_BYTES,
-    TAIL,
+    TAIL_FRAME,
+    ChunkLocation,
+    ChunkSpec,
     DamagedError,
     Manifest,
     Part,
-    Piece,
-    Place,
-    padded,
+    align_size,
     parse_tail,
     unpack_header,
 )
 
 Buffers: TypeAlias = list[bytearray | memoryview]
-Wanted: TypeAlias = tuple[Piece, Place, memoryview]
+ChunkRead: TypeAlias = tuple[ChunkSpec, ChunkLocation, memoryview]
 """A chunk, and a buffer of just its size."""
-_Fetched: TypeAlias = tuple[Piece, Place, memoryview, memoryview]
+_FetchedChunk: TypeAlias = tuple[ChunkSpec, ChunkLocation, memoryview, memoryview]
 _RUN_BYTES, _RUN_CHUNKS = 8 << 20, 256
 """Read by one call, which takes 1024 buffers at most; a chunk takes up to three."""
 
@@ -37,11 +37,11 @@ class ChunkSource(Protocol):
 
     manifest: Manifest
 
-    def read(self, piece: Piece, place: Place, into: memoryview) -> None:
+    def read(self, piece: ChunkSpec, place: ChunkLocation, into: memoryview) -> None:
         """Fill a buffer of exactly the chunk's size; DamagedError if what is there is not that chunk."""
 
 
-class Fetcher(Protocol):
+class PartFetcher(Protocol):
     """Where the bytes of the parts are."""
 
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
@@ -57,7 +57,7 @@ class Fetcher(Protocol):
 class ChunkReader:
     """Gives the chunks of a generation, proved; nothing leaves here that is not what was written."""
 
-    def __init__(self, name: str, manifest: Manifest, fetcher: Fetcher) -> None:
+    def __init__(self, name: str, manifest: Manifest, fetcher: PartFetcher) -> None:
         """`name`: what to call the list of the parts."""
         self.name, self.manifest, self._fetcher = name, manifest, fetcher
 
@@ -73,30 +73,30 @@ class ChunkReader:
         """Let go of the files."""
         self._fetcher.close()
 
-    def read(self, piece: Piece, place: Place, into: memoryview) -> None:
+    def read(self, piece: ChunkSpec, place: ChunkLocation, into: memoryview) -> None:
         """Fill a buffer of exactly the chunk's size; DamagedError if what is there is not that chunk."""
         for fetched in self._fetch([(piece, place, into)]):
             self._prove(*fetched)
 
-    def read_all(self, wanted: Iterable[Wanted], then: Callable[[Piece, memoryview], None]) -> None:
+    def read_all(self, wanted: Iterable[ChunkRead], then: Callable[[ChunkSpec, memoryview], None]) -> None:
         """Read many chunks, proved beside the reading of others, and hand each on when it is proved.
 
         Neighbours that are asked for one after the other are read together.
         """
         with ThreadPoolExecutor(1) as beside:
             pending = beside.submit(self._prove_all, [], then)
-            for run in _runs(wanted):
+            for run in _group_adjacent(wanted):
                 fetched = self._fetch(run)
                 pending.result()
                 pending = beside.submit(self._prove_all, fetched, then)
             pending.result()
 
-    def _prove_all(self, fetched: list[_Fetched], then: Callable[[Piece, memoryview], None]) -> None:
+    def _prove_all(self, fetched: list[_FetchedChunk], then: Callable[[ChunkSpec, memoryview], None]) -> None:
         for one in fetched:
             self._prove(*one)
             then(one[0], one[2])
 
-    def _fetch(self, run: list[Wanted]) -> list[_Fetched]:
+    def _fetch(self, run: list[ChunkRead]) -> list[_FetchedChunk]:
         """Read chunks that lie one behind the other; what there was of each one's header and bytes."""
         headers = memoryview(bytearray(HEADER_BYTES * len(run)))
         buffers, begins, size = Buffers(), list[int](), 0
@@ -104,9 +104,9 @@ class ChunkReader:
             assert len(into) == piece.size_bytes, f"{piece}: a buffer of {len(into)} bytes"
             begins.append(size)
             buffers += [headers[number * HEADER_BYTES :][:HEADER_BYTES], into]
-            if (rest := padded(len(into)) - len(into)) and number + 1 < len(run):
+            if (rest := align_size(len(into)) - len(into)) and number + 1 < len(run):
                 buffers.append(bytearray(rest))
-            size += HEADER_BYTES + padded(len(into))
+            size += HEADER_BYTES + align_size(len(into))
         place = run[0][1]
         count = self._bytes(place.part, place.at, buffers)
         fetched = []
@@ -116,10 +116,10 @@ class ChunkReader:
             fetched.append((piece, place, into[: max(0, there - HEADER_BYTES)], header))
         return fetched
 
-    def _prove(self, piece: Piece, place: Place, found: memoryview, header: memoryview) -> int:
+    def _prove(self, piece: ChunkSpec, place: ChunkLocation, found: memoryview, header: memoryview) -> int:
         """DamagedError unless this is the chunk that belongs there; its hash."""
         try:
-            length, digest = unpack_header(bytes(header), CHUNK, place, self.manifest.generation)
+            length, digest = unpack_header(bytes(header), CHUNK_FRAME, place, self.manifest.generation)
             if length != piece.size_bytes:
                 raise DamagedError(f"it holds {length} bytes, not {piece.size_bytes}")
             if len(found) < length:
@@ -132,7 +132,7 @@ class ChunkReader:
             raise wrong from None
         return digest
 
-    def _where(self, place: Place) -> str:
+    def _where(self, place: ChunkLocation) -> str:
         return self._fetcher.where(place.part, self._part(place.part), place.at)
 
     def _part(self, number: int) -> Part:
@@ -144,7 +144,7 @@ class ChunkReader:
         """Fill the buffers from a place in a part; how many bytes there were."""
         return self._fetcher.fetch(number, self._part(number), at, buffers)
 
-    def header(self, kind: int, place: Place) -> tuple[int, int]:
+    def header(self, kind: int, place: ChunkLocation) -> tuple[int, int]:
         """(length, hash) of what follows a header; DamagedError unless it is the one that belongs here."""
         header = bytearray(HEADER_BYTES)
         count = self._bytes(place.part, place.at, [header])
@@ -153,13 +153,13 @@ class ChunkReader:
         except DamagedError as error:
             raise DamagedError(f"{self._where(place)}: {error}") from None
 
-    def tail(self, number: int) -> list[tuple[Piece, Place, int]]:
+    def tail(self, number: int) -> list[tuple[ChunkSpec, ChunkLocation, int]]:
         """A part's own list of its chunks; DamagedError where it is not the one that the manifest knows."""
         part = self._part(number)
-        place = Place(number, part.tail_at)
-        length, digest = self.header(TAIL, place)
-        end = Place(number, part.size_bytes - HEADER_BYTES)
-        if length != part.tail_bytes or self.header(END, end)[0] != part.tail_at:
+        place = ChunkLocation(number, part.tail_at)
+        length, digest = self.header(TAIL_FRAME, place)
+        end = ChunkLocation(number, part.size_bytes - HEADER_BYTES)
+        if length != part.tail_bytes or self.header(END_FRAME, end)[0] != part.tail_at:
             raise DamagedError(f"{self._where(place)}: the tail is not where the manifest has it")
         data = bytearray(length)
         self._bytes(number, place.at + HEADER_BYTES, [data])
@@ -178,7 +178,7 @@ class ChunkReader:
     def damages_of_part(
         self,
         number: int,
-        chunks: list[tuple[Piece, Place]],
+        chunks: list[tuple[ChunkSpec, ChunkLocation]],
         progress: Callable[[int], None] = lambda _size: None,
     ) -> Iterator[str]:
         """Everything that is wrong with one part; several threads may each look at one."""
@@ -189,7 +189,7 @@ class ChunkReader:
             yield str(error)
             listed = None
         if listed is not None and listed.keys() != set(chunks):
-            place = Place(number, self._part(number).tail_at)
+            place = ChunkLocation(number, self._part(number).tail_at)
             yield f"{self._where(place)}: the tail lists other chunks than the manifest"
         for piece, place in chunks:
             into = memoryview(buffers)[: piece.size_bytes]
@@ -202,9 +202,9 @@ class ChunkReader:
                 yield str(error)
             progress(piece.size_bytes)
 
-    def chunks_by_part(self) -> list[list[tuple[Piece, Place]]]:
+    def chunks_by_part(self) -> list[list[tuple[ChunkSpec, ChunkLocation]]]:
         """The chunks of each part, in the order in which they lie there."""
-        chunks: list[list[tuple[Piece, Place]]] = [[] for _ in self.manifest.parts]
+        chunks: list[list[tuple[ChunkSpec, ChunkLocation]]] = [[] for _ in self.manifest.parts]
         for tensor in self.manifest.tensors.values():
             for piece, place in tensor.chunks:
                 self._part(place.part)
@@ -212,9 +212,9 @@ class ChunkReader:
         return [sorted(own, key=lambda one: one[1]) for own in chunks]
 
 
-def _runs(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
+def _group_adjacent(wanted: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
     """Chunks that lie one behind the other, no more than are to be read at once."""
-    run, size, following = list[Wanted](), 0, (0, 0)
+    run, size, following = list[ChunkRead](), 0, (0, 0)
     for one in wanted:
         _, place, into = one
         if run and (place != following or size + len(into) > _RUN_BYTES or len(run) == _RUN_CHUNKS):
@@ -222,6 +222,6 @@ def _runs(wanted: Iterable[Wanted]) -> Iterator[list[Wanted]]:
             run, size = [], 0
         run.append(one)
         size += len(into)
-        following = (place.part, place.at + HEADER_BYTES + padded(len(into)))
+        following = (place.part, place.at + HEADER_BYTES + align_size(len(into)))
     if run:
         yield run

@@ -16,10 +16,10 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.format import MANIFEST, DamagedError, Part, file_name, render_manifest
-from hpcrun.checkpoint.generation import check_sizes
-from hpcrun.checkpoint.part_writer import write_file
-from hpcrun.checkpoint.policy.retention import Rule, Verdict, pointed_at
+from hpcrun.checkpoint.format import MANIFEST_NAME, DamagedError, Part, data_file_name, render_manifest
+from hpcrun.checkpoint.generation import check_file_sizes
+from hpcrun.checkpoint.part_writer import write_synced_file
+from hpcrun.checkpoint.policy.retention import RetentionRule, RetentionVerdict, find_linked_saves
 from hpcrun.errors import UsageError
 from hpcrun.specs.descent import is_on_line
 from hpcrun.specs.records import sync_directory
@@ -36,15 +36,15 @@ from hpcrun.specs.saves import (
     sort_saves,
 )
 
-DAMAGED, LEFT = "damaged-", "left-"
+DAMAGED_PREFIX, LEFT_PREFIX = "damaged-", "left-"
 """What the names of generations begin with that were set aside: as damaged, or for another save of that
 step."""
-_LEFTOVER, _DOOMED, _BESIDE = ".step-*", ".deleted", ".ranks"
-_ASIDE = re.compile(rf"\.step-[0-9]+\.([0-9]+)({re.escape(_BESIDE)})?")
+_UNCOMMITTED_GLOB, _DELETED_SUFFIX, _RANKS_SUFFIX = ".step-*", ".deleted", ".ranks"
+_DRAFT_NAME = re.compile(rf"\.step-[0-9]+\.([0-9]+)({re.escape(_RANKS_SUFFIX)})?")
 
 
 @dataclass(frozen=True)
-class Draft:
+class GenerationDraft:
     """A generation that is being written."""
 
     aside: Path
@@ -55,30 +55,30 @@ class Draft:
 
     def file(self, number: int) -> Path:
         """Where a data file is written."""
-        return self.aside / file_name(number)
+        return self.aside / data_file_name(number)
 
 
-def draft_of(checkpoints: Path, step: int, attempt: int, generation: bytes) -> Draft:
+def locate_draft(checkpoints: Path, step: int, attempt: int, generation: bytes) -> GenerationDraft:
     """The names that everybody who writes a generation knows; nothing is made."""
     name = f"step-{step:08d}"
-    return Draft(checkpoints / f".{name}.{attempt}", checkpoints / name, generation)
+    return GenerationDraft(checkpoints / f".{name}.{attempt}", checkpoints / name, generation)
 
 
-def begin(checkpoints: Path, step: int, attempt: int, *, beside: bool = False) -> Draft:
+def begin_generation(checkpoints: Path, step: int, attempt: int, *, beside: bool = False) -> GenerationDraft:
     """An empty place for the files of a generation; what broken saves have left is removed.
 
     `beside`: workers may be writing, also this step, which they have failed to save: out of their way.
     """
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
-    remove_leftovers(checkpoints, attempt, of_ranks=True, of_workers=not beside)
-    draft = draft_of(checkpoints, step, attempt, secrets.token_bytes(16))
+    remove_unfinished_saves(checkpoints, attempt, of_ranks=True, of_workers=not beside)
+    draft = locate_draft(checkpoints, step, attempt, secrets.token_bytes(16))
     if beside:
-        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}{_BESIDE}"))
+        draft = dataclasses.replace(draft, aside=draft.aside.with_name(f"{draft.aside.name}{_RANKS_SUFFIX}"))
     draft.aside.mkdir(mode=0o700)
     return draft
 
 
-def remove_leftovers(
+def remove_unfinished_saves(
     checkpoints: Path, attempt: int, *, of_ranks: bool, of_workers: bool, spare: Path | None = None
 ) -> None:
     """Remove what broken saves have left, up to this attempt; `spare` is what the caller is writing.
@@ -86,10 +86,10 @@ def remove_leftovers(
     Ranks that write beside workers, and workers, know of their own alone whether it still lives: what the
     others have begun in this attempt is left, as is what a later attempt, a repair or a download has begun.
     """
-    for path in checkpoints.glob(_LEFTOVER):
-        match = _ASIDE.fullmatch(path.name)
+    for path in checkpoints.glob(_UNCOMMITTED_GLOB):
+        match = _DRAFT_NAME.fullmatch(path.name)
         if match is None:
-            is_left = path.name.endswith(_DOOMED)
+            is_left = path.name.endswith(_DELETED_SUFFIX)
         elif of_ranks if match[2] else of_workers:
             is_left = int(match[1]) <= attempt
         else:
@@ -98,8 +98,8 @@ def remove_leftovers(
             shutil.rmtree(path, ignore_errors=True)
 
 
-def commit(
-    draft: Draft,
+def commit_generation(
+    draft: GenerationDraft,
     parts: Sequence[Part],
     tensors: str,
     structure: str,
@@ -137,11 +137,11 @@ def commit(
         manifest_hash=xxh3_64_hexdigest(manifest),
         file_bytes=tuple(sizes[number] for number in range(len(sizes))),
     )
-    write_file(draft.aside / MANIFEST, manifest)
-    check_sizes(saved)
-    write_file(draft.aside / RECORD, render_record(saved).encode())
+    write_synced_file(draft.aside / MANIFEST_NAME, manifest)
+    check_file_sizes(saved)
+    write_synced_file(draft.aside / RECORD, render_record(saved).encode())
     sync_directory(draft.aside)
-    with making_way(saved, draft.final) as replaced:
+    with replacing_generation(saved, draft.final) as replaced:
         os.rename(draft.aside, draft.final)  # noqa: PTH104
     try:
         sync_directory(draft.final.parent)
@@ -156,7 +156,7 @@ def commit(
 
 
 @contextlib.contextmanager
-def making_way(saved: Saved, final: Path) -> Iterator[list[Path]]:
+def replacing_generation(saved: Saved, final: Path) -> Iterator[list[Path]]:
     """Set aside what stands under the name of a save that gets it in the body; put back where that fails.
 
     Gives what is no longer needed then: the same step of the same line, which was to be replaced.
@@ -165,10 +165,10 @@ def making_way(saved: Saved, final: Path) -> Iterator[list[Path]]:
     if before is None:
         yield []
         return
-    is_whole = isinstance(before, Saved) and problem_of(before) is None
+    is_whole = isinstance(before, Saved) and find_save_problem(before) is None
     is_ours = isinstance(before, Saved) and before.run_id == saved.run_id and is_on_line(before, saved)
     # What a crash leaves aside in here is found by `ckpt repair`, as damaged ones are.
-    aside = set_aside(final, LEFT if is_whole and not is_ours else DAMAGED)
+    aside = quarantine_generation(final, LEFT_PREFIX if is_whole and not is_ours else DAMAGED_PREFIX)
     try:
         yield [aside] if is_whole and is_ours else []
     except OSError:
@@ -177,12 +177,12 @@ def making_way(saved: Saved, final: Path) -> Iterator[list[Path]]:
         raise
 
 
-def discard(draft: Draft) -> None:
+def discard_draft(draft: GenerationDraft) -> None:
     """Remove what was written of a generation that will not be committed; it must not fill the disk."""
     shutil.rmtree(draft.aside, ignore_errors=True)
 
 
-def set_aside(path: Path, what: str = DAMAGED) -> Path:
+def quarantine_generation(path: Path, what: str = DAMAGED_PREFIX) -> Path:
     """Take a generation out of the committed ones, and keep it: another level may repair a damaged one."""
     target = path.with_name(f"{what}{path.name}.{secrets.token_hex(4)}")
     path.rename(target)
@@ -190,16 +190,18 @@ def set_aside(path: Path, what: str = DAMAGED) -> Path:
     return target
 
 
-def remove(path: Path) -> None:
+def delete_generation(path: Path) -> None:
     """Delete a generation; renamed first, because half a deletion must not look like a committed step."""
     doomed = path
     if not path.name.startswith("."):
-        doomed = path.with_name(f".{path.name}{_DOOMED}")
+        doomed = path.with_name(f".{path.name}{_DELETED_SUFFIX}")
         path.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0) -> list[str]:
+def apply_retention(
+    checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_every: int = 0
+) -> list[str]:
     """Delete the generations that the rule does not keep (see retention), none known to be damaged.
 
     Only the line of the newest is judged: what was left, or is a stranger's, neither counts nor goes. What
@@ -207,9 +209,11 @@ def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_ev
     """
     problems = list[str]()
     try:
-        for saved in _unwanted(checkpoints, saved_steps(checkpoints), Rule(keep, keep_every), damaged):
+        for saved in _expired_saves(
+            checkpoints, saved_steps(checkpoints), RetentionRule(keep, keep_every), damaged
+        ):
             try:
-                remove(saved.path)
+                delete_generation(saved.path)
             except FileNotFoundError:
                 continue  # somebody else cleans up, too
             except OSError as error:
@@ -219,18 +223,20 @@ def retire(checkpoints: Path, keep: int, damaged: Collection[Path] = (), keep_ev
     return problems
 
 
-def _unwanted(checkpoints: Path, line: Sequence[Saved], rule: Rule, damaged: Collection[Path]) -> list[Saved]:
+def _expired_saves(
+    checkpoints: Path, line: Sequence[Saved], rule: RetentionRule, damaged: Collection[Path]
+) -> list[Saved]:
     committed = {saved.path.name: saved for saved in line}
-    verdicts = _judge(committed, checkpoints, rule, {path.name for path in damaged})
+    verdicts = _apply_rule(committed, checkpoints, rule, {path.name for path in damaged})
     return [committed[one.key] for one in verdicts if not one.stays]
 
 
-def _judge(
-    committed: Mapping[str, Saved], checkpoints: Path, rule: Rule, broken: Collection[str]
-) -> list[Verdict]:
+def _apply_rule(
+    committed: Mapping[str, Saved], checkpoints: Path, rule: RetentionRule, broken: Collection[str]
+) -> list[RetentionVerdict]:
     """Of saves of one line, oldest first."""
     steps = [(name, saved.step) for name, saved in committed.items()]
-    return rule.judge(steps, pointed_at(checkpoints), broken)
+    return rule.judge(steps, find_linked_saves(checkpoints), broken)
 
 
 @dataclass(frozen=True)
@@ -243,7 +249,7 @@ class Garbage:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SkippedGarbage:
     """Something that looks like garbage and is left, and why."""
 
     path: Path
@@ -252,59 +258,61 @@ class Kept:
 
 def find_garbage(
     checkpoints: Path, keep: int, *, in_flight: bool, damaged: bool, keep_every: int = 0
-) -> tuple[list[Garbage], list[Kept]]:
+) -> tuple[list[Garbage], list[SkippedGarbage]]:
     """What may be deleted: leftovers, generations that the rule does not keep, damaged if asked for.
 
     While a run is going on, or nobody knows, what is half written may be a save in flight and is left.
     """
-    garbage, kept = list[Garbage](), list[Kept]()
-    for path in sorted(checkpoints.glob(_LEFTOVER)):
-        if in_flight and not path.name.endswith(_DOOMED):
-            kept.append(Kept(path, "half written; the run may be writing it now"))
+    garbage, kept = list[Garbage](), list[SkippedGarbage]()
+    for path in sorted(checkpoints.glob(_UNCOMMITTED_GLOB)):
+        if in_flight and not path.name.endswith(_DELETED_SUFFIX):
+            kept.append(SkippedGarbage(path, "half written; the run may be writing it now"))
         else:
             why = (
                 "a deletion that was cut short"
-                if path.name.endswith(_DOOMED)
+                if path.name.endswith(_DELETED_SUFFIX)
                 else "a save that was cut short"
             )
-            garbage.append(Garbage(path, why, _size(path)))
+            garbage.append(Garbage(path, why, _directory_size(path)))
     saves, unreadable = read_saves(checkpoints)
-    broken = [(one.path, problem) for one in saves if (problem := problem_of(one))]
+    broken = [(one.path, problem) for one in saves if (problem := find_save_problem(one))]
     broken += [(one.path, one.problem) for one in unreadable]
-    broken += [(path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED}*"))]
+    broken += [
+        (path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED_PREFIX}*"))
+    ]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
     found = sort_saves(checkpoints, whole)
     committed = {saved.path.name: saved for saved in found.line}
-    for verdict in _judge(committed, checkpoints, Rule(keep, keep_every), ()):
+    for verdict in _apply_rule(committed, checkpoints, RetentionRule(keep, keep_every), ()):
         if not verdict.stays:
             path = committed[verdict.key].path
-            garbage.append(Garbage(path, verdict.why, _size(path)))
-    left = [*(saved.path for saved in found.left), *sorted(checkpoints.glob(f"{LEFT}*"))]
-    garbage += [Garbage(path, "of a branch that the run has left", _size(path)) for path in left]
+            garbage.append(Garbage(path, verdict.why, _directory_size(path)))
+    left = [*(saved.path for saved in found.left), *sorted(checkpoints.glob(f"{LEFT_PREFIX}*"))]
+    garbage += [Garbage(path, "of a branch that the run has left", _directory_size(path)) for path in left]
     why = "no save of this run: move it away, or import it"
-    kept += [Kept(saved.path, why) for saved in found.strangers]
+    kept += [SkippedGarbage(saved.path, why) for saved in found.strangers]
     for path, problem in broken:
         if damaged and whole:
-            garbage.append(Garbage(path, f"damaged: {problem}", _size(path)))
+            garbage.append(Garbage(path, f"damaged: {problem}", _directory_size(path)))
         else:
             why = "no save is whole" if damaged else "--damaged removes it too"
-            kept.append(Kept(path, f"damaged: {problem}; {why}"))
+            kept.append(SkippedGarbage(path, f"damaged: {problem}; {why}"))
     return garbage, kept
 
 
-def problem_of(saved: Saved | Unreadable) -> str | None:
+def find_save_problem(saved: Saved | Unreadable) -> str | None:
     """What its record and the sizes of its files already show to be wrong; None where that is nothing."""
     if isinstance(saved, Unreadable):
         return saved.problem
     if saved.format_version < FORMAT_VERSION:
         return None
     try:
-        check_sizes(saved)
+        check_file_sizes(saved)
     except DamagedError as error:
         return str(error).removeprefix(f"{saved.path}/")
     return None
 
 
-def _size(path: Path) -> int:
+def _directory_size(path: Path) -> int:
     return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())

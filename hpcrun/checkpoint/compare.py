@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.checkpoint.format import Tensor
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.format import TensorEntry
+from hpcrun.checkpoint.generation import GenerationReader
 
-_NAMED = {"float8_e4m3fn", "float8_e5m2"}
+_UNMEASURED_DTYPES = {"float8_e4m3fn", "float8_e5m2"}
 """Types that numpy does not know; their bytes can be told apart, but not subtracted."""
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """How a tensor of one generation differs from that of another."""
 
     name: str
@@ -27,9 +27,9 @@ class Difference:
     """How many elements differ."""
 
 
-def differences(
-    first: Generation, second: Generation, progress: Callable[[int], None] = lambda _size: None
-) -> Iterator[Difference]:
+def compare_generations(
+    first: GenerationReader, second: GenerationReader, progress: Callable[[int], None] = lambda _size: None
+) -> Iterator[TensorDifference]:
     """Every tensor that is not the same in both, in order of names; DamagedError where one cannot be read.
 
     Holds one tensor of each in memory. Without numpy the sizes of differences stay unknown.
@@ -37,30 +37,30 @@ def differences(
     ours, theirs = first.manifest.tensors, second.manifest.tensors
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs or name not in ours:
-            yield Difference(name, f"only in the {'first' if name in ours else 'second'}")
+            yield TensorDifference(name, f"only in the {'first' if name in ours else 'second'}")
         elif ours[name].shape != theirs[name].shape:
-            yield Difference(name, "shape")
+            yield TensorDifference(name, "shape")
         elif ours[name].dtype != theirs[name].dtype:
-            yield Difference(name, "type")
+            yield TensorDifference(name, "type")
         else:
-            a, b = _whole(first, ours[name]), _whole(second, theirs[name])
+            a, b = _read_tensor(first, ours[name]), _read_tensor(second, theirs[name])
             progress(len(a))
             if a != b:
-                yield _measure(name, ours[name].dtype, a, b)
+                yield _measure_difference(name, ours[name].dtype, a, b)
 
 
-def _whole(generation: Generation, tensor: Tensor) -> bytearray:
+def _read_tensor(generation: GenerationReader, tensor: TensorEntry) -> bytearray:
     """The raw bytes of a whole tensor, proved, put together from its chunks."""
     whole = bytearray(tensor.size_bytes)
     for piece, place in tensor.chunks:
         content = memoryview(bytearray(piece.size_bytes))
         generation.read(piece, place, content)
-        item = piece.size_bytes // max(1, _count(piece.sizes))
-        _put(whole, content, tensor.shape, piece.offsets, piece.sizes, item)
+        item = piece.size_bytes // max(1, _count_elements(piece.sizes))
+        _copy_slice(whole, content, tensor.shape, piece.offsets, piece.sizes, item)
     return whole
 
 
-def _put(
+def _copy_slice(
     whole: bytearray,
     content: memoryview,
     shape: tuple[int, ...],
@@ -72,11 +72,11 @@ def _put(
     dims = len(shape)
     while dims and sizes[dims - 1] == shape[dims - 1]:
         dims -= 1  # whole rows: they are one run
-    run = _count(sizes[max(0, dims - 1) :]) * item_bytes
-    strides = [_count(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
+    run = _count_elements(sizes[max(0, dims - 1) :]) * item_bytes
+    strides = [_count_elements(shape[dim + 1 :]) * item_bytes for dim in range(len(shape))]
     outer = sizes[: max(0, dims - 1)]
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    for number in range(_count(outer)):
+    for number in range(_count_elements(outer)):
         at, rest = base, number
         for dim in reversed(range(len(outer))):
             rest, index = divmod(rest, outer[dim])
@@ -84,30 +84,30 @@ def _put(
         whole[at : at + run] = content[number * run : (number + 1) * run]
 
 
-def _count(sizes: tuple[int, ...]) -> int:
+def _count_elements(sizes: tuple[int, ...]) -> int:
     count = 1
     for size in sizes:
         count *= size
     return count
 
 
-def _measure(name: str, dtype: str, a: bytearray, b: bytearray) -> Difference:
-    if dtype in _NAMED or importlib.util.find_spec("numpy") is None:
-        return Difference(name, "values")
+def _measure_difference(name: str, dtype: str, a: bytearray, b: bytearray) -> TensorDifference:
+    if dtype in _UNMEASURED_DTYPES or importlib.util.find_spec("numpy") is None:
+        return TensorDifference(name, "values")
     import numpy as np
 
-    x, y = _values(a, dtype), _values(b, dtype)
+    x, y = _decode_values(a, dtype), _decode_values(b, dtype)
     # Two that are no number are the same, and infinities of one sign too.
     differ = ~((x == y) | ((x != x) & (y != y)))
     if not differ.any():
-        return Difference(name, "values", 0.0, 0)
+        return TensorDifference(name, "values", 0.0, 0)
     wide: Any = np.complex128 if dtype.startswith("complex") else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.abs(x[differ].astype(wide) - y[differ].astype(wide))
-    return Difference(name, "values", float(apart.max()), int(differ.sum()))
+    return TensorDifference(name, "values", float(apart.max()), int(differ.sum()))
 
 
-def _values(data: bytearray, dtype: str) -> Any:
+def _decode_values(data: bytearray, dtype: str) -> Any:
     """The bytes as an array of numpy's."""
     import numpy as np
 

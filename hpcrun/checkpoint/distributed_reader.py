@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun.checkpoint.chunk_reader import Buffers, ChunkReader
-from hpcrun.checkpoint.format import PART, DamagedError, Manifest, Part, Place, collect, structure_digest
-from hpcrun.checkpoint.generation import OpenFiles
+from hpcrun.checkpoint.format import (
+    PART_FRAME,
+    ChunkLocation,
+    DamagedError,
+    Manifest,
+    Part,
+    collect_tensors,
+    compute_structure_digest,
+)
+from hpcrun.checkpoint.generation import OpenFileCache
 from hpcrun.checkpoint.levels import NODE_LEVELS
-from hpcrun.checkpoint.restore_plan import SHARED, RestorePlan
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, RestorePlan
 
 
-class Remote(Protocol):
-    """Reads what other nodes hold, as `hpcrun.checkpoint.parity.peers.Peers` does."""
+class RemoteReader(Protocol):
+    """Reads what other nodes hold, as `hpcrun.checkpoint.parity.peers.PeerClient` does."""
 
     def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
         """Fill a buffer with what a node was asked for; SiteError unless it gets all of it."""
@@ -26,10 +34,10 @@ class Remote(Protocol):
         """Let go of the connections."""
 
 
-class Scattered(ChunkReader):
+class DistributedReader(ChunkReader):
     """The generation of a plan, opened for reading."""
 
-    def __init__(self, plan: RestorePlan, here: str, remote: Remote | None) -> None:
+    def __init__(self, plan: RestorePlan, here: str, remote: RemoteReader | None) -> None:
         """`here`: the node whose files are read as files. DamagedError unless the parts make up a whole."""
         assert plan.stamp is not None, "a plan of nothing"
         self.stamp = plan.stamp
@@ -38,34 +46,34 @@ class Scattered(ChunkReader):
         if [one.number for one in plan.sources] != list(range(plan.stamp.world_size)):
             raise DamagedError(f"{name}: the plan does not have each of its {plan.stamp.world_size} parts")
         generation = bytes.fromhex(plan.stamp.generation)
-        fetcher = _Scatter(plan, here, remote)
+        fetcher = _DistributedFetcher(plan, here, remote)
         super().__init__(name, Manifest(generation, parts, {}), fetcher)
         try:
             for number, part in enumerate(parts):
-                if self.header(PART, Place(number, 0))[0] != part.size_bytes:
+                if self.header(PART_FRAME, ChunkLocation(number, 0))[0] != part.size_bytes:
                     raise DamagedError(f"{fetcher.where(number, part, 0)}: is a part of another size")
             tails = (self.tail(number) for number in range(len(parts)))
-            tensors = collect([(piece, place) for piece, place, _ in tail] for tail in tails)
+            tensors = collect_tensors([(piece, place) for piece, place, _ in tail] for tail in tails)
         except BaseException:
             self.close()
             raise
         self.manifest = Manifest(generation, parts, tensors)
-        self.structure = structure_digest(tensors)
+        self.structure = compute_structure_digest(tensors)
         """Equal on all ranks, as the parts are."""
 
 
-class _Scatter:
+class _DistributedFetcher:
     """Fetches each part from where the plan has it."""
 
-    def __init__(self, plan: RestorePlan, here: str, remote: Remote | None) -> None:
+    def __init__(self, plan: RestorePlan, here: str, remote: RemoteReader | None) -> None:
         assert plan.stamp is not None
         self._generation = plan.stamp.generation
         self._sources, self._here, self._remote = plan.sources, here, remote
-        self._files = OpenFiles()
+        self._files = OpenFileCache()
 
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
         source = self._sources[number]
-        if source.node in (self._here, SHARED):
+        if source.node in (self._here, SHARED_NODE):
             is_own = source.level in NODE_LEVELS
             return self._files.read(Path(source.path), source.at + at, buffers, is_own=is_own)
         if self._remote is None:
@@ -83,7 +91,7 @@ class _Scatter:
     def where(self, number: int, part: Part, at: int) -> str:
         source = self._sources[number]
         where = f"{source.path} at {source.at + at}"
-        return where if source.node in (self._here, SHARED) else f"{source.node}: {where}"
+        return where if source.node in (self._here, SHARED_NODE) else f"{source.node}: {where}"
 
     def close(self) -> None:
         self._files.close()

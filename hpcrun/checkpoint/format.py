@@ -46,19 +46,24 @@ from typing import Any, NamedTuple, TypeAlias
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from hpcrun.checkpoint.slices import Box, uncovered
+from hpcrun.checkpoint.slices import TensorSlice, find_coverage_problem
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import FORMAT_VERSION
 
-Bytes: TypeAlias = bytes | memoryview
+BytesLike: TypeAlias = bytes | memoryview
 
-MANIFEST = "manifest.json"
+MANIFEST_NAME = "manifest.json"
 CHUNK_BYTES = 32 << 20
 """Larger pieces are cut, so that no reader needs more memory than this to prove a chunk."""
 PART_ALIGN = 4096
 HEADER_BYTES = 64
-PART, CHUNK, TAIL, END = range(1, 5)
-_WORDS = {PART: "beginning of a part", CHUNK: "chunk", TAIL: "tail", END: "end of a part"}
+PART_FRAME, CHUNK_FRAME, TAIL_FRAME, END_FRAME = range(1, 5)
+_KIND_NAMES = {
+    PART_FRAME: "beginning of a part",
+    CHUNK_FRAME: "chunk",
+    TAIL_FRAME: "tail",
+    END_FRAME: "end of a part",
+}
 _HEADER = struct.Struct("<4sHHIIQQ16sQ")
 _CHECK = struct.Struct("<Q")
 _MAGIC = b"HPCK"
@@ -77,15 +82,15 @@ ITEM_BYTES = {
 class DamagedError(SiteError):
     """A save is not what was written; the message says which file, and what is wrong with it."""
 
-    chunk: tuple[Piece, Place] | None = None
+    chunk: tuple[ChunkSpec, ChunkLocation] | None = None
     """Whose bytes are wrong, where it is those of a chunk."""
 
 
-class MissingError(DamagedError):
+class MissingFileError(DamagedError):
     """Something of a save is not there as this node sees it, which proves nothing of what others see."""
 
 
-class Piece(NamedTuple):
+class ChunkSpec(NamedTuple):
     """A box of a tensor, as its writer knows it."""
 
     tensor: str
@@ -104,7 +109,7 @@ class Piece(NamedTuple):
         return f"{self.tensor}[{', '.join(ranges)}]"
 
 
-class Place(NamedTuple):
+class ChunkLocation(NamedTuple):
     """Where a chunk lies: its part, and the position of its header there."""
 
     part: int
@@ -124,12 +129,12 @@ class Part:
 
 
 @dataclass
-class Tensor:
+class TensorEntry:
     """A whole tensor, and where its chunks lie."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: list[tuple[Piece, Place]] = field(default_factory=list)
+    chunks: list[tuple[ChunkSpec, ChunkLocation]] = field(default_factory=list)
 
     @property
     def size_bytes(self) -> int:
@@ -143,31 +148,33 @@ class Manifest:
 
     generation: bytes
     parts: list[Part]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorEntry]
     layout: Mapping[str, Any] = field(default_factory=dict)
     """What the file system said of how each data file lies on it; empty where nobody asked."""
 
 
-def file_name(number: int) -> str:
+def data_file_name(number: int) -> str:
     """The name of a generation's data file."""
     return f"data-{number:05d}.bin"
 
 
-def padded(size: int, to: int = HEADER_BYTES) -> int:
+def align_size(size: int, to: int = HEADER_BYTES) -> int:
     """The next multiple."""
     return -(-size // to) * to
 
 
-def pack_header(kind: int, place: Place, generation: bytes, length: int, digest: int) -> bytes:
+def pack_header(kind: int, place: ChunkLocation, generation: bytes, length: int, digest: int) -> bytes:
     """64 bytes that say what follows them."""
     part, at = place
     head = _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, part, 0, at, length, generation, digest)
     return head + _CHECK.pack(xxh3_64_intdigest(head))
 
 
-def unpack_header(data: bytes | bytearray, kind: int, place: Place, generation: bytes) -> tuple[int, int]:
+def unpack_header(
+    data: bytes | bytearray, kind: int, place: ChunkLocation, generation: bytes
+) -> tuple[int, int]:
     """(length, hash) of what follows a header; DamagedError unless it is the one that belongs here."""
-    what = _WORDS[kind]
+    what = _KIND_NAMES[kind]
     if len(data) < HEADER_BYTES:
         raise DamagedError(f"the file ends in the header of the {what}")
     head, (check,) = bytes(data[: _HEADER.size]), _CHECK.unpack_from(data, _HEADER.size)
@@ -185,7 +192,7 @@ def unpack_header(data: bytes | bytearray, kind: int, place: Place, generation: 
     return length, digest
 
 
-def owner_of(header: bytes) -> tuple[int, int, bytes] | None:
+def parse_header_owner(header: bytes) -> tuple[int, int, bytes] | None:
     """(kind, part, generation) that a header itself names; None where it is none, or damaged."""
     head = header[: _HEADER.size]
     if len(header) < HEADER_BYTES or _CHECK.unpack_from(header, _HEADER.size)[0] != xxh3_64_intdigest(head):
@@ -194,7 +201,7 @@ def owner_of(header: bytes) -> tuple[int, int, bytes] | None:
     return (kind, part, owner) if magic == _MAGIC and version == FORMAT_VERSION else None
 
 
-class Layout(NamedTuple):
+class PartLayout(NamedTuple):
     """How a part is laid out; known before its bytes are."""
 
     at: tuple[int, ...]
@@ -206,48 +213,50 @@ class Layout(NamedTuple):
     """Each chunk as the tail lists it, up to its hash."""
 
 
-def lay_out(part: int, pieces: Sequence[Piece]) -> Layout:
+def plan_part_layout(part: int, pieces: Sequence[ChunkSpec]) -> PartLayout:
     """Where the chunks of a part will lie."""
     at, listed, position = [], [], HEADER_BYTES
     for piece in pieces:
         at.append(position)
         listed.append(json.dumps([*piece, position], separators=(",", ":"))[:-1])
-        position += HEADER_BYTES + padded(piece.size_bytes)
+        position += HEADER_BYTES + align_size(piece.size_bytes)
     tail_bytes = len(render_tail(part, listed, [0] * len(pieces)))
-    size = position + HEADER_BYTES + padded(tail_bytes) + HEADER_BYTES
-    return Layout(tuple(at), position, tail_bytes, size, tuple(listed))
+    size = position + HEADER_BYTES + align_size(tail_bytes) + HEADER_BYTES
+    return PartLayout(tuple(at), position, tail_bytes, size, tuple(listed))
 
 
-class Frame(NamedTuple):
+class PartFrame(NamedTuple):
     """A header of a part, and what follows it."""
 
     kind: int
     at: int
     header: bytes
-    content: Bytes
+    content: BytesLike
     digest: int
     """Of the content."""
 
 
-def frames(generation: bytes, part: int, layout: Layout, contents: Iterable[Bytes]) -> Iterator[Frame]:
+def iterate_frames(
+    generation: bytes, part: int, layout: PartLayout, contents: Iterable[BytesLike]
+) -> Iterator[PartFrame]:
     """All that a part is made of, in order; each hash is computed here, and nowhere again.
 
     `contents` are taken one by one, as they are asked for.
     """
 
-    def frame(kind: int, at: int, content: Bytes, length: int, digest: int) -> Frame:
-        return Frame(
-            kind, at, pack_header(kind, Place(part, at), generation, length, digest), content, digest
+    def frame(kind: int, at: int, content: BytesLike, length: int, digest: int) -> PartFrame:
+        return PartFrame(
+            kind, at, pack_header(kind, ChunkLocation(part, at), generation, length, digest), content, digest
         )
 
-    yield frame(PART, 0, b"", layout.size_bytes, 0)
+    yield frame(PART_FRAME, 0, b"", layout.size_bytes, 0)
     hashes = []
     for at, content in zip(layout.at, contents, strict=True):
         hashes.append(digest := xxh3_64_intdigest(content))
-        yield frame(CHUNK, at, content, len(content), digest)
+        yield frame(CHUNK_FRAME, at, content, len(content), digest)
     tail = render_tail(part, layout.listed, hashes)
-    yield frame(TAIL, layout.tail_at, tail, len(tail), xxh3_64_intdigest(tail))
-    yield frame(END, layout.size_bytes - HEADER_BYTES, b"", layout.tail_at, 0)
+    yield frame(TAIL_FRAME, layout.tail_at, tail, len(tail), xxh3_64_intdigest(tail))
+    yield frame(END_FRAME, layout.size_bytes - HEADER_BYTES, b"", layout.tail_at, 0)
 
 
 def render_tail(part: int, listed: Iterable[str], hashes: Iterable[int]) -> bytes:
@@ -256,26 +265,30 @@ def render_tail(part: int, listed: Iterable[str], hashes: Iterable[int]) -> byte
     return f'{{"part":{part},"chunks":[{chunks}]}}'.encode()
 
 
-def parse_tail(data: bytes, part: int) -> list[tuple[Piece, Place, int]]:
+def parse_tail(data: bytes, part: int) -> list[tuple[ChunkSpec, ChunkLocation, int]]:
     """The chunks of a part with their hashes; DamagedError where it makes no sense."""
     try:
         told = json.loads(data)
         if told["part"] != part:
             raise DamagedError(f"it is the tail of part {told['part']}, not {part}")
         return [
-            (Piece(name, dtype, tuple(shape), tuple(o), tuple(s)), Place(part, at), int(digest, 16))
+            (
+                ChunkSpec(name, dtype, tuple(shape), tuple(o), tuple(s)),
+                ChunkLocation(part, at),
+                int(digest, 16),
+            )
             for name, dtype, shape, o, s, at, digest in told["chunks"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"the tail is no list of chunks ({error})") from None
 
 
-def collect(tails: Iterable[Iterable[tuple[Piece, Place]]]) -> dict[str, Tensor]:
+def collect_tensors(tails: Iterable[Iterable[tuple[ChunkSpec, ChunkLocation]]]) -> dict[str, TensorEntry]:
     """All tensors of a generation, from what its parts hold; DamagedError unless each is there just once."""
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorEntry] = {}
     for tail in tails:
         for piece, place in tail:
-            tensor = tensors.setdefault(piece.tensor, Tensor(piece.dtype, piece.shape))
+            tensor = tensors.setdefault(piece.tensor, TensorEntry(piece.dtype, piece.shape))
             if (tensor.dtype, tensor.shape) != (piece.dtype, piece.shape):
                 raise DamagedError(
                     f"{piece.tensor} is {piece.dtype} {list(piece.shape)} in part {place.part}, but"
@@ -286,21 +299,23 @@ def collect(tails: Iterable[Iterable[tuple[Piece, Place]]]) -> dict[str, Tensor]
     return dict(sorted(tensors.items()))
 
 
-def check_coverage(tensors: dict[str, Tensor]) -> None:
+def check_coverage(tensors: dict[str, TensorEntry]) -> None:
     """DamagedError unless the chunks of each tensor cover it exactly."""
     for name, tensor in tensors.items():
-        problem = uncovered(tensor.shape, [Box(piece.offsets, piece.sizes) for piece, _ in tensor.chunks])
+        problem = find_coverage_problem(
+            tensor.shape, [TensorSlice(piece.offsets, piece.sizes) for piece, _ in tensor.chunks]
+        )
         if problem:
             raise DamagedError(f"the chunks of {name} do not make up the whole tensor: {problem}")
 
 
-def structure_digest(tensors: dict[str, Tensor]) -> str:
+def compute_structure_digest(tensors: dict[str, TensorEntry]) -> str:
     """The same for all states with these names, types and whole shapes, whatever their layout."""
     told = sorted([name, tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items())
     return xxh3_64_hexdigest(json.dumps(told, separators=(",", ":")).encode())
 
 
-def render_tensors(tensors: dict[str, Tensor]) -> str:
+def render_tensors(tensors: dict[str, TensorEntry]) -> str:
     """The part of a manifest that stays the same for as long as the layout does."""
     told = [
         [
@@ -341,13 +356,13 @@ def parse_manifest(data: bytes) -> Manifest:
     return Manifest(generation, parts, tensors, layout)
 
 
-def _parse_tensor(row: list[Any]) -> Tensor:
+def _parse_tensor(row: list[Any]) -> TensorEntry:
     name, dtype, whole, chunks = row
     shape = tuple(whole)
     if dtype not in ITEM_BYTES:
         raise DamagedError(f"{name} is of type {dtype}; known: {', '.join(sorted(ITEM_BYTES))}")
     places = [
-        (Piece(name, dtype, shape, tuple(offsets), tuple(sizes)), Place(part, at))
+        (ChunkSpec(name, dtype, shape, tuple(offsets), tuple(sizes)), ChunkLocation(part, at))
         for part, at, offsets, sizes in chunks
     ]
-    return Tensor(dtype, shape, places)
+    return TensorEntry(dtype, shape, places)

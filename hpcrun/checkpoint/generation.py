@@ -9,57 +9,57 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from hpcrun.checkpoint.chunk_reader import Buffers, ChunkReader
 from hpcrun.checkpoint.format import (
-    END,
+    END_FRAME,
     HEADER_BYTES,
-    MANIFEST,
-    PART,
-    TAIL,
+    MANIFEST_NAME,
+    PART_FRAME,
+    TAIL_FRAME,
+    ChunkLocation,
+    ChunkSpec,
     DamagedError,
-    MissingError,
+    MissingFileError,
     Part,
-    Piece,
-    Place,
-    file_name,
+    compute_structure_digest,
+    data_file_name,
     parse_manifest,
     parse_tail,
-    structure_digest,
     unpack_header,
 )
 from hpcrun.files import UntrustedFileError, open_own, open_regular
 from hpcrun.specs.saves import Saved
 
-MOST_MANIFEST_BYTES = 4 << 30
+MAX_MANIFEST_BYTES = 4 << 30
 """No list of tensors is longer."""
 
 
-class Generation(ChunkReader):
+class GenerationReader(ChunkReader):
     """A committed step that is opened for reading; opening it makes the cheap checks."""
 
     def __init__(self, saved: Saved) -> None:
         """DamagedError unless record, manifest, sizes and the beginnings of all parts belong together."""
         self.saved = saved
-        check_sizes(saved)
-        data = _content(saved.path / MANIFEST, saved.manifest_bytes)
+        check_file_sizes(saved)
+        data = _read_bounded(saved.path / MANIFEST_NAME, saved.manifest_bytes)
         if len(data) != saved.manifest_bytes or xxh3_64_hexdigest(data) != saved.manifest_hash:
-            raise DamagedError(f"{saved.path / MANIFEST}: does not match the hash in the commit record")
+            raise DamagedError(f"{saved.path / MANIFEST_NAME}: does not match the hash in the commit record")
         try:
             manifest = parse_manifest(data)
             if manifest.generation.hex() != saved.generation:
                 raise DamagedError(f"it belongs to generation {manifest.generation.hex()}")
-            if structure_digest(manifest.tensors) != saved.structure:
+            if compute_structure_digest(manifest.tensors) != saved.structure:
                 raise DamagedError("its tensors are not those of the commit record")
         except DamagedError as error:
-            raise DamagedError(f"{saved.path / MANIFEST}: {error}") from None
-        super().__init__(str(saved.path / MANIFEST), manifest, _Files(saved.path))
+            raise DamagedError(f"{saved.path / MANIFEST_NAME}: {error}") from None
+        super().__init__(str(saved.path / MANIFEST_NAME), manifest, _GenerationFiles(saved.path))
         try:
             for number in range(len(manifest.parts)):
-                self.header(PART, Place(number, 0))
+                self.header(PART_FRAME, ChunkLocation(number, 0))
         except BaseException:
             self.close()
             raise
 
 
-class OpenFiles:
+class OpenFileCache:
     """Descriptors of files, each opened once."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class OpenFiles:
             try:
                 self._descriptors[path] = open_own(path) if is_own else open_regular(path)
             except FileNotFoundError:
-                raise MissingError(f"{path}: is missing") from None
+                raise MissingFileError(f"{path}: is missing") from None
             except UntrustedFileError as error:
                 raise DamagedError(str(error)) from None
         descriptor, wanted = self._descriptors[path], sum(map(len, buffers))
@@ -97,7 +97,7 @@ class OpenFiles:
             os.close(self._descriptors.popitem()[1])
 
 
-class _Files(OpenFiles):
+class _GenerationFiles(OpenFileCache):
     """The data files of a committed generation."""
 
     def __init__(self, folder: Path) -> None:
@@ -105,47 +105,51 @@ class _Files(OpenFiles):
         self._folder = folder
 
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
-        return self.read(self._folder / file_name(part.file), part.start + at, buffers)
+        return self.read(self._folder / data_file_name(part.file), part.start + at, buffers)
 
     def where(self, number: int, part: Part, at: int) -> str:
-        return f"{self._folder / file_name(part.file)} at {part.start + at}"
+        return f"{self._folder / data_file_name(part.file)} at {part.start + at}"
 
 
-def check_sizes(saved: Saved) -> None:
+def check_file_sizes(saved: Saved) -> None:
     """MissingError unless the files of a generation are there in the sizes that its record has."""
-    expected = {MANIFEST: saved.manifest_bytes}
-    expected |= {file_name(number): size for number, size in enumerate(saved.file_bytes)}
+    expected = {MANIFEST_NAME: saved.manifest_bytes}
+    expected |= {data_file_name(number): size for number, size in enumerate(saved.file_bytes)}
     for name, size in expected.items():
         try:
             found = os.stat(saved.path / name).st_size  # noqa: PTH116 - a thousand generations of many files
         except FileNotFoundError:
-            raise MissingError(f"{saved.path / name}: is missing") from None
+            raise MissingFileError(f"{saved.path / name}: is missing") from None
         except OSError as error:
-            raise MissingError(f"{saved.path / name}: cannot be looked at: {error.strerror}") from None
+            raise MissingFileError(f"{saved.path / name}: cannot be looked at: {error.strerror}") from None
         if found != size:
-            raise MissingError(f"{saved.path / name}: has {found} bytes instead of {size}")
+            raise MissingFileError(f"{saved.path / name}: has {found} bytes instead of {size}")
 
 
-def read_tail(path: Path, part: Part, number: int, generation: bytes) -> list[tuple[Piece, Place]]:
+def read_part_tail(
+    path: Path, part: Part, number: int, generation: bytes
+) -> list[tuple[ChunkSpec, ChunkLocation]]:
     """The chunks of a part that was just written, from its file alone; DamagedError if it is not there."""
     with os.fdopen(open_regular(path, follow=True), "rb") as file:
         file.seek(part.start + part.size_bytes - HEADER_BYTES)
-        end = Place(number, part.size_bytes - HEADER_BYTES)
-        at, _ = unpack_header(file.read(HEADER_BYTES), END, end, generation)
+        end = ChunkLocation(number, part.size_bytes - HEADER_BYTES)
+        at, _ = unpack_header(file.read(HEADER_BYTES), END_FRAME, end, generation)
         file.seek(part.start + at)
-        length, digest = unpack_header(file.read(HEADER_BYTES), TAIL, Place(number, at), generation)
+        length, digest = unpack_header(
+            file.read(HEADER_BYTES), TAIL_FRAME, ChunkLocation(number, at), generation
+        )
         data = file.read(length)
     if xxh3_64_intdigest(data) != digest or f"{digest:016x}" != part.tail_hash:
         raise DamagedError(f"{path}: the tail of part {number} does not match its hash")
     return [(piece, place) for piece, place, _ in parse_tail(data, number)]
 
 
-def _content(path: Path, size_bytes: int) -> bytes:
+def _read_bounded(path: Path, size_bytes: int) -> bytes:
     """What a file holds, and at most a byte more than it should."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             return file.read(size_bytes + 1)
     except FileNotFoundError:
-        raise MissingError(f"{path}: is missing") from None
+        raise MissingFileError(f"{path}: is missing") from None
     except UntrustedFileError as error:
         raise DamagedError(str(error)) from None

@@ -10,17 +10,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
+from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
 
-Level = Literal["memory", "local", "parity", "durable", "object"]
-LEVELS: tuple[Level, ...] = ("memory", "local", "parity", "durable", "object")
+CheckpointLevel = Literal["memory", "local", "parity", "durable", "object"]
+CHECKPOINT_LEVELS: tuple[CheckpointLevel, ...] = ("memory", "local", "parity", "durable", "object")
 """From the quickest to the safest."""
-NODE_LEVELS: tuple[Level, ...] = ("memory", "local", "parity")
+NODE_LEVELS: tuple[CheckpointLevel, ...] = ("memory", "local", "parity")
 """Those whose files a node keeps in places that other users may write as well."""
 
 
 @dataclass(frozen=True)
-class Stamp:
+class GenerationId:
     """Which state a generation is of."""
 
     generation: str
@@ -49,10 +49,10 @@ class SealedPart:
 
 
 @dataclass(frozen=True)
-class Load:
+class NodeShards:
     """Everything that the ranks of this node have sealed of one generation."""
 
-    stamp: Stamp
+    stamp: GenerationId
     parts: tuple[SealedPart, ...]
     """By number, each rank of the node just once."""
 
@@ -69,7 +69,7 @@ class HeldPart:
 
 
 @dataclass(frozen=True)
-class Member:
+class SetMember:
     """What a node of an erasure set has put into it: its parts, one after the other, in this order."""
 
     node: str
@@ -78,7 +78,7 @@ class Member:
     @property
     def size_bytes(self) -> int:
         """Of all parts together, each of them padded to PART_ALIGN."""
-        return sum(padded(part.size_bytes, PART_ALIGN) for _, part in self.parts)
+        return sum(align_size(part.size_bytes, PART_ALIGN) for _, part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HeldParity:
     """Parity blocks of an erasure set that lie in a file of a node."""
 
     path: str
-    members: tuple[Member, ...]
+    members: tuple[SetMember, ...]
     parity: int
     """How many members of the set may be lost."""
     index: int
@@ -96,11 +96,11 @@ class HeldParity:
 
 
 @dataclass(frozen=True)
-class Holding:
+class InventoryEntry:
     """What a node still has of a generation at one level."""
 
-    stamp: Stamp
-    level: Level
+    stamp: GenerationId
+    level: CheckpointLevel
     node: str
     parts: tuple[HeldPart, ...] = ()
     parity: HeldParity | None = None
@@ -110,21 +110,21 @@ class Holding:
         return asdict(self)
 
 
-def parse_members(told: Sequence[Any]) -> tuple[Member, ...]:
+def parse_set_members(told: Sequence[Any]) -> tuple[SetMember, ...]:
     """The members of an erasure set as another process tells of them."""
     return tuple(
-        Member(one["node"], tuple((number, Part(**part)) for number, part in one["parts"])) for one in told
+        SetMember(one["node"], tuple((number, Part(**part)) for number, part in one["parts"])) for one in told
     )
 
 
-def parse_holding(
-    told: dict[str, Any], members: Callable[[Sequence[Any]], tuple[Member, ...]] = parse_members
-) -> Holding:
+def parse_inventory_entry(
+    told: dict[str, Any], members: Callable[[Sequence[Any]], tuple[SetMember, ...]] = parse_set_members
+) -> InventoryEntry:
     """A holding as another process tells of it; ValueError where it makes no sense."""
     try:
         parity = told["parity"]
-        return Holding(
-            Stamp(**told["stamp"]),
+        return InventoryEntry(
+            GenerationId(**told["stamp"]),
             told["level"],
             told["node"],
             tuple(HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]),
@@ -138,18 +138,18 @@ def parse_holding(
         raise ValueError(f"no holding: {error}") from None
 
 
-class Station(Protocol):
+class Tier(Protocol):
     """A level below memory, as the drain worker of a node sees it."""
 
-    level: Level
+    level: CheckpointLevel
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         """Keep a load; it is safe at this level when this returns, and what is returned tells how.
 
         OSError or SiteError: this level has nothing of this generation, and left nothing half written.
         """
 
-    def holdings(self) -> Sequence[Holding]:
+    def holdings(self) -> Sequence[InventoryEntry]:
         """What this node still has at this level; nothing for levels that all nodes see alike."""
 
     def retain(self, generations: Collection[str]) -> None:
@@ -157,11 +157,11 @@ class Station(Protocol):
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoreResult:
     """What came of a load at a level."""
 
-    stamp: Stamp
-    level: Level
+    stamp: GenerationId
+    level: CheckpointLevel
     seconds: float
     """Of the work for it, without rests between."""
     size_bytes: int

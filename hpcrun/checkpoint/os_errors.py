@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from hpcrun.checkpoint.lustre.storage import mount_of
+from hpcrun.checkpoint.lustre.storage import find_mount
 
 _REMEDIES = {
     errno.ENOSPC: "free space or inodes there, or keep fewer saves",
@@ -22,14 +22,14 @@ _REMEDIES = {
 }
 
 
-def explain(error: OSError, place: Path) -> str:
+def explain_os_error(error: OSError, place: Path) -> str:
     """An error of the system in one line: `place` is what was written where the error names no file."""
     if error.errno is None:
         return str(error)
     path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else place
     name = errno.errorcode.get(error.errno, str(error.errno))
     try:
-        mount = mount_of(path)
+        mount = find_mount(path)
     except (OSError, ValueError):
         mount = None
     where = f" on {mount.point} ({mount.kind or 'unknown file system'})" if mount else ""

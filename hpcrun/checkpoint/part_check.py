@@ -8,32 +8,32 @@ from dataclasses import replace
 from xxhash import xxh3_64_intdigest
 
 from hpcrun.checkpoint.format import (
-    CHUNK,
     CHUNK_BYTES,
-    END,
+    CHUNK_FRAME,
+    END_FRAME,
     HEADER_BYTES,
-    PART,
-    TAIL,
+    PART_FRAME,
+    TAIL_FRAME,
+    ChunkLocation,
+    ChunkSpec,
     DamagedError,
-    Piece,
-    Place,
     parse_tail,
     unpack_header,
 )
-from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, Holding
-from hpcrun.checkpoint.parity.files import read_at
+from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, InventoryEntry
+from hpcrun.checkpoint.parity.files import read_file_at
 
-Damage = tuple[str, str, int]
+DamagedPart = tuple[str, str, int]
 """A file, the generation and the number of the part in it that is not what it should be."""
 
 
-def prove_part(held: HeldPart, generation: bytes, *, ends_only: bool = False, shared: bool = False) -> None:
+def verify_part(held: HeldPart, generation: bytes, *, ends_only: bool = False, shared: bool = False) -> None:
     """Read all of a part; DamagedError unless every chunk is what its rank has written.
 
     `ends_only`: just what is quick to look at, its first and last headers and its list of chunks. `shared`:
     it lies in the run directory; what nodes keep for themselves must be a file of ours.
     """
-    proof = _Proof(held, generation, shared=shared)
+    proof = _PartVerifier(held, generation, shared=shared)
     try:
         proof.check_ends()
         for piece, place, digest in proof.tail():
@@ -43,19 +43,23 @@ def prove_part(held: HeldPart, generation: bytes, *, ends_only: bool = False, sh
         raise DamagedError(f"{held.path}: part {held.number}: {error}") from None
 
 
-def damages_in(holdings: Iterable[Holding], generations: Collection[str]) -> dict[Damage, str]:
+def find_damaged_parts(
+    holdings: Iterable[InventoryEntry], generations: Collection[str]
+) -> dict[DamagedPart, str]:
     """The parts of these generations that do not prove themselves, and what is wrong with each."""
-    found = dict[Damage, str]()
+    found = dict[DamagedPart, str]()
     for one in holdings:
         for held in one.parts if one.stamp.generation in generations else ():
             try:
-                prove_part(held, bytes.fromhex(one.stamp.generation), shared=one.level not in NODE_LEVELS)
+                verify_part(held, bytes.fromhex(one.stamp.generation), shared=one.level not in NODE_LEVELS)
             except DamagedError as error:
                 found[held.path, one.stamp.generation, held.number] = str(error)
     return found
 
 
-def without(holdings: Iterable[Holding], damages: Mapping[Damage, str]) -> list[Holding]:
+def exclude_damaged_parts(
+    holdings: Iterable[InventoryEntry], damages: Mapping[DamagedPart, str]
+) -> list[InventoryEntry]:
     """The holdings as if these parts were not there; what parity or another level has takes their place."""
     found = []
     for one in holdings:
@@ -66,21 +70,21 @@ def without(holdings: Iterable[Holding], damages: Mapping[Damage, str]) -> list[
     return found
 
 
-class _Proof:
+class _PartVerifier:
     def __init__(self, held: HeldPart, generation: bytes, *, shared: bool) -> None:
         self._held, self._generation, self._shared = held, generation, shared
         self._buffer = memoryview(bytearray(min(CHUNK_BYTES, held.part.size_bytes)))
 
     def check_ends(self) -> None:
         part = self._held.part
-        size, _ = self._header(PART, 0)
-        tail_at, _ = self._header(END, part.size_bytes - HEADER_BYTES)
+        size, _ = self._header(PART_FRAME, 0)
+        tail_at, _ = self._header(END_FRAME, part.size_bytes - HEADER_BYTES)
         if (size, tail_at) != (part.size_bytes, part.tail_at):
             raise DamagedError(f"it is of {size} bytes, not {part.size_bytes}, or its tail is elsewhere")
 
-    def tail(self) -> list[tuple[Piece, Place, int]]:
+    def tail(self) -> list[tuple[ChunkSpec, ChunkLocation, int]]:
         part = self._held.part
-        length, digest = self._header(TAIL, part.tail_at)
+        length, digest = self._header(TAIL_FRAME, part.tail_at)
         if length != part.tail_bytes:
             raise DamagedError(f"its tail is of {length} bytes, not {part.tail_bytes}")
         data = bytearray(length)
@@ -89,8 +93,8 @@ class _Proof:
             raise DamagedError("its tail does not match its hash")
         return parse_tail(bytes(data), self._held.number)
 
-    def check_chunk(self, piece: Piece, place: Place, digest: int) -> None:
-        length, told = self._header(CHUNK, place.at)
+    def check_chunk(self, piece: ChunkSpec, place: ChunkLocation, digest: int) -> None:
+        length, told = self._header(CHUNK_FRAME, place.at)
         if length != piece.size_bytes or told != digest:
             raise DamagedError(f"{piece}: is not the chunk that the tail lists")
         if length > len(self._buffer):
@@ -103,9 +107,9 @@ class _Proof:
     def _header(self, kind: int, at: int) -> tuple[int, int]:
         header = bytearray(HEADER_BYTES)
         self._read(at, memoryview(header))
-        return unpack_header(header, kind, Place(self._held.number, at), self._generation)
+        return unpack_header(header, kind, ChunkLocation(self._held.number, at), self._generation)
 
     def _read(self, at: int, into: memoryview) -> None:
         if at + len(into) > self._held.part.size_bytes:
             raise DamagedError(f"it ends at {self._held.part.size_bytes}, and not after {at + len(into)}")
-        read_at(self._held.path, self._held.at + at, into, shared=self._shared)
+        read_file_at(self._held.path, self._held.at + at, into, shared=self._shared)

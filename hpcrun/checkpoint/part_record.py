@@ -9,7 +9,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.levels import GenerationId
 
 _CHECK = "check"
 
@@ -18,39 +18,39 @@ _CHECK = "check"
 class PartRecord:
     """A part that lies whole somewhere."""
 
-    stamp: Stamp
+    stamp: GenerationId
     number: int
     part: Part
 
 
-def render_checked(told: dict[str, Any]) -> str:
+def render_checksummed(told: dict[str, Any]) -> str:
     """A value as JSON, with a hash of itself."""
-    return json.dumps(told | {_CHECK: _hash(told)}) + "\n"
+    return json.dumps(told | {_CHECK: _json_hash(told)}) + "\n"
 
 
-def parse_checked(told: Any) -> dict[str, Any]:
+def parse_checksummed(told: Any) -> dict[str, Any]:
     """What render_checked was given, out of the JSON value; ValueError where it does not match its hash."""
     if not isinstance(told, dict) or _CHECK not in told:
         raise ValueError("no record")
     rest = {key: value for key, value in told.items() if key != _CHECK}
-    if told[_CHECK] != _hash(rest):
+    if told[_CHECK] != _json_hash(rest):
         raise ValueError("the record does not match the hash in it")
     return rest
 
 
 def render_part_record(record: PartRecord) -> str:
     """As it is written."""
-    return render_checked(asdict(record))
+    return render_checksummed(asdict(record))
 
 
 def parse_part_record(told: Any) -> PartRecord:
     """From the JSON value of a record; ValueError where it is none."""
-    rest = parse_checked(told)
+    rest = parse_checksummed(told)
     try:
-        return PartRecord(Stamp(**rest["stamp"]), rest["number"], Part(**rest["part"]))
+        return PartRecord(GenerationId(**rest["stamp"]), rest["number"], Part(**rest["part"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"no record of a part: {error}") from None
 
 
-def _hash(told: dict[str, Any]) -> str:
+def _json_hash(told: dict[str, Any]) -> str:
     return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())

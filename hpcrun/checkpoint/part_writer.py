@@ -9,7 +9,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from hpcrun.checkpoint.format import TAIL, Bytes, Part, Piece, frames, lay_out, padded
+from hpcrun.checkpoint.format import (
+    TAIL_FRAME,
+    BytesLike,
+    ChunkSpec,
+    Part,
+    align_size,
+    iterate_frames,
+    plan_part_layout,
+)
 
 _BATCH_BYTES = 16 << 20
 _BATCH_BUFFERS = 512
@@ -23,8 +31,8 @@ def write_part(
     path: Path,
     generation: bytes,
     part: int,
-    pieces: Sequence[Piece],
-    contents: Iterable[Bytes],
+    pieces: Sequence[ChunkSpec],
+    contents: Iterable[BytesLike],
     *,
     file: int = 0,
     start: int = 0,
@@ -33,16 +41,16 @@ def write_part(
 
     `contents` are taken one by one; each must stay as it is until this returns.
     """
-    layout = lay_out(part, pieces)
+    layout = plan_part_layout(part, pieces)
     tail_hash = 0
-    descriptor = open_shared(path)
+    descriptor = open_shared_file(path)
     try:
-        writer = _Writer(descriptor, start)
-        for frame in frames(generation, part, layout, _checked(pieces, contents)):
+        writer = _BatchWriter(descriptor, start)
+        for frame in iterate_frames(generation, part, layout, _check_contents(pieces, contents)):
             writer.add(frame.header)
             if frame.content:
                 writer.add(frame.content)
-            if frame.kind == TAIL:
+            if frame.kind == TAIL_FRAME:
                 tail_hash = frame.digest
         writer.flush()
         os.fsync(descriptor)
@@ -63,30 +71,30 @@ def write_image(
         at += count
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_synced_file(path: Path, data: bytes) -> None:
     """Write a small new file and sync it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        write_on(descriptor, data)
+        write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def write_on(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
     """Write all of it, however much one call takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]
 
 
-def _checked(pieces: Sequence[Piece], contents: Iterable[Bytes]) -> Iterator[Bytes]:
+def _check_contents(pieces: Sequence[ChunkSpec], contents: Iterable[BytesLike]) -> Iterator[BytesLike]:
     for piece, content in zip(pieces, contents, strict=True):
         assert len(content) == piece.size_bytes, f"{piece}: {len(content)} bytes"
         yield content
 
 
-def open_shared(path: Path) -> int:
+def open_shared_file(path: Path) -> int:
     """The file, made if need be, not truncated: others write their own parts of it.
 
     Where another node has just made the directory, a network file system may not show it at once.
@@ -107,18 +115,18 @@ def _start_writeback(descriptor: int, position: int, size: int) -> None:
         _sync_file_range(descriptor, ctypes.c_int64(position), ctypes.c_int64(size), _SYNC_FILE_RANGE_WRITE)
 
 
-class _Writer:
+class _BatchWriter:
     """Gathers buffers, pads each to a multiple of a header, and writes them without copying."""
 
     def __init__(self, descriptor: int, start: int) -> None:
         self._descriptor, self._position = descriptor, start
-        self._buffers: list[Bytes] = []
+        self._buffers: list[BytesLike] = []
         self._size = 0
 
-    def add(self, data: Bytes) -> None:
+    def add(self, data: BytesLike) -> None:
         self._buffers.append(data)
         self._size += len(data)
-        if rest := padded(len(data)) - len(data):
+        if rest := align_size(len(data)) - len(data):
             self._buffers.append(bytes(rest))
             self._size += rest
         if self._size >= _BATCH_BYTES or len(self._buffers) >= _BATCH_BUFFERS:

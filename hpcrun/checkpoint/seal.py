@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hpcrun.checkpoint.format import HEADER_BYTES, TAIL, Layout, Part, Piece, frames, lay_out, padded
+from hpcrun.checkpoint.format import (
+    HEADER_BYTES,
+    TAIL_FRAME,
+    ChunkSpec,
+    Part,
+    PartLayout,
+    align_size,
+    iterate_frames,
+    plan_part_layout,
+)
 
 
 @dataclass(frozen=True)
@@ -14,19 +23,21 @@ class SlotPlan:
 
     number: int
     """Of the part; the rank."""
-    layout: Layout
+    layout: PartLayout
     sizes: tuple[int, ...]
     """Raw bytes of each chunk."""
     file: int
     start: int
 
 
-def plan_slot(number: int, pieces: Sequence[Piece], file: int, start: int) -> SlotPlan:
+def plan_slot(number: int, pieces: Sequence[ChunkSpec], file: int, start: int) -> SlotPlan:
     """Once for each structure; it holds for every save of it."""
-    return SlotPlan(number, lay_out(number, pieces), tuple(piece.size_bytes for piece in pieces), file, start)
+    return SlotPlan(
+        number, plan_part_layout(number, pieces), tuple(piece.size_bytes for piece in pieces), file, start
+    )
 
 
-def seal(
+def seal_part(
     image: memoryview, generation: bytes, plan: SlotPlan, between: Callable[[], None] = lambda: None
 ) -> Part:
     """Turn raw bytes at their places into a part: headers, hashes, tail and end; nothing else is copied.
@@ -35,14 +46,14 @@ def seal(
     """
     assert len(image) == plan.layout.size_bytes
     tail_hash = 0
-    for frame in frames(generation, plan.number, plan.layout, _contents(image, plan)):
+    for frame in iterate_frames(generation, plan.number, plan.layout, _raw_chunks(image, plan)):
         begin = frame.at + HEADER_BYTES
         image[frame.at : begin] = frame.header
         end = begin + len(frame.content)
-        if frame.kind == TAIL:
+        if frame.kind == TAIL_FRAME:
             image[begin:end] = frame.content
             tail_hash = frame.digest
-        if rest := padded(end) - end:
+        if rest := align_size(end) - end:
             image[end : end + rest] = bytes(rest)
         between()
     layout = plan.layout
@@ -51,6 +62,6 @@ def seal(
     )
 
 
-def _contents(image: memoryview, plan: SlotPlan) -> Iterator[memoryview]:
+def _raw_chunks(image: memoryview, plan: SlotPlan) -> Iterator[memoryview]:
     for at, size in zip(plan.layout.at, plan.sizes, strict=True):
         yield image[at + HEADER_BYTES : at + HEADER_BYTES + size]

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
-class Box(NamedTuple):
+class TensorSlice(NamedTuple):
     """A rectangular piece of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-def uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+def find_coverage_problem(shape: tuple[int, ...], boxes: Sequence[TensorSlice]) -> str | None:
     """What is wrong with boxes that should cover a tensor exactly; None when nothing is."""
     if len(boxes) == 1 and boxes[0] == ((0,) * len(shape), shape) and min(shape, default=0) >= 0:
         return None  # as most tensors are stored
@@ -29,14 +29,14 @@ def uncovered(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
         total += math.prod(box.sizes)
     if total != whole:
         return f"they hold {total} of its {whole} elements"
-    return _overlap(shape, [box for box in boxes if math.prod(box.sizes)])
+    return _find_overlap(shape, [box for box in boxes if math.prod(box.sizes)])
 
 
-def cut(sizes: tuple[int, ...], item_bytes: int, most_bytes: int) -> Iterator[Box]:
+def split_slice(sizes: tuple[int, ...], item_bytes: int, most_bytes: int) -> Iterator[TensorSlice]:
     """A box as boxes of at most so many bytes each (or one row), every one contiguous in C order."""
     dim = next((dim for dim, size in enumerate(sizes) if size > 1), None)
     if dim is None or math.prod(sizes) * item_bytes <= most_bytes:
-        yield Box((0,) * len(sizes), sizes)
+        yield TensorSlice((0,) * len(sizes), sizes)
         return
     row = math.prod(sizes[dim + 1 :]) * item_bytes
     rows = max(1, most_bytes // row)
@@ -45,20 +45,20 @@ def cut(sizes: tuple[int, ...], item_bytes: int, most_bytes: int) -> Iterator[Bo
         place = (*(0,) * dim, begin, *(0,) * (len(sizes) - dim - 1))
         inner = (*sizes[:dim], count, *sizes[dim + 1 :])
         if count > 1 or row <= most_bytes:
-            yield Box(place, inner)
+            yield TensorSlice(place, inner)
             continue
-        for box in cut(inner, item_bytes, most_bytes):
-            yield Box(tuple(a + b for a, b in zip(place, box.offsets, strict=True)), box.sizes)
+        for box in split_slice(inner, item_bytes, most_bytes):
+            yield TensorSlice(tuple(a + b for a, b in zip(place, box.offsets, strict=True)), box.sizes)
 
 
-def _overlap(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+def _find_overlap(shape: tuple[int, ...], boxes: list[TensorSlice]) -> str | None:
     """Two boxes that share an element, found by sweeping along the dimension with the most cuts."""
     if len(boxes) < 2:
         return None
     if not shape:
         return "its one element is there more than once"
     sweep = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
-    active: list[Box] = []
+    active: list[TensorSlice] = []
     for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
         begin = box.offsets[sweep]
         active = [one for one in active if one.offsets[sweep] + one.sizes[sweep] > begin]

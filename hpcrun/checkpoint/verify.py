@@ -7,20 +7,20 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from hpcrun.checkpoint.format import Piece, Place
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.format import ChunkLocation, ChunkSpec
+from hpcrun.checkpoint.generation import GenerationReader
 
-_MOST_JOBS = 16
+_MAX_JOBS = 16
 """More readers than this do not make one file system quicker, and each holds a chunk in memory."""
 
 
-def usual_jobs() -> int:
+def default_verify_jobs() -> int:
     """How many parts are read at a time where nobody asks for a number."""
-    return min(_MOST_JOBS, len(os.sched_getaffinity(0)))
+    return min(_MAX_JOBS, len(os.sched_getaffinity(0)))
 
 
-def damages(
-    generation: Generation, jobs: int, progress: Callable[[int], None] = lambda _size: None
+def find_generation_damages(
+    generation: GenerationReader, jobs: int, progress: Callable[[int], None] = lambda _size: None
 ) -> list[str]:
     """Everything that is wrong with a generation, in order of its parts."""
     lock = threading.Lock()
@@ -29,7 +29,7 @@ def damages(
         with lock:
             progress(size)
 
-    def look(one: tuple[int, list[tuple[Piece, Place]]]) -> list[str]:
+    def look(one: tuple[int, list[tuple[ChunkSpec, ChunkLocation]]]) -> list[str]:
         return list(generation.damages_of_part(*one, told))
 
     parts = list(enumerate(generation.chunks_by_part()))

@@ -26,13 +26,13 @@ from hpcrun.files import UntrustedFileError, aside_name, read_regular
 from hpcrun.local_identity import user_name
 from hpcrun.specs.identity import Place, place_of
 
-NAME = "writer.json"
-BEAT_S, SILENT_S, _LOOK_S = 2.0, 20.0, 0.5
+WRITER_RECORD_NAME = "writer.json"
+HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, _RECORD_POLL_S = 2.0, 20.0, 0.5
 _MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Writer:
+class WriterRecord:
     """A process that saves."""
 
     token: str
@@ -50,11 +50,15 @@ class Writer:
     beats: int = 0
 
     @classmethod
-    def here(cls, checkpoints: Path, life: tuple[str, int]) -> Writer:
+    def here(cls, checkpoints: Path, life: tuple[str, int]) -> WriterRecord:
         """This process."""
         pid = os.getpid()
-        told: dict[str, Any] = {"pid": pid, "started": _started(pid) or "", "user": user_name()}
-        where: dict[str, Any] = {"host": os.uname().nodename, "boot": _boot(), "place": place_of(checkpoints)}
+        told: dict[str, Any] = {"pid": pid, "started": _process_start(pid) or "", "user": user_name()}
+        where: dict[str, Any] = {
+            "host": os.uname().nodename,
+            "boot": _boot_id(),
+            "place": place_of(checkpoints),
+        }
         return cls(secrets.token_hex(16), **told, **where, life=life[0], turn=life[1])
 
     @property
@@ -63,7 +67,7 @@ class Writer:
         return f"process {self.pid} of {self.user} on {self.host}"
 
 
-def life_of(environ: Mapping[str, str], run: tuple[str, int] | None) -> tuple[str, int]:
+def find_restart_identity(environ: Mapping[str, str], run: tuple[str, int] | None) -> tuple[str, int]:
     """What starts this process again when it has ended, and how often it has: a run of ours, or Slurm."""
     if run is not None:
         return f"run {run[0]}", run[1]
@@ -71,13 +75,13 @@ def life_of(environ: Mapping[str, str], run: tuple[str, int] | None) -> tuple[st
     return (f"slurm {job}", int(count)) if job and count.isdecimal() else ("", 0)
 
 
-class Lease:
+class WriterLease:
     """The right to save into a directory, kept by a thread until it is released."""
 
     def __init__(self, checkpoints: Path, life: tuple[str, int] = ("", 0)) -> None:
         """Take it; UsageError with who and where if somebody has it, OSError where it cannot be written."""
-        self._path = checkpoints / NAME
-        self._own = Writer.here(checkpoints, life)
+        self._path = checkpoints / WRITER_RECORD_NAME
+        self._own = WriterRecord.here(checkpoints, life)
         self.lost_to = ""
         """Who has taken it over, where somebody has: this process may save no more."""
         self._end = threading.Event()
@@ -100,23 +104,23 @@ class Lease:
         self._end.set()
         self._thread.join()
         with contextlib.suppress(OSError, UsageError):
-            if not self.lost_to and _token_of(_read(self._path)) == self._own.token:
+            if not self.lost_to and _writer_token(_read_writer_record(self._path)) == self._own.token:
                 self._path.unlink(missing_ok=True)
 
     def _take(self) -> None:
-        seen = _read(self._path)
-        if isinstance(seen, Writer) and not self._may_follow(seen):
+        seen = _read_writer_record(self._path)
+        if isinstance(seen, WriterRecord) and not self._may_follow(seen):
             raise UsageError(
                 f"{self._path.parent}: {seen.who} is saving there; end that one first, or give a directory of"
                 " its own to each"
             )
         if seen is not None:
             # Whoever comes at the same time finds another record, or none, and looks again.
-            if _read(self._path) != seen:
+            if _read_writer_record(self._path) != seen:
                 return self._take()
             self._path.unlink(missing_ok=True)
-        aside = self._path.with_name(aside_name(NAME))
-        _write(aside, self._own)
+        aside = self._path.with_name(aside_name(WRITER_RECORD_NAME))
+        _write_writer_record(aside, self._own)
         try:
             os.link(aside, self._path)
         except FileExistsError:
@@ -126,11 +130,11 @@ class Lease:
         finally:
             aside.unlink(missing_ok=True)
         time.sleep(0.05)
-        if _token_of(_read(self._path)) != self._own.token:
+        if _writer_token(_read_writer_record(self._path)) != self._own.token:
             return self._take()
         return None
 
-    def _may_follow(self, other: Writer) -> bool:
+    def _may_follow(self, other: WriterRecord) -> bool:
         """Whether the writer of a record is gone, or gives way."""
         own = self._own
         here = own.place
@@ -140,27 +144,27 @@ class Lease:
             return True
         if (other.host, other.boot) == (own.host, own.boot):
             is_me = other.pid == own.pid and other.started == own.started
-            return is_me or _started(other.pid) != other.started
+            return is_me or _process_start(other.pid) != other.started
         return not self._changes(other)
 
-    def _changes(self, other: Writer) -> bool:
+    def _changes(self, other: WriterRecord) -> bool:
         """Whether somebody still writes a record: looked at for as long as it takes to be sure."""
-        until = time.monotonic() + SILENT_S
+        until = time.monotonic() + HEARTBEAT_TIMEOUT_S
         while time.monotonic() < until:
-            time.sleep(_LOOK_S)
-            now = _read(self._path)
+            time.sleep(_RECORD_POLL_S)
+            now = _read_writer_record(self._path)
             if now != other:
-                return isinstance(now, Writer)
+                return isinstance(now, WriterRecord)
         return False
 
     def _keep(self) -> None:
-        while not self._end.wait(BEAT_S) and not self._is_lost():
+        while not self._end.wait(HEARTBEAT_S) and not self._is_lost():
             self._own = replace(self._own, beats=self._own.beats + 1)
             # A disk that is full now is not a reason to end: the next beat may get through.
             with contextlib.suppress(OSError):
-                aside = self._path.with_name(aside_name(NAME))
+                aside = self._path.with_name(aside_name(WRITER_RECORD_NAME))
                 try:
-                    _write(aside, self._own)
+                    _write_writer_record(aside, self._own)
                     if not self._end.is_set():
                         aside.replace(self._path)
                 finally:
@@ -169,29 +173,29 @@ class Lease:
     def _is_lost(self) -> bool:
         """Whether the record is another one now; what cannot be read now may be at the next beat."""
         with contextlib.suppress(OSError, UsageError):
-            seen = _read(self._path)
-            if _token_of(seen) != self._own.token:
-                self.lost_to = seen.who if isinstance(seen, Writer) else "who has removed its record"
+            seen = _read_writer_record(self._path)
+            if _writer_token(seen) != self._own.token:
+                self.lost_to = seen.who if isinstance(seen, WriterRecord) else "who has removed its record"
         return bool(self.lost_to)
 
 
-def live_writer(checkpoints: Path) -> str | None:
+def find_live_writer(checkpoints: Path) -> str | None:
     """Who is saving there now, as far as can be told at once; None where nobody is."""
-    seen = _read(checkpoints / NAME)
-    if not isinstance(seen, Writer):
+    seen = _read_writer_record(checkpoints / WRITER_RECORD_NAME)
+    if not isinstance(seen, WriterRecord):
         return None
     here = place_of(checkpoints)
     if seen.place.path != here.path and not seen.place.is_same_inode(here):
         return None
-    is_here = (seen.host, seen.boot) == (os.uname().nodename, _boot())
-    return None if is_here and _started(seen.pid) != seen.started else seen.who
+    is_here = (seen.host, seen.boot) == (os.uname().nodename, _boot_id())
+    return None if is_here and _process_start(seen.pid) != seen.started else seen.who
 
 
-def _token_of(seen: Writer | str | None) -> str:
-    return seen.token if isinstance(seen, Writer) else ""
+def _writer_token(seen: WriterRecord | str | None) -> str:
+    return seen.token if isinstance(seen, WriterRecord) else ""
 
 
-def _read(path: Path) -> Writer | str | None:
+def _read_writer_record(path: Path) -> WriterRecord | str | None:
     """The record; what stands there instead, or None where nothing does."""
     try:
         text = read_regular(path, _MOST_BYTES).decode(errors="replace")
@@ -201,12 +205,12 @@ def _read(path: Path) -> Writer | str | None:
         raise UsageError(str(error)) from None
     try:
         told = json.loads(text)
-        return Writer(**{**told, "place": Place(**told["place"])})
+        return WriterRecord(**{**told, "place": Place(**told["place"])})
     except (ValueError, TypeError, KeyError):
         return text
 
 
-def _write(path: Path, record: Writer) -> None:
+def _write_writer_record(path: Path, record: WriterRecord) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(json.dumps(asdict(record)) + "\n")
@@ -214,7 +218,7 @@ def _write(path: Path, record: Writer) -> None:
         os.fsync(file.fileno())
 
 
-def _started(pid: int) -> str | None:
+def _process_start(pid: int) -> str | None:
     """When a process started, in ticks since its host did; None where it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -224,7 +228,7 @@ def _started(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def _boot() -> str:
+def _boot_id() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115

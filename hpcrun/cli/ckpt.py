@@ -20,7 +20,7 @@ from hpcrun.cli.ckpt_show import show_progress as _progress
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
-    from hpcrun.checkpoint.generation import Generation
+    from hpcrun.checkpoint.generation import GenerationReader
     from hpcrun.specs.saves import Saved
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ _Step = Annotated[int | None, typer.Option(help="which saved step; default the n
 @app.command("ls")
 def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _Json = False) -> None:
     """List the saved steps of a run and their copies in an object store, and whether all is there."""
-    from hpcrun.checkpoint.commit import DAMAGED, LEFT, problem_of
+    from hpcrun.checkpoint.commit import DAMAGED_PREFIX, LEFT_PREFIX, find_save_problem
     from hpcrun.specs.saves import read_saves, sort_saves
 
     checkpoints = _checkpoints(run)
@@ -55,15 +55,15 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         one.path: f"of another run ({one.run_id})" if one.run_id else "of no known run"
         for one in sorted_saves.strangers
     }
-    steps = [_as_json(one, problem_of(one)) | {"standing": standing.get(one.path)} for one in found]
+    steps = [_as_json(one, find_save_problem(one)) | {"standing": standing.get(one.path)} for one in found]
     damaged = [{"path": str(one.path), "problem": one.problem} for one in unreadable]
     damaged += [
         {"path": str(path), "problem": "set aside when a restart found it damaged"}
-        for path in sorted(checkpoints.glob(f"{DAMAGED}*"))
+        for path in sorted(checkpoints.glob(f"{DAMAGED_PREFIX}*"))
     ]
     damaged += [
         {"path": str(path), "problem": "set aside when another save of that step took its place"}
-        for path in sorted(checkpoints.glob(f"{LEFT}*"))
+        for path in sorted(checkpoints.glob(f"{LEFT_PREFIX}*"))
     ]
     copies, broken, unknown = find_object_copies(run, url, endpoint)
     more: dict[str, Any] = {"standing": None}
@@ -91,11 +91,11 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
 @app.command()
 def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
     """Show what a saved step holds: tensors with type, shape, size and files."""
-    from hpcrun.checkpoint.format import file_name
-    from hpcrun.checkpoint.generation import Generation
+    from hpcrun.checkpoint.format import data_file_name
+    from hpcrun.checkpoint.generation import GenerationReader
 
     saved = _require_format_2(_choose(run, step))
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         manifest = generation.manifest
     tensors: list[dict[str, Any]] = [
         {
@@ -104,12 +104,12 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
             "shape": list(tensor.shape),
             "size_bytes": tensor.size_bytes,
             "chunks": len(tensor.chunks),
-            "files": sorted({file_name(manifest.parts[place.part].file) for _, place in tensor.chunks}),
+            "files": sorted({data_file_name(manifest.parts[place.part].file) for _, place in tensor.chunks}),
         }
         for name, tensor in manifest.tensors.items()
     ]
     files: list[dict[str, Any]] = [
-        {"name": file_name(n), "size_bytes": size} for n, size in enumerate(saved.file_bytes)
+        {"name": data_file_name(n), "size_bytes": size} for n, size in enumerate(saved.file_bytes)
     ]
     if as_json:
         _print_json({**_as_json(saved, None), "files": files, "tensors": tensors})
@@ -195,15 +195,15 @@ def diff(
     """Compare two saved steps: which tensors differ, and by how much at most; exit code 1 if any does."""
     from dataclasses import asdict
 
-    from hpcrun.checkpoint.compare import differences
-    from hpcrun.checkpoint.generation import Generation
+    from hpcrun.checkpoint.compare import compare_generations
+    from hpcrun.checkpoint.generation import GenerationReader
     from hpcrun.errors import EXIT_CHECK_FAILED
 
     pair = [_require_format_2(_choose(run, step)), _require_format_2(_choose(of or run, other))]
-    with Generation(pair[0]) as first, Generation(pair[1]) as second:
+    with GenerationReader(pair[0]) as first, GenerationReader(pair[1]) as second:
         same = len(first.manifest.tensors)
         with _progress(f"step {step} and {other}", _raw_bytes(first)) as show:
-            found = list(differences(first, second, show))
+            found = list(compare_generations(first, second, show))
     if as_json:
         told = [asdict(one) for one in found]
         for entry in told:  # JSON has no word for what is no finite number
@@ -245,8 +245,8 @@ def gc(
     """
     import contextlib
 
-    from hpcrun.checkpoint.commit import find_garbage, remove
-    from hpcrun.checkpoint.writer_lease import live_writer
+    from hpcrun.checkpoint.commit import delete_generation, find_garbage
+    from hpcrun.checkpoint.writer_lease import find_live_writer
     from hpcrun.runs.run_state import read_run_states
     from hpcrun.specs.checkpoint import CheckpointSpec
     from hpcrun.specs.load import load_job_of
@@ -255,7 +255,7 @@ def gc(
     if found.spec.exists():
         in_flight = not read_run_states([found])[0].is_over
     else:
-        in_flight = live_writer(found.checkpoints) is not None
+        in_flight = find_live_writer(found.checkpoints) is not None
     if keep is None or keep_every is None:
         # What a script wants to keep nobody knows: what it has kept so far stays.
         rule = load_job_of(found).spec.checkpoint if found.spec.exists() else CheckpointSpec(keep=1 << 30)
@@ -267,7 +267,7 @@ def gc(
     for one in garbage if not dry_run else ():
         # The run itself may have been quicker.
         with contextlib.suppress(FileNotFoundError):
-            remove(one.path)
+            delete_generation(one.path)
     if as_json:
         removed = [{"path": str(o.path), "why": o.why, "size_bytes": o.size_bytes} for o in garbage]
         left = [{"path": str(one.path), "why": one.why} for one in kept]
@@ -314,22 +314,22 @@ def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
 def _verify_step(saved: Saved, jobs: int | None) -> dict[str, Any]:
     """One saved step, read from the first to the last byte."""
     from hpcrun.checkpoint.format import DamagedError
-    from hpcrun.checkpoint.generation import Generation
-    from hpcrun.checkpoint.verify import damages, usual_jobs
+    from hpcrun.checkpoint.generation import GenerationReader
+    from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 
     result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "state": "unknown", "damages": []}
     if saved.format_version == 1:
         return result | {"note": "format 1 holds no hashes"}
     try:
         with (
-            Generation(saved) as generation,
+            GenerationReader(saved) as generation,
             _progress(f"step {saved.step}", _raw_bytes(generation)) as show,
         ):
-            result["damages"] = damages(generation, jobs or usual_jobs(), show)
+            result["damages"] = find_generation_damages(generation, jobs or default_verify_jobs(), show)
     except (DamagedError, OSError) as error:
         result["damages"] = [str(error)]
     return result | {"state": "damaged" if result["damages"] else "whole"}
 
 
-def _raw_bytes(generation: Generation) -> int:
+def _raw_bytes(generation: GenerationReader) -> int:
     return sum(tensor.size_bytes for tensor in generation.manifest.tensors.values())

@@ -133,7 +133,7 @@ def import_state(
     kept for exports. Files are held against a SHA256SUMS beside them. Of the job in SOURCE only what
     describes the state is taken (model, data, layout, optimization); nothing that it says is run.
     """
-    from hpcrun.checkpoint.restore.exchange import check_source
+    from hpcrun.checkpoint.restore.exchange import check_import_source
     from hpcrun.errors import UsageError
     from hpcrun.runtime import importing
 
@@ -141,7 +141,7 @@ def import_state(
         raise UsageError("give either --run RUN, or --name NAME for a new run")
     if run is not None and job is not None:
         raise UsageError("--job: is of a new run; --run has its own job")
-    check_source(source)
+    check_import_source(source)
     kind, left_out = importing.kind_of(source), list[str]()
     read = _make_reader(source, kind, step, dtype)
     if run is not None:
@@ -268,7 +268,7 @@ def _load_target_job(run: RunDir, kind: str) -> JobSpec | None:
 
 
 def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:
-    from hpcrun.checkpoint.restore.exchange import copy_out, written_aside
+    from hpcrun.checkpoint.restore.exchange import atomic_directory, copy_generation_out
     from hpcrun.errors import UsageError
     from hpcrun.specs.base_model import pass_on
     from hpcrun.specs.load import render_portable
@@ -276,8 +276,8 @@ def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], N
 
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
-    with written_aside(out) as aside, pass_on(run.path, aside):
-        copy_out(saved, aside, show)
+    with atomic_directory(out) as aside, pass_on(run.path, aside):
+        copy_generation_out(saved, aside, show)
         if not run.spec.exists():
             return []
         text, left_out = render_portable(run.spec)

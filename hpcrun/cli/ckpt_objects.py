@@ -20,8 +20,8 @@ from hpcrun.units import amount
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.objects.catalogue import BrokenCopy, ObjectCopy
-    from hpcrun.checkpoint.objects.store import Store
+    from hpcrun.checkpoint.objects.catalogue import BrokenObjectCopy, ObjectCopy
+    from hpcrun.checkpoint.objects.store import ObjectStore
     from hpcrun.specs.rundir import RunDir
 
 Url = Annotated[str | None, typer.Option("--url", help="object store; default as in the job")]
@@ -44,20 +44,26 @@ def upload(
 
     The save is proved first. The copy exists once all of it is there; exit code 1 if --verify finds damage.
     """
-    from hpcrun.checkpoint.objects.catalogue import copy_place, cut, list_copies
-    from hpcrun.checkpoint.objects.download import damages
-    from hpcrun.checkpoint.objects.upload import upload as send
+    from hpcrun.checkpoint.objects.catalogue import (
+        generation_key_prefix,
+        list_generation_copies,
+        split_into_objects,
+    )
+    from hpcrun.checkpoint.objects.download import find_copy_damages
+    from hpcrun.checkpoint.objects.upload import upload_save as send
     from hpcrun.errors import EXIT_CHECK_FAILED
 
     found = find_run_or_directory(run, use="plan" if dry_run else "act")
     saved = choose_saved_step(str(found.path), step)
     size = sum(saved.file_bytes)
     with _open_store(found, url, endpoint) as store:
-        target = f"{store.url}/{copy_place(found.run_id, saved.step, saved.generation)}".rstrip("/")
+        target = f"{store.url}/{generation_key_prefix(found.run_id, saved.step, saved.generation)}".rstrip(
+            "/"
+        )
         told: dict[str, Any] = {"dry_run": dry_run, "step": saved.step, "generation": saved.generation}
         told |= {"url": target, "size_bytes": size}
         if dry_run:
-            told["objects"] = sum(len(cut(one)) for one in saved.file_bytes)
+            told["objects"] = sum(len(split_into_objects(one)) for one in saved.file_bytes)
             line = f"would copy step {saved.step} to {target}: {told['objects']} objects, {amount(size)}"
             print_json(told) if as_json else print(line)
             return
@@ -65,9 +71,9 @@ def upload(
             sent = send(store, found.run_id, saved, show=show)
         told |= vars(sent) | {"verified": verify, "damages": []}
         if verify:
-            (copy,) = [one for one in list_copies(store, found.run_id)[0] if one.url == target]
+            (copy,) = [one for one in list_generation_copies(store, found.run_id)[0] if one.url == target]
             with show_progress(f"reading back step {saved.step}", size) as show:
-                told["damages"] = damages(store, copy, show)
+                told["damages"] = find_copy_damages(store, copy, show)
     if as_json:
         print_json(told)
     else:
@@ -98,11 +104,11 @@ def download(
         size = sum(copy.saved.file_bytes)
         told: dict[str, Any] = {"dry_run": dry_run, "step": copy.saved.step, "url": copy.url}
         told |= {"generation": copy.saved.generation, "size_bytes": size}
-        saved = home.whole_at_home(copy, found.checkpoints)
+        saved = home.find_whole_save(copy, found.checkpoints)
         told["fetched"] = saved is None and not dry_run
         if saved is None and not dry_run:
             with show_progress(f"step {copy.saved.step}", size) as show:
-                saved = home.download(store, copy, found.checkpoints, show)
+                saved = home.download_copy(store, copy, found.checkpoints, show)
     told["path"] = str(saved.path if saved else found.checkpoints / f"step-{copy.saved.step:08d}")
     if as_json:
         print_json(told)
@@ -116,9 +122,9 @@ def download(
 
 def find_object_copies(
     run: str, url: str | None, endpoint: str | None
-) -> tuple[list[ObjectCopy], list[BrokenCopy], str | None]:
+) -> tuple[list[ObjectCopy], list[BrokenObjectCopy], str | None]:
     """The copies of a run for `ckpt ls`; or why they are not known. Nothing where the job has no store."""
-    from hpcrun.checkpoint.objects.catalogue import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
     from hpcrun.errors import HpcrunError
 
     found = find_run_or_directory(run)
@@ -126,7 +132,7 @@ def find_object_copies(
         if url is None and _job_store(found) is None:
             return [], [], None
         with _open_store(found, url, endpoint) as store:
-            return *list_copies(store, found.run_id), None
+            return *list_generation_copies(store, found.run_id), None
     except HpcrunError as error:
         if url is not None:
             raise
@@ -135,16 +141,16 @@ def find_object_copies(
 
 def open_object_copies(
     run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
-) -> tuple[list[tuple[Store, ObjectCopy]], str | None]:
+) -> tuple[list[tuple[ObjectStore, ObjectCopy]], str | None]:
     """The copies of a run with their store, open until the stack is; or why they are not known."""
-    from hpcrun.checkpoint.objects.catalogue import list_copies
+    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
     from hpcrun.errors import HpcrunError
 
     try:
         if url is None and _job_store(run) is None:
             return [], None
         store = stack.enter_context(_open_store(run, url, endpoint))
-        return [(store, copy) for copy in list_copies(store, run.run_id)[0]], None
+        return [(store, copy) for copy in list_generation_copies(store, run.run_id)[0]], None
     except HpcrunError as error:
         if url is not None:
             raise
@@ -155,16 +161,16 @@ def verify_object_copies(
     run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool
 ) -> None:
     """`ckpt verify` of the copies in a store, newest first: all of them are read back."""
-    from hpcrun.checkpoint.objects.catalogue import list_copies
-    from hpcrun.checkpoint.objects.download import damages
+    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
+    from hpcrun.checkpoint.objects.download import find_copy_damages
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
     found, results = find_run_or_directory(run), list[dict[str, Any]]()
     with _open_store(found, url, endpoint) as store:
-        copies, broken = list_copies(store, found.run_id)
+        copies, broken = list_generation_copies(store, found.run_id)
         for copy in reversed([one for one in copies if step in (None, one.saved.step)]):
             with show_progress(f"step {copy.saved.step}", sum(copy.saved.file_bytes)) as show:
-                wrong = damages(store, copy, show)
+                wrong = find_copy_damages(store, copy, show)
             state = "damaged" if wrong else "whole"
             results.append({"step": copy.saved.step, "path": copy.url, "state": state, "damages": wrong})
         if step is None:
@@ -202,11 +208,11 @@ def _print_upload(told: dict[str, Any]) -> None:
         print("read back: whole")
 
 
-def _choose_copy(store: Store, run: RunDir, step: int | None) -> ObjectCopy:
-    from hpcrun.checkpoint.objects.catalogue import list_copies
+def _choose_copy(store: ObjectStore, run: RunDir, step: int | None) -> ObjectCopy:
+    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
     from hpcrun.errors import UsageError
 
-    copies, _ = list_copies(store, run.run_id)
+    copies, _ = list_generation_copies(store, run.run_id)
     chosen = [one for one in copies if one.problem is None and step in (None, one.saved.step)]
     if not chosen:
         known = ", ".join(f"{one.saved.step}{' (damaged)' * bool(one.problem)}" for one in copies) or "none"
@@ -224,9 +230,9 @@ def _job_store(run: RunDir) -> tuple[str, str | None] | None:
 
 
 @contextmanager
-def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[Store]:
+def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[ObjectStore]:
     """The store that was asked for, or the job's; UsageError without one."""
-    from hpcrun.checkpoint.objects.store import open_store
+    from hpcrun.checkpoint.objects.store import open_object_store
     from hpcrun.errors import UsageError
 
     if url is None:
@@ -234,6 +240,6 @@ def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[
         if of_job is None:
             raise UsageError(f"{run.id}: its job has no checkpoint.object; say where with --url (or --from)")
         url, endpoint = of_job[0], endpoint or of_job[1]
-    with open_store(url, endpoint) as store:
+    with open_object_store(url, endpoint) as store:
         store.check()
         yield store

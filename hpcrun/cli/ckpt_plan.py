@@ -11,7 +11,7 @@ import typer
 from hpcrun.units import amount
 
 if TYPE_CHECKING:
-    from hpcrun.checkpoint.policy.simulation import Checked
+    from hpcrun.checkpoint.policy.simulation import AdviceCheck
     from hpcrun.checkpoint.policy.size import SourcedValue
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.submission.checkpoint_plan import CheckpointPlan
@@ -129,9 +129,9 @@ def _format_contents(found: CheckpointPlan) -> list[str]:
 
 
 def _format_costs(found: CheckpointPlan) -> list[str]:
-    from hpcrun.checkpoint.policy.auto_interval import IN_WORDS
+    from hpcrun.checkpoint.policy.auto_interval import AUTO_DESCRIPTION
 
-    otherwise = IN_WORDS if found.spec.checkpoint.every == "auto" else "at a signal and at the end"
+    otherwise = AUTO_DESCRIPTION if found.spec.checkpoint.every == "auto" else "at a signal and at the end"
     told = ["levels"]
     for one in found.costs.levels:
         every = f"every {one.every} steps" if one.every else otherwise
@@ -146,7 +146,7 @@ def _format_costs(found: CheckpointPlan) -> list[str]:
 
 
 def _format_losses(found: CheckpointPlan) -> list[str]:
-    from hpcrun.checkpoint.policy.failure_rates import KINDS
+    from hpcrun.checkpoint.policy.failure_rates import FAILURE_KINDS
 
     losses = found.losses
     if losses is None:
@@ -161,12 +161,12 @@ def _format_losses(found: CheckpointPlan) -> list[str]:
     )
     told.append(f"failures of this job{left_out}")
     for one in found.rates:
-        told += [f"  {one.kind}: {one.often} ({KINDS[one.kind]})", f"    {one.source}"]
+        told += [f"  {one.kind}: {one.frequency_text} ({FAILURE_KINDS[one.kind]})", f"    {one.source}"]
     return told
 
 
 def _format_advice(found: CheckpointPlan) -> list[str]:
-    from hpcrun.checkpoint.policy.failure_rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import format_time_span
 
     advice = found.advice
     if advice is None:
@@ -177,7 +177,7 @@ def _format_advice(found: CheckpointPlan) -> list[str]:
         ]
     told = ["how often"]
     for one in advice.intervals:
-        told.append(f"  {one.tier.name}: every {in_words(one.every_s)}")
+        told.append(f"  {one.tier.name}: every {format_time_span(one.every_s)}")
         told += [f"    {reason}" for reason in one.reasons]
     told += [f"  {key}={value}" for key, value in found.steps.items()]
     if not found.steps:
@@ -189,19 +189,19 @@ def _format_advice(found: CheckpointPlan) -> list[str]:
     return told + (_format_simulation(found.checked) if found.checked else [])
 
 
-def _format_simulation(checked: Checked) -> list[str]:
-    from hpcrun.checkpoint.policy.failure_rates import in_words
+def _format_simulation(checked: AdviceCheck) -> list[str]:
+    from hpcrun.checkpoint.policy.failure_rates import format_time_span
 
     told = [f"checked on a simulated run with {checked.failures} failures"]
     named = [(f"{factor:g} T", one) for factor, one in checked.at.items()] + [("best tried", checked.best)]
     for name, one in named:
-        every = ", ".join(in_words(each) for each in one.every_s)
+        every = ", ".join(format_time_span(each) for each in one.every_s)
         told.append(f"  {name:10}  efficiency {one.efficiency:.5f}  every {every}")
     return told
 
 
 def _format_storage(found: CheckpointPlan) -> list[str]:
-    from hpcrun.checkpoint.policy.failure_rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import format_time_span
 
     checkpoint = found.spec.checkpoint
     milestones = f" and each multiple of {checkpoint.keep_every} steps" if checkpoint.keep_every else ""
@@ -226,7 +226,9 @@ def _format_storage(found: CheckpointPlan) -> list[str]:
     if lead is None:
         told.append("  how long before the end it is asked for: unknown before the first durable save")
     else:
-        told.append(f"  asked for {in_words(lead)} before the end, or with Slurm's signal if that is earlier")
+        told.append(
+            f"  asked for {format_time_span(lead)} before the end, or with Slurm's signal if that is earlier"
+        )
     return told + [f"note: {text}" for text in found.notes]
 
 
@@ -235,7 +237,7 @@ def _format_bytes_line(name: str, figure: SourcedValue) -> str:
 
 
 def _format_time_line(name: str, figure: SourcedValue) -> str:
-    from hpcrun.checkpoint.policy.failure_rates import in_words
+    from hpcrun.checkpoint.policy.failure_rates import format_time_span
 
-    value = "unknown" if figure.value is None else in_words(figure.value)
+    value = "unknown" if figure.value is None else format_time_span(figure.value)
     return f"    {name:14}  {value}  {figure.source}"

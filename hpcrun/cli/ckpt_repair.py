@@ -15,9 +15,9 @@ from hpcrun.units import amount
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.levels import Holding
-    from hpcrun.checkpoint.restore.repair import Repair
-    from hpcrun.checkpoint.restore.sources import Copy
+    from hpcrun.checkpoint.levels import InventoryEntry
+    from hpcrun.checkpoint.restore.repair import RepairReport
+    from hpcrun.checkpoint.restore.sources import GenerationCopy
     from hpcrun.specs.rundir import RunDir
 
 
@@ -45,8 +45,8 @@ def repair(
     """
     from contextlib import ExitStack
 
-    from hpcrun.checkpoint.restore.repair import damaged_generations
-    from hpcrun.checkpoint.restore.sources import DirectoryCopy, HeldCopy
+    from hpcrun.checkpoint.restore.repair import find_repair_candidates
+    from hpcrun.checkpoint.restore.sources import DirectoryCopy, NodeCopy
     from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
     found = find_run_or_directory(run, use="plan" if dry_run else "act")
@@ -55,14 +55,14 @@ def repair(
     for directory in others or ():
         if not directory.is_dir():
             raise UsageError(f"--from {directory}: is no directory; give one with the files of a save")
-    wanted = damaged_generations(found.checkpoints, step)
+    wanted = find_repair_candidates(found.checkpoints, step)
     if step is not None and not wanted:
         raise UsageError(f"{run}: has no save of step {step}, whole or damaged; see `hpcrun ckpt ls {run}`")
-    repairs: list[Repair] = []
+    repairs: list[RepairReport] = []
     with ExitStack() as stack:
         held = read_inventory(found)
-        copies: list[Copy] = [DirectoryCopy(directory) for directory in others or ()]
-        copies += [HeldCopy(one) for one in held]
+        copies: list[GenerationCopy] = [DirectoryCopy(directory) for directory in others or ()]
+        copies += [NodeCopy(one) for one in held]
         copies += open_stored_copies(found, url, endpoint, stack)
         for path in wanted:
             one = _repair(path, copies, held, stack, dry_run)
@@ -79,10 +79,10 @@ def repair(
 
 
 def _repair(
-    path: Path, copies: list[Copy], held: list[Holding], stack: ExitStack, dry_run: bool
-) -> Repair | None:
+    path: Path, copies: list[GenerationCopy], held: list[InventoryEntry], stack: ExitStack, dry_run: bool
+) -> RepairReport | None:
     """Repair a save from its copies; where that is not enough also from what parity makes again."""
-    from hpcrun.checkpoint.restore.repair import repair as repair_generation
+    from hpcrun.checkpoint.restore.repair import repair_generation
 
     stamps = [one.stamp for one in held]
     with show_progress(path.name, _size(path)) as show:
@@ -92,39 +92,43 @@ def _repair(
     return one
 
 
-def read_inventory(run: RunDir) -> list[Holding]:
+def read_inventory(run: RunDir) -> list[InventoryEntry]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
-    from hpcrun.checkpoint.restore.outside_copies import holdings_here
+    from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
     from hpcrun.specs.load import load_job_of
 
     local = load_job_of(run).spec.checkpoint.local if run.spec.exists() else None
-    return holdings_here(run.run_id, local)
+    return find_local_inventory(run.run_id, local)
 
 
-def rebuild_from_parity(held: list[Holding], wanted: Repair, stack: ExitStack) -> list[Copy]:
+def rebuild_from_parity(
+    held: list[InventoryEntry], wanted: RepairReport, stack: ExitStack
+) -> list[GenerationCopy]:
     """What parity in the memory of nodes makes again of a save; the files last until the stack is closed."""
     import tempfile
 
-    from hpcrun.checkpoint.restore.outside_copies import rebuilt_here
-    from hpcrun.checkpoint.restore.sources import HeldCopy
+    from hpcrun.checkpoint.restore.outside_copies import rebuild_parts_locally
+    from hpcrun.checkpoint.restore.sources import NodeCopy
 
     if wanted.generation is None or not any(one.parity for one in held):
         return []
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpcrun-repair-")))
-    return [HeldCopy(one) for one in rebuilt_here(held, wanted.path, wanted.generation, folder)]
+    return [NodeCopy(one) for one in rebuild_parts_locally(held, wanted.path, wanted.generation, folder)]
 
 
-def open_stored_copies(run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack) -> list[Copy]:
+def open_stored_copies(
+    run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
+) -> list[GenerationCopy]:
     """The copies in the object store that the job names, or `url`; open until the stack is."""
-    from hpcrun.checkpoint.restore.outside_copies import StoredCopy
+    from hpcrun.checkpoint.restore.outside_copies import ObjectStoreCopy
 
     found, unknown = open_object_copies(run, url, endpoint, stack)
     if unknown is not None:
         print(f"copies in the object store are not known: {unknown}", file=sys.stderr)
-    return [StoredCopy(store, copy) for store, copy in found]
+    return [ObjectStoreCopy(store, copy) for store, copy in found]
 
 
-def _print_repairs(repairs: list[Repair], looked_at: int, dry_run: bool) -> None:
+def _print_repairs(repairs: list[RepairReport], looked_at: int, dry_run: bool) -> None:
     for one in repairs:
         if one.problem:
             print(f"{one.path}: cannot be repaired: {one.problem}")
@@ -141,7 +145,7 @@ def _print_repairs(repairs: list[Repair], looked_at: int, dry_run: bool) -> None
     print(f"{looked_at - len(repairs)} of {looked_at} saves are whole as they are")
 
 
-def _as_json(one: Repair) -> dict[str, Any]:
+def _as_json(one: RepairReport) -> dict[str, Any]:
     return {
         "path": str(one.path),
         "step": one.step,

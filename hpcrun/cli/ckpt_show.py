@@ -119,13 +119,13 @@ def refuse_while_running(run: RunDir, what: str, *, believe: bool = False) -> No
 
     `believe` takes the person's word for it that an unknown run is over.
     """
-    from hpcrun.checkpoint.writer_lease import live_writer
+    from hpcrun.checkpoint.writer_lease import find_live_writer
     from hpcrun.errors import UsageError
     from hpcrun.runs.run_state import read_run_states
     from hpcrun.specs.provenance import read_provenance
 
     if not run.spec.exists():  # a script's saves
-        if (writer := live_writer(run.checkpoints)) and not believe:
+        if (writer := find_live_writer(run.checkpoints)) and not believe:
             raise UsageError(
                 f"{run.checkpoints}: {writer} saves there; {what} when it has ended, or with"
                 " --is-over if it has"

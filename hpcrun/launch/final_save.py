@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hpcrun.checkpoint.levels import LEVELS, Level
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import LineReader
@@ -36,9 +36,11 @@ def final_save_deadline(end: float, lead_s: float) -> float:
     return end - lead_s
 
 
-def deepest_reachable_level(left_s: float, takes_s: Mapping[Level, float]) -> Level | None:
+def deepest_reachable_level(
+    left_s: float, takes_s: Mapping[CheckpointLevel, float]
+) -> CheckpointLevel | None:
     """The deepest level that a save reaches in the time that is left; None where it reaches none."""
-    fitting = [level for level in LEVELS if level in takes_s and takes_s[level] <= left_s]
+    fitting = [level for level in CHECKPOINT_LEVELS if level in takes_s and takes_s[level] <= left_s]
     return fitting[-1] if fitting else None
 
 
@@ -47,14 +49,14 @@ class SaveDurations:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_MAX_SAVES)
-        self._takes: dict[Level, deque[float]] = {}
+        self._takes: dict[CheckpointLevel, deque[float]] = {}
 
     def take(self, line: Mapping[str, Any]) -> None:
         """One more line; what makes no sense is passed over."""
         kind, level = line.get("kind", "step"), line.get("level", "durable")
         if kind == "step":
             _append_duration(self._steps, line.get("step_time_s"))
-        elif level not in LEVELS:
+        elif level not in CHECKPOINT_LEVELS:
             return
         elif kind == "save":
             _append_duration(self._takes.setdefault(level, deque(maxlen=_MAX_SAVES)), line.get("seconds"))
@@ -68,7 +70,7 @@ class SaveDurations:
         for line in lines:
             self.take(line)
 
-    def save_times_s(self) -> dict[Level, float]:
+    def save_times_s(self) -> dict[CheckpointLevel, float]:
         """With the margin and the step that has to end first: the longest of the newest saves, by level."""
         step = max(self._steps, default=0.0)
         return {

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import LEVELS
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
 from hpcrun.runs.save_text import is_durable_save
 
 Record = Mapping[str, Any]
@@ -54,7 +54,7 @@ class CheckpointStats:
         if is_durable_save(line) and isinstance(now, int | float):
             self.undurable_since = float(now)
         level = str(line.get("level", "durable"))
-        if kind not in ("save", "stored", "save_failed") or level not in LEVELS:
+        if kind not in ("save", "stored", "save_failed") or level not in CHECKPOINT_LEVELS:
             return
         sums = self.levels.setdefault(level, LevelStats())
         if kind == "save_failed":
@@ -80,7 +80,9 @@ class CheckpointStats:
     def lines(self) -> list[str]:
         """A line a level, in plain text, from the quickest to the safest."""
         return [
-            f"{level}: {_format_level_stats(self.levels[level])}" for level in LEVELS if level in self.levels
+            f"{level}: {_format_level_stats(self.levels[level])}"
+            for level in CHECKPOINT_LEVELS
+            if level in self.levels
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def parse_checkpoint_stats(told: Any) -> CheckpointStats | None:
     values = [value for one in levels.values() for value in asdict(one).values()]
     since = found.undurable_since
     are_numbers = all(value is None or _valid_number(value) is not None for value in (*values, since))
-    return found if are_numbers and levels.keys() <= set(LEVELS) else None
+    return found if are_numbers and levels.keys() <= set(CHECKPOINT_LEVELS) else None
 
 
 def _format_level_stats(sums: LevelStats) -> str:

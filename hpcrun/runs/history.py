@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, get_args
 
-from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.failure_rates import Kind, Seen
+from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.policy.failure_rates import FailureHistory, FailureKind
 from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs.ledger import read_ledger
@@ -25,10 +25,10 @@ MAX_HISTORY_RUNS = 200
 """The newest of the user's runs; what is older says little of the machine as it is."""
 _MAX_SIMILAR_RUNS = 20
 _MAX_LINES, _MAX_STORED = 20_000, 64
-_LEVELS: tuple[Level, ...] = get_args(Level)
+_LEVELS: tuple[CheckpointLevel, ...] = get_args(CheckpointLevel)
 _NAME_LINE = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
 _PROGRAM_FAULTS = ("deterministic", "data")
-_FAILURE_KINDS: Mapping[str, Kind] = {
+_FAILURE_KINDS: Mapping[str, FailureKind] = {
     **dict.fromkeys(("crash", "hang", "supervisor lost"), "process"),
     **dict.fromkeys(("node", "node lost"), "node"),
 }
@@ -52,17 +52,17 @@ class MeasuredCosts:
 
     runs: tuple[str, ...] = ()
     step_s: float | None = None
-    levels: Mapping[Level, LevelTiming] = field(default_factory=dict)
+    levels: Mapping[CheckpointLevel, LevelTiming] = field(default_factory=dict)
     restart_s: float | None = None
     """From the last sign of progress before a fault to new progress, the mean over faults."""
 
 
-def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> Seen:
+def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> FailureHistory:
     """Failures and node time of the newest runs on a cluster (None: runs without a profile).
 
     Runs on which faults were rehearsed say nothing of the machine and are left out.
     """
-    total = Seen()
+    total = FailureHistory()
     for run in list(runs)[-MAX_HISTORY_RUNS:]:
         with suppress(HpcrunError, OSError):  # of a damaged record others complain
             if _cluster_name(run) == cluster and not run.chaos.exists():
@@ -73,9 +73,9 @@ def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> Seen:
     return total
 
 
-def count_attempt_failures(attempts: Sequence[AttemptTimeline], nodes: Mapping[int, int]) -> Seen:
+def count_attempt_failures(attempts: Sequence[AttemptTimeline], nodes: Mapping[int, int]) -> FailureHistory:
     """What the attempts of one run went through, on so many nodes each."""
-    counts: dict[Kind, int] = {}
+    counts: dict[FailureKind, int] = {}
     node_s, left_out = 0.0, 0
     for index, attempt in enumerate(attempts):
         node_s += attempt.length * nodes.get(attempt.number, 1)
@@ -90,10 +90,10 @@ def count_attempt_failures(attempts: Sequence[AttemptTimeline], nodes: Mapping[i
             left_out += 1
         else:
             counts[kind] = counts.get(kind, 0) + 1
-    return Seen(node_s, counts, 1 if attempts else 0, left_out)
+    return FailureHistory(node_s, counts, 1 if attempts else 0, left_out)
 
 
-def _failure_kind(record: Record, attempt: AttemptTimeline) -> Kind | None:
+def _failure_kind(record: Record, attempt: AttemptTimeline) -> FailureKind | None:
     """The kind of a fault; None for one that is the program's own, or no failure at all."""
     if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _PROGRAM_FAULTS:
         return None
@@ -194,7 +194,7 @@ def _background_slowdowns(lines: Sequence[Record], usual_s: float | None) -> Ite
             yield str(line.get("level")), max(0.0, sum(shares))
 
 
-def _level_timing(found: Mapping[tuple[str, str], list[float]], level: Level) -> LevelTiming:
+def _level_timing(found: Mapping[tuple[str, str], list[float]], level: CheckpointLevel) -> LevelTiming:
     stall, drain, lag = (found.get((level, name), []) for name in ("stall", "drain", "lag"))
     return LevelTiming(
         _median_or_none(stall), _median_or_none(drain), _median_or_none(lag), max(len(stall), len(drain))

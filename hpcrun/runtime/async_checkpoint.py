@@ -15,8 +15,8 @@ from typing import Any, Literal
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from hpcrun.checkpoint.commit import draft_of
-from hpcrun.checkpoint.levels import LEVELS, Level, Stamp
+from hpcrun.checkpoint.commit import locate_draft
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import Checkpointer
@@ -97,7 +97,7 @@ class SavesBehind:
         if not isinstance(slot, int):
             return slot
         owner = (self._control.size, self._direct.attempt, self._direct.descent)
-        stamp = Stamp(generation, step, position, *owner)
+        stamp = GenerationId(generation, step, position, *owner)
         levels, size = self._levels(step, lasting=lasting), self._plan.whole_bytes
         flight = Flight(self._serial, stamp, slot, self._key, levels, size, at, 0.0)
         self._flights[self._serial] = self._current = flight
@@ -191,11 +191,11 @@ class SavesBehind:
         if not self._control.everywhere(lambda: self._arrives(step, None if is_lost else flight)):
             self._write(step, position, state)
 
-    def settle(self, *levels: Level) -> None:
+    def settle(self, *levels: CheckpointLevel) -> None:
         """Wait until all that was begun has arrived at these levels, or has failed to; else at all levels."""
         self.fence()
         for flight in list(self._flights.values()):
-            while set(flight.ahead) & set(levels or LEVELS) and self._link is not None:
+            while set(flight.ahead) & set(levels or CHECKPOINT_LEVELS) and self._link is not None:
                 self._how_far.say(flight)
                 self._listen(_LOOK_S)
         self._meet(0)
@@ -228,7 +228,7 @@ class SavesBehind:
         self.begin_anew()
         self._home.close()
 
-    def _levels(self, step: int, *, lasting: bool) -> list[Level]:
+    def _levels(self, step: int, *, lasting: bool) -> list[CheckpointLevel]:
         levels = levels_of(self._spec, step, lasting=lasting, is_single=self._is_single)
         return [level for level in levels if level in self._offered]
 
@@ -490,7 +490,7 @@ class SavesBehind:
 
     def _is_committed(self, flight: Flight, limit_s: float | None) -> bool:
         stamp = flight.stamp
-        final = draft_of(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
+        final = locate_draft(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
         try:
             saved = self._direct.patiently(final, lambda: read_save(final), limit_s)
         except SiteError:  # storage that does not answer proves no commit

@@ -12,10 +12,10 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.commit import Draft
-from hpcrun.checkpoint.format import Part, file_name
-from hpcrun.checkpoint.lustre.storage import Storage
-from hpcrun.checkpoint.os_errors import explain
+from hpcrun.checkpoint.commit import GenerationDraft
+from hpcrun.checkpoint.format import Part, data_file_name
+from hpcrun.checkpoint.lustre.storage import CheckpointStorage
+from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
@@ -45,7 +45,7 @@ class DataFiles:
 
     def __init__(self, checkpoints: Path, spec: DurableSpec, control: Control) -> None:
         self._checkpoints, self._spec, self._control = checkpoints, spec, control
-        self._known: Storage | None = None
+        self._known: CheckpointStorage | None = None
 
     def are_laid_out(self) -> bool:
         """Whether the file system lets us say how; to be asked on one rank alone, for all."""
@@ -53,7 +53,7 @@ class DataFiles:
 
     def write(
         self,
-        draft: Draft,
+        draft: GenerationDraft,
         plan: WritePlan,
         contents: Callable[[], Iterator[memoryview]],
         *,
@@ -95,13 +95,13 @@ class DataFiles:
     def layout(self, every: list[Written]) -> dict[str, Any]:
         """What is known of the files, by their names, for the manifest."""
         plain = {"file_system": self._storage.mount.kind or "unknown"}
-        found = {file_name(one.file): plain for one in every}
-        return found | {file_name(one.file): one.facts for one in every if one.facts}
+        found = {data_file_name(one.file): plain for one in every}
+        return found | {data_file_name(one.file): one.facts for one in every if one.facts}
 
     @property
-    def _storage(self) -> Storage:
+    def _storage(self) -> CheckpointStorage:
         if self._known is None:
-            self._known = Storage(self._checkpoints, self._spec, self._warn)
+            self._known = CheckpointStorage(self._checkpoints, self._spec, self._warn)
         return self._known
 
     def _warn(self, text: str) -> None:
@@ -110,12 +110,12 @@ class DataFiles:
             sys.stderr.write(f"hpcrun: {text}\n")
             sys.stderr.flush()
 
-    def _made(self, draft: Draft, plan: WritePlan) -> dict[str, Any]:
+    def _made(self, draft: GenerationDraft, plan: WritePlan) -> dict[str, Any]:
         if plan.start:
             return {}
         return self._storage.prepare_file(draft.file(plan.file), *plan.file_needs)
 
-    def _made_anew(self, draft: Draft, plan: WritePlan, every: list[Written]) -> list[Any]:
+    def _made_anew(self, draft: GenerationDraft, plan: WritePlan, every: list[Written]) -> list[Any]:
         """Which file is there again, empty and on other targets, and how it lies; None where it is not."""
         is_full = any(one.number == errno.ENOSPC and one.file == plan.file for one in every)
         if plan.start or not is_full:
@@ -127,7 +127,7 @@ class DataFiles:
 
     def _part(
         self,
-        draft: Draft,
+        draft: GenerationDraft,
         plan: WritePlan,
         contents: Callable[[], Iterator[memoryview]],
         facts: dict[str, Any],
@@ -141,8 +141,8 @@ class DataFiles:
         facts = facts | self._storage.layout_facts(path) if facts else {}
         return Written("", None, plan.file, list(astuple(part)), facts)
 
-    def _failed(self, draft: Draft, plan: WritePlan, error: OSError) -> Written:
-        return Written(explain(error, draft.file(plan.file)), error.errno, plan.file, [])
+    def _failed(self, draft: GenerationDraft, plan: WritePlan, error: OSError) -> Written:
+        return Written(explain_os_error(error, draft.file(plan.file)), error.errno, plan.file, [])
 
     def _gather(self, mine: Written) -> list[Written]:
         return [Written(*fields) for fields in self._control.allgather(list(astuple(mine)))]

@@ -20,22 +20,29 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.chunk_reader import ChunkSource
-from hpcrun.checkpoint.commit import Draft, begin, commit, discard, retire, set_aside
-from hpcrun.checkpoint.format import (
-    DamagedError,
-    MissingError,
-    Piece,
-    Place,
-    collect,
-    render_tensors,
-    structure_digest,
+from hpcrun.checkpoint.commit import (
+    GenerationDraft,
+    apply_retention,
+    begin_generation,
+    commit_generation,
+    discard_draft,
+    quarantine_generation,
 )
-from hpcrun.checkpoint.generation import Generation, read_tail
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.lustre.storage import mount_of
-from hpcrun.checkpoint.os_errors import explain
-from hpcrun.checkpoint.restore.decide import key_of
-from hpcrun.checkpoint.restore.inventory import no_collection
+from hpcrun.checkpoint.format import (
+    ChunkLocation,
+    ChunkSpec,
+    DamagedError,
+    MissingFileError,
+    collect_tensors,
+    compute_structure_digest,
+    render_tensors,
+)
+from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.lustre.storage import find_mount
+from hpcrun.checkpoint.os_errors import explain_os_error
+from hpcrun.checkpoint.restore.decide import save_failure_key
+from hpcrun.checkpoint.restore.inventory import gc_paused
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.collective_verbs import on_all
@@ -93,15 +100,14 @@ class Checkpointer:
         durable: DurableSpec | None = None,
     ) -> None:
         """`durable`: how files are to lie on a file system where one can say it."""
-        self.root, self.attempt = checkpoints, attempt
-        self.descent = ""
-        """What this start has gone on from; its saves say so."""
+        # What this start has gone on from is in `descent`; its saves say so.
+        self.root, self.attempt, self.descent = checkpoints, attempt, ""
         self._files = DataFiles(checkpoints, durable or DurableSpec(), control)
         self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
         self._damaged: dict[Path, _Problem] = {}
-        self._opened: dict[Path, Generation] = {}
-        self._on, self._step = mount_of(checkpoints).words, 0
+        self._opened: dict[Path, GenerationReader] = {}
+        self._on, self._step = find_mount(checkpoints).words, 0
         self.tell: Callable[[dict[str, Any]], None] | None = None
         """Takes, on rank 0, lines for metrics.jsonl."""
         self.is_partly_filled = False
@@ -146,7 +152,7 @@ class Checkpointer:
         aside, final, generation, laid_out = self._control.everywhere(
             lambda: self.patiently(self.root, lambda: self._begin(step, beside), limit_s)
         )
-        draft = Draft(Path(aside), Path(final), bytes.fromhex(generation))
+        draft = GenerationDraft(Path(aside), Path(final), bytes.fromhex(generation))
         entries = self.entries(state)
         plan = self._plan_for(entries)
         written = self._files.write(
@@ -168,9 +174,9 @@ class Checkpointer:
 
     def _begin(self, step: int, beside: bool) -> list[Any]:
         try:
-            draft = begin(self.root, step, self.attempt, beside=beside)
+            draft = begin_generation(self.root, step, self.attempt, beside=beside)
         except OSError as error:
-            raise SiteError(f"step {step} cannot be written: {explain(error, self.root)}") from None
+            raise SiteError(f"step {step} cannot be written: {explain_os_error(error, self.root)}") from None
         return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.are_laid_out()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
@@ -181,7 +187,9 @@ class Checkpointer:
             self._plan = plan_write(entries, self._control, key)
         return self._plan
 
-    def _commit(self, draft: Draft, plan: WritePlan, written: list[Written], facts: dict[str, int]) -> None:
+    def _commit(
+        self, draft: GenerationDraft, plan: WritePlan, written: list[Written], facts: dict[str, int]
+    ) -> None:
         """On rank 0, when all have written: commit, and retire what is no longer wanted."""
         try:
             for rank, one in enumerate(written):
@@ -191,23 +199,23 @@ class Checkpointer:
             parts = parts_of(written)
             draft = dataclasses.replace(draft, layout=self._files.layout(written))
             if plan.tensors is None:
-                tensors = collect(
-                    read_tail(draft.file(part.file), part, number, draft.generation)
+                tensors = collect_tensors(
+                    read_part_tail(draft.file(part.file), part, number, draft.generation)
                     for number, part in enumerate(parts)
                 )
-                plan.structure, plan.tensors = structure_digest(tensors), render_tensors(tensors)
+                plan.structure, plan.tensors = compute_structure_digest(tensors), render_tensors(tensors)
             world: dict[str, Any] = {"world_size": self._control.size, "attempt": self.attempt, **facts}
             more: dict[str, Any] = {"descent": self.descent, "warn": say}
-            commit(draft, parts, plan.tensors, plan.structure, **world, **more)
+            commit_generation(draft, parts, plan.tensors, plan.structure, **world, **more)
         except OSError as error:
-            discard(draft)
+            discard_draft(draft)
             raise SiteError(
-                f"step {facts['step']} cannot be committed: {explain(error, self.root)}"
+                f"step {facts['step']} cannot be committed: {explain_os_error(error, self.root)}"
             ) from None
         except HpcrunError:
-            discard(draft)
+            discard_draft(draft)
             raise
-        for problem in retire(self.root, self._keep, self._damaged, keep_every=self._keep_every):
+        for problem in apply_retention(self.root, self._keep, self._damaged, keep_every=self._keep_every):
             say(problem)
 
     def restore(
@@ -229,7 +237,7 @@ class Checkpointer:
         """
         self.is_partly_filled = False
         while True:
-            with no_collection():
+            with gc_paused():
                 chosen = self._control.everywhere(lambda: self.patiently(self.root, self.choose))
             if chosen is None:
                 return None
@@ -259,11 +267,11 @@ class Checkpointer:
         """Do something with a save on every rank; what is wrong with it, the same on all."""
         problem: list[Any] | None = None
         try:
-            with no_collection():
+            with gc_paused():
                 self.patiently(saved.path, action)
         except UsageError as error:
             problem = ["usage", str(error), None]
-        except MissingError as error:
+        except MissingFileError as error:
             problem = ["missing", str(error), None]
         except DamagedError as error:
             problem = ["damaged", str(error), error.chunk]
@@ -289,12 +297,12 @@ class Checkpointer:
     def _is_damaged(self, saved: Saved, chunk: list[Any] | None) -> bool:
         """On rank 0: whether it sees the damage as well that another rank has told of."""
         try:
-            with Generation(saved) as generation:
+            with GenerationReader(saved) as generation:
                 if chunk is not None:
                     (name, dtype, *boxes), place = chunk
-                    piece = Piece(name, dtype, *map(tuple, boxes))
-                    generation.read(piece, Place(*place), memoryview(bytearray(piece.size_bytes)))
-        except MissingError:
+                    piece = ChunkSpec(name, dtype, *map(tuple, boxes))
+                    generation.read(piece, ChunkLocation(*place), memoryview(bytearray(piece.size_bytes)))
+        except MissingFileError:
             return False
         except DamagedError:
             return True
@@ -303,7 +311,7 @@ class Checkpointer:
     def load_from(
         self,
         source: ChunkSource,
-        stamp: Stamp,
+        stamp: GenerationId,
         state: dict[str, Tensor],
         expected: dict[str, tuple[int, ...]],
         fit: Fit | None = None,
@@ -318,7 +326,7 @@ class Checkpointer:
         problem, random_state = None, None
         self.is_partly_filled = False
         try:
-            with no_collection():
+            with gc_paused():
                 where = f"step {stamp.step}"
                 wanted = Wanted(state, expected, self._control, rng_state(), fit)
                 entries = wanted.find_in(source, where, stamp.world_size)
@@ -351,7 +359,7 @@ class Checkpointer:
         sorted_saves = sort_saves(self.root, saves)
         lost = {one.path: problem for one in unreadable if (problem := self._problem_of(one))}
         for one in reversed(sorted_saves.line):
-            if one.path in self._damaged or key_of(one) in self.avoided:
+            if one.path in self._damaged or save_failure_key(one) in self.avoided:
                 continue
             problem = self._problem_after_a_while(one)
             if problem is None:
@@ -395,10 +403,10 @@ class Checkpointer:
             return None
         try:
             # Whoever loads it next need not read its manifest again.
-            self._opened = {saved.path: Generation(saved)}
+            self._opened = {saved.path: GenerationReader(saved)}
         except DamagedError as error:
             words = f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}"
-            return _Problem(words, is_proved=not isinstance(error, MissingError))
+            return _Problem(words, is_proved=not isinstance(error, MissingFileError))
         except OSError as error:
             return _Problem(f"{saved.path}: cannot be read: {error}", is_proved=False, is_damage=False)
         return None
@@ -415,7 +423,7 @@ class Checkpointer:
                 try:
                     if self.root.stat().st_uid != os.geteuid():
                         raise PermissionError(errno.EPERM, "the directory is another user's")
-                    set_aside(path)
+                    quarantine_generation(path)
                     del self._damaged[path]
                 except FileNotFoundError:  # somebody has cleaned up meanwhile
                     del self._damaged[path]
@@ -424,13 +432,13 @@ class Checkpointer:
             passed_over.append(problem.text + stays)
         return passed_over
 
-    def _open(self, saved: Saved) -> Generation:
+    def _open(self, saved: Saved) -> GenerationReader:
         """A save for reading, on this rank; it may be seen here a little later than rank 0 has seen it."""
         known = self._opened.pop(saved.path, None)
         for left in reversed(range(_LOOKS_OF_OTHERS) if known is None else ()):
             try:
-                return Generation(saved)
-            except (MissingError, OSError):
+                return GenerationReader(saved)
+            except (MissingFileError, OSError):
                 if not left:
                     raise
             time.sleep(_PAUSE_S)
@@ -444,7 +452,7 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
     if saved.format_version == 1:
         state = torchformat.load_whole(saved, prefix)
     else:
-        with Generation(saved) as generation:
+        with GenerationReader(saved) as generation:
             state = {
                 name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
                 for name, tensor in generation.manifest.tensors.items()

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.restore.exchange import written_aside
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.restore.exchange import atomic_directory
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.dtype_casts import Cast, Casts
@@ -110,8 +110,8 @@ def export_dcp(
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is a checkpoint of torch's own already; copy the directory")
     with (
-        Generation(saved) as generation,
-        written_aside(directory) as aside,
+        GenerationReader(saved) as generation,
+        atomic_directory(directory) as aside,
         pass_on(run.path, aside),
     ):
         state: dict[str, Any] = {
@@ -143,7 +143,7 @@ def export_dcp(
 class _Lazy(DefaultSavePlanner):
     """Knows the shapes of all tensors, and reads each when its turn has come."""
 
-    def __init__(self, generation: Generation, progress: _Progress) -> None:
+    def __init__(self, generation: GenerationReader, progress: _Progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._generation, self._progress = generation, progress
 
@@ -165,7 +165,7 @@ def _tensors(
         _check(saved, shapes, {name: tuple(tensor.shape) for name, tensor in whole.items()})
         yield from ((name, whole[name]) for name in shapes)
         return
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         stored = generation.manifest.tensors
         _check(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})
         for name in shapes:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpcrun.checkpoint.restore.exchange import written_aside
+from hpcrun.checkpoint.restore.exchange import atomic_directory
 from hpcrun.errors import UsageError
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.resharding import raw_bytes
@@ -168,7 +168,7 @@ def write_hf(
     UsageError if it already holds something, SiteError if it cannot be written, ValueError for tensors of
     another model.
     """
-    with written_aside(directory) as aside:
+    with atomic_directory(directory) as aside:
         carried = base.carry(aside) if base is not None else Carried()
         sizes = Counter[torch.dtype]()
         stored = _stored(spec, tensors, dtype, sizes)

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hpcrun.checkpoint.commit import begin, commit, discard
+from hpcrun.checkpoint.commit import begin_generation, commit_generation, discard_draft
 from hpcrun.checkpoint.format import (
     CHUNK_BYTES,
     ITEM_BYTES,
     PART_ALIGN,
+    ChunkSpec,
     Part,
-    Piece,
-    collect,
-    padded,
+    align_size,
+    collect_tensors,
+    compute_structure_digest,
     render_tensors,
-    structure_digest,
 )
-from hpcrun.checkpoint.generation import Generation, read_tail
+from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.checkpoint.restore.exchange import Owner, check_newest, copy_in
-from hpcrun.checkpoint.slices import cut
+from hpcrun.checkpoint.restore.exchange import SaveOwner, check_would_be_newest, copy_generation_in
+from hpcrun.checkpoint.slices import split_slice
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime.dtype_casts import Cast, Casts
 from hpcrun.runtime.export import DTYPES, NOTE
@@ -82,14 +82,14 @@ def import_hpcrun(
     assert saved is not None
     if step not in (None, saved.step):
         raise UsageError(f"--step {step}: {source} is of step {saved.step}; leave --step out")
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         stored = generation.manifest.tensors
     if job is not None:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         _check(source, job, shapes, lambda name: stored[name].dtype)
-    check_newest(checkpoints, saved.step)
+    check_would_be_newest(checkpoints, saved.step)
     with pass_on(source, checkpoints.parent):
-        return Imported(copy_in(saved, checkpoints, progress))
+        return Imported(copy_generation_in(saved, checkpoints, progress))
 
 
 def import_dcp(
@@ -259,9 +259,9 @@ def _check(
 
 def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
     """Write and commit a state, in as many parts as its world has ranks."""
-    check_newest(checkpoints, state.step)
-    owner = Owner.of_next(checkpoints)
-    draft = begin(checkpoints, state.step, owner.attempt)
+    check_would_be_newest(checkpoints, state.step)
+    owner = SaveOwner.for_next_start(checkpoints)
+    draft = begin_generation(checkpoints, state.step, owner.attempt)
     try:
         parts, tails, start = list[Part](), [], 0
         for number in range(state.world_size):
@@ -270,14 +270,14 @@ def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
             contents = _contents(state, names, progress)
             part = write_part(draft.file(0), draft.generation, number, pieces, contents, start=start)
             parts.append(part)
-            tails.append(read_tail(draft.file(0), part, number, draft.generation))
-            start += padded(part.size_bytes, PART_ALIGN)
-        tensors_of_all = collect(tails)
-        return commit(
+            tails.append(read_part_tail(draft.file(0), part, number, draft.generation))
+            start += align_size(part.size_bytes, PART_ALIGN)
+        tensors_of_all = collect_tensors(tails)
+        return commit_generation(
             draft,
             parts,
             render_tensors(tensors_of_all),
-            structure_digest(tensors_of_all),
+            compute_structure_digest(tensors_of_all),
             step=state.step,
             position=state.position,
             world_size=state.world_size,
@@ -285,15 +285,15 @@ def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
             descent=owner.descent,
         )
     except BaseException:
-        discard(draft)
+        discard_draft(draft)
         raise
 
 
-def _pieces(state: _State, name: str) -> Iterator[Piece]:
+def _pieces(state: _State, name: str) -> Iterator[ChunkSpec]:
     """A tensor as chunks that a reader can prove one by one."""
     shape, dtype = state.shapes[name], str(state.dtype(name)).removeprefix("torch.")
-    for box in cut(shape, ITEM_BYTES[dtype], CHUNK_BYTES):
-        yield Piece(name, dtype, shape, box.offsets, box.sizes)
+    for box in split_slice(shape, ITEM_BYTES[dtype], CHUNK_BYTES):
+        yield ChunkSpec(name, dtype, shape, box.offsets, box.sizes)
 
 
 def _contents(state: _State, names: list[str], progress: _Progress) -> Iterator[memoryview]:

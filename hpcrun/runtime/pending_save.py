@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.commit import draft_of
-from hpcrun.checkpoint.levels import Level, Stamp
+from hpcrun.checkpoint.commit import locate_draft
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
 from hpcrun.runtime.storage_wait import Glimpse
 from hpcrun.specs.checkpoint import CheckpointSpec
 
@@ -24,11 +24,11 @@ class Flight:
     """A save that was begun, as this rank sees it."""
 
     serial: int
-    stamp: Stamp
+    stamp: GenerationId
     slot: int
     key: int
     """Of the plan that its slot was filled by."""
-    levels: list[Level]
+    levels: list[CheckpointLevel]
     size_bytes: int
     begun: float
     stall_s: float
@@ -42,14 +42,14 @@ class Flight:
     """What its worker waits for, once that has been long."""
 
     @property
-    def ahead(self) -> list[Level]:
+    def ahead(self) -> list[CheckpointLevel]:
         """The levels that nothing is known of yet."""
         return [level for level in self.levels if level not in self.outcomes]
 
 
-def levels_of(spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool) -> list[Level]:
+def levels_of(spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool) -> list[CheckpointLevel]:
     """Where the save of a step is to go; `is_single`: memory has room for one state alone."""
-    found = list[Level]()
+    found = list[CheckpointLevel]()
     durable = lasting or not spec.durable.every or step % spec.durable.every == 0
     durable |= is_single and spec.local is None
     if spec.local is not None:
@@ -92,7 +92,7 @@ class HowFar:
     def _written(self, flight: Flight) -> int:
         """What all nodes have written so far, as far as their files show it."""
         stamp = flight.stamp
-        aside = draft_of(self._root, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation)).aside
+        aside = locate_draft(self._root, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation)).aside
         size = 0
         for path in aside.glob("data-*.bin"):
             with suppress(OSError):

@@ -29,13 +29,13 @@ from hpcrun.checkpoint.format import (
     CHUNK_BYTES,
     ITEM_BYTES,
     PART_ALIGN,
+    ChunkLocation,
+    ChunkSpec,
     Manifest,
-    Piece,
-    Place,
-    lay_out,
-    padded,
+    align_size,
+    plan_part_layout,
 )
-from hpcrun.checkpoint.slices import cut
+from hpcrun.checkpoint.slices import split_slice
 from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 
@@ -47,7 +47,7 @@ class WritePlan:
     """What this rank writes of the state, and where; on rank 0 also what all have to write."""
 
     key: tuple[Any, ...]
-    pieces: list[Piece]
+    pieces: list[ChunkSpec]
     slices: list[tuple[slice, ...]]
     """Of this rank's own piece of the tensor."""
     file: int
@@ -90,7 +90,7 @@ def plan_write(
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), None, control.rank == 0)
-    held = dict[str, tuple[Piece, tuple[slice, ...]]]()
+    held = dict[str, tuple[ChunkSpec, tuple[slice, ...]]]()
     for item in planner.create_local_plan().items:
         for piece, slices in _cut(item):
             held[f"{xxh3_64_intdigest(repr(piece).encode()):016x}"] = (piece, slices)
@@ -100,12 +100,12 @@ def plan_write(
     shared, _ = planner.create_global_plan(plans)
     mine = [held[item.index.fqn] for item in shared[control.rank].items]
     pieces = [piece for piece, _ in mine]
-    size, node = lay_out(control.rank, pieces).size_bytes, node or control.node
+    size, node = plan_part_layout(control.rank, pieces).size_bytes, node or control.node
     everyone = control.allgather([node, size])
     nodes = list(dict.fromkeys(other for other, _ in everyone))
-    before = sum(padded(s, PART_ALIGN) for other, s in everyone[: control.rank] if other == node)
+    before = sum(align_size(s, PART_ALIGN) for other, s in everyone[: control.rank] if other == node)
     whole, beside = sum(s for _, s in everyone), [s for other, s in everyone if other == node]
-    needs = (sum(padded(s, PART_ALIGN) for s in beside), len(nodes), len(beside))
+    needs = (sum(align_size(s, PART_ALIGN) for s in beside), len(nodes), len(beside))
     cuts = [slices for _, slices in mine]
     return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
 
@@ -131,7 +131,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool
 
     `only_prove`: read what would fill them, and touch nothing.
     """
-    direct, others = dict[tuple[Piece, Place], Tensor](), dict[str, Tensor]()
+    direct, others = dict[tuple[ChunkSpec, ChunkLocation], Tensor](), dict[str, Tensor]()
     for name, tensor in state.items():
         chunk = _only_chunk(source.manifest, name, tensor)
         if chunk is None:
@@ -141,7 +141,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(others), _metadata(source.manifest, others), False)
     items = planner.create_local_plan().items
-    chunks: dict[tuple[Piece, Place], list[ReadItem]] = {}
+    chunks: dict[tuple[ChunkSpec, ChunkLocation], list[ReadItem]] = {}
     for item in items:
         index = item.storage_index.index
         assert index is not None
@@ -156,7 +156,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool
         reader.arrived(piece, into)
 
 
-def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[Piece, Place] | None:
+def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[ChunkSpec, ChunkLocation] | None:
     """The chunk that is all of a tensor and can be read right into it; most are so, and need no plan."""
     stored = manifest.tensors.get(name)
     if stored is None or len(stored.chunks) != 1 or isinstance(tensor, DTensor):
@@ -176,16 +176,19 @@ class _Reader:
     def __init__(
         self,
         planner: DefaultLoadPlanner,
-        direct: dict[tuple[Piece, Place], Tensor],
-        chunks: dict[tuple[Piece, Place], list[ReadItem]],
+        direct: dict[tuple[ChunkSpec, ChunkLocation], Tensor],
+        chunks: dict[tuple[ChunkSpec, ChunkLocation], list[ReadItem]],
     ) -> None:
         self._planner = planner
-        wanted: list[tuple[tuple[Piece, Place], Tensor | list[ReadItem]]] = [*direct.items(), *chunks.items()]
+        wanted: list[tuple[tuple[ChunkSpec, ChunkLocation], Tensor | list[ReadItem]]] = [
+            *direct.items(),
+            *chunks.items(),
+        ]
         self._chunks = sorted(wanted, key=lambda one: one[0][1])
-        self._waiting: dict[Piece, tuple[Tensor, Tensor, list[ReadItem]]] = {}
+        self._waiting: dict[ChunkSpec, tuple[Tensor, Tensor, list[ReadItem]]] = {}
         self._free: list[Tensor] = []
 
-    def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
+    def wanted(self) -> Iterator[tuple[ChunkSpec, ChunkLocation, memoryview]]:
         """Every chunk in the order of the files: straight into its tensor, or into a buffer."""
         for (piece, place), items in self._chunks:
             if isinstance(items, Tensor):
@@ -204,7 +207,7 @@ class _Reader:
             self._waiting[piece] = (source, buffer, items)
             yield piece, place, raw_bytes(used)
 
-    def arrived(self, piece: Piece, _into: memoryview) -> None:
+    def arrived(self, piece: ChunkSpec, _into: memoryview) -> None:
         """Copy what was read into a buffer to where it is wanted."""
         waiting = self._waiting.pop(piece, None)
         if waiting is None:
@@ -219,7 +222,7 @@ class _Reader:
 class _Scratch(_Reader):
     """Gives each chunk memory that nobody needs, and uses it again when the chunk is proved."""
 
-    def wanted(self) -> Iterator[tuple[Piece, Place, memoryview]]:
+    def wanted(self) -> Iterator[tuple[ChunkSpec, ChunkLocation, memoryview]]:
         """Every chunk in the order of the files."""
         for (piece, place), _ in self._chunks:
             size = piece.size_bytes
@@ -258,15 +261,15 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut(item: WriteItem) -> Iterator[tuple[Piece, tuple[slice, ...]]]:
+def _cut(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice, ...]]]:
     """What torch would write at once, in pieces that a reader can prove one by one; no empty ones."""
     data = item.tensor_data
     assert data is not None
     dtype = dtype_name(torch.empty(0, dtype=data.properties.dtype))
     begin = tuple(data.chunk.offsets)
-    for box in cut(tuple(data.chunk.sizes), ITEM_BYTES[dtype], CHUNK_BYTES):
+    for box in split_slice(tuple(data.chunk.sizes), ITEM_BYTES[dtype], CHUNK_BYTES):
         offsets = tuple(a + b for a, b in zip(begin, box.offsets, strict=True))
-        piece = Piece(item.index.fqn, dtype, tuple(data.size), offsets, box.sizes)
+        piece = ChunkSpec(item.index.fqn, dtype, tuple(data.size), offsets, box.sizes)
         if piece.size_bytes or 0 in data.size:
             yield piece, tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hpcrun.checkpoint.distributed_reader import Scattered
+from hpcrun.checkpoint.distributed_reader import DistributedReader
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.parity.peers import Credentials, Peers
-from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials
+from hpcrun.checkpoint.restore_plan import RestorePlan, parse_restore_plan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.collective_verbs import on_all
 from hpcrun.runtime.control import Control
@@ -52,7 +52,7 @@ def restore(
             raise _unrestored(attempt, control, plan, str(error)) from None
     assert plan.stamp is not None
     try:
-        source: Scattered = _all_or_none(control, lambda: _open(plan, attempt))
+        source: DistributedReader = _all_or_none(control, lambda: _open(plan, attempt))
         with source:
             if len(set(control.allgather(source.structure))) > 1:
                 raise on_all(SiteError(f"{source.name}: ranks see different tensors in it"))
@@ -94,12 +94,12 @@ def _read(path: Path) -> RestorePlan:
     else:
         raise SiteError(f"{path}: cannot be seen on this node, but on others")
     try:
-        return parse_plan(told)
+        return parse_restore_plan(told)
     except ValueError as error:
         raise SiteError(f"{path}: {error}") from None
 
 
-def _open(plan: RestorePlan, attempt: Attempt) -> Scattered:
+def _open(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
     """The planned generation as this rank reads it."""
     told = os.environ.get(DRAIN_VARIABLE, "")
     here = Path(told).parent.name if told else os.uname().nodename
@@ -107,8 +107,8 @@ def _open(plan: RestorePlan, attempt: Attempt) -> Scattered:
     peers = None
     if isinstance(record, dict):
         addresses = {node: (str(one[0]), int(one[1])) for node, one in record["nodes"].items()}
-        peers = Peers(Credentials(attempt.run.id, here, record["secret"]), addresses)
-    return Scattered(plan, here, peers)
+        peers = PeerClient(PeerCredentials(attempt.run.id, here, record["secret"]), addresses)
+    return DistributedReader(plan, here, peers)
 
 
 def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:

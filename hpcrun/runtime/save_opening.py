@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hpcrun.checkpoint.chunk_reader import ChunkSource
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.errors import UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
@@ -60,10 +60,10 @@ class Opening:
 
     def __init__(self, saved: Saved, wanted: Wanted) -> None:
         self._saved, self._wanted = saved, wanted
-        self._source: Generation | None = None
+        self._source: GenerationReader | None = None
         self._entries: dict[str, Tensor] = {}
 
-    def look(self, open_save: Callable[[Saved], Generation], opened: contextlib.ExitStack) -> None:
+    def look(self, open_save: Callable[[Saved], GenerationReader], opened: contextlib.ExitStack) -> None:
         """Find what is to be filled, and touch nothing.
 
         With `fit` the state is somebody's who may go on with it after an error: then every byte is proved

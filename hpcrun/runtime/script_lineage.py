@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hpcrun.checkpoint.os_errors import explain
-from hpcrun.checkpoint.writer_lease import Lease, life_of
+from hpcrun.checkpoint.os_errors import explain_os_error
+from hpcrun.checkpoint.writer_lease import WriterLease, find_restart_identity
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import Checkpointer as DirectCheckpointer
@@ -107,9 +107,9 @@ class ScriptLine:
             self._start = "resume"
         starter = environ.get(RUN_DIR_VARIABLE)
         number = int(environ.get(ATTEMPT_VARIABLE) or 1)
-        self._life = life_of(environ, (starter, number) if starter else None)
+        self._life = find_restart_identity(environ, (starter, number) if starter else None)
         self._direct: DirectCheckpointer | None = None
-        self._lease: Lease | None = None
+        self._lease: WriterLease | None = None
         self._newest = found.newest if self._start == "resume" else -1
         self._may_save = not found.used or self._start is not None
         self._is_claimed = False
@@ -224,7 +224,7 @@ class ScriptLine:
             )
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lease = Lease(run.checkpoints, self._life)
+            lease = WriterLease(run.checkpoints, self._life)
             try:
                 self._refuse_overtaken()
                 if not self._is_inside:
@@ -233,7 +233,7 @@ class ScriptLine:
                 lease.release()
                 raise
         except OSError as error:
-            raise SiteError(f"no save can be begun: {explain(error, run.checkpoints)}") from None
+            raise SiteError(f"no save can be begun: {explain_os_error(error, run.checkpoints)}") from None
         self._lease = lease
         atexit.register(lease.release)
 

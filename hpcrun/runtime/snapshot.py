@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.format import HEADER_BYTES, Layout, Piece, lay_out
+from hpcrun.checkpoint.format import HEADER_BYTES, ChunkSpec, PartLayout, plan_part_layout
 from hpcrun.errors import SiteError
 from hpcrun.runtime.resharding import WritePlan, local_of
 from hpcrun.runtime.storage_guard import keep_until
@@ -79,7 +79,7 @@ class Snapshot:
         self.size_bytes, self._rank = size_bytes, rank
         self._slots = [_map(path, size_bytes) for path in paths]
         self._views: dict[tuple[int, int], list[Tensor]] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, PartLayout] = {}
         self._names: list[str] = []
         self._cuts: list[tuple[str, tuple[slice, ...] | None]] = []
         """Of each piece: its tensor, and what of it, if not all; no tensor is kept from save to save."""
@@ -130,7 +130,7 @@ class Snapshot:
             raise SiteError(f"{changed[0]}{more} was changed while it was copied; call fence() before that")
         return Copied(job.size_bytes, seconds, time.monotonic() - begin)
 
-    def content(self, slot: int, key: int, pieces: Sequence[Piece]) -> str:
+    def content(self, slot: int, key: int, pieces: Sequence[ChunkSpec]) -> str:
         """A digest of what a sealed slot holds, random state left out, from the hashes of its chunks."""
         digests = bytearray()
         image = self._slots[slot].image
@@ -154,7 +154,7 @@ class Snapshot:
         if known is not None:
             return known
         if key not in self._layouts:
-            self._layouts = {key: lay_out(self._rank, plan.pieces)}
+            self._layouts = {key: plan_part_layout(self._rank, plan.pieces)}
             self._names = list(dict.fromkeys(piece.tensor for piece in plan.pieces))
             self._views, self._cuts = {}, []
         layout = self._layouts[key]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpcrun.checkpoint.chunk_reader import ChunkSource
-from hpcrun.checkpoint.format import Tensor as StoredTensor
+from hpcrun.checkpoint.format import TensorEntry as StoredTensor
 from hpcrun.errors import UsageError
 from hpcrun.runtime import direct_checkpoint, optimizer_state
 from hpcrun.runtime.control import Control

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrun.checkpoint.format import Tensor as StoredTensor
+from hpcrun.checkpoint.format import TensorEntry as StoredTensor
 from hpcrun.errors import UsageError
 from hpcrun.runtime.optimizer_state import init_optimizer_state, param_number, parameters_of
 from hpcrun.runtime.plain_values import Keys, Node, PlainValueError, Types, children, path_of, same

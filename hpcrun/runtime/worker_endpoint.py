@@ -16,8 +16,8 @@ from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.flush.arena import SHM, SOCKET, find_folder, remove_folder
-from hpcrun.checkpoint.flush.stale_memory import hold_run, is_held, is_served
+from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, find_arena, remove_arena_folder
+from hpcrun.checkpoint.flush.stale_memory import has_live_worker, is_held_by_script, lock_run_memory
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
@@ -124,8 +124,8 @@ class OwnHome:
             return
         self._tell({"do": "end"})
         self._reap()
-        if (folder := find_folder(SHM, self._run_id, self._node)) is not None:
-            remove_folder(folder)
+        if (folder := find_arena(SHM, self._run_id, self._node)) is not None:
+            remove_arena_folder(folder)
         self._let_go()
 
     def leave(self) -> None:
@@ -172,8 +172,8 @@ class OwnHome:
         }
         self._tell({"do": "configure", **run, **told, **alone})
         self._await_ready()
-        if (folder := find_folder(SHM, self._run_id, self._node)) is not None:
-            held, self._held = self._held, hold_run(folder)
+        if (folder := find_arena(SHM, self._run_id, self._node)) is not None:
+            held, self._held = self._held, lock_run_memory(folder)
             if held is not None:
                 held.close()
         _homes[self._node] = self
@@ -249,10 +249,10 @@ class OwnHome:
 
 
 def _socket_in(root: Path, run_id: str, node: str) -> Path:
-    folder = find_folder(root, run_id, node)
+    folder = find_arena(root, run_id, node)
     if folder is None:
         raise DrainGoneError(f"{root}: no drain worker of node {node} has memory there")
-    return folder / SOCKET
+    return folder / SOCKET_NAME
 
 
 def make_way(run: RunDir, control: Control) -> None:
@@ -271,7 +271,7 @@ def _make_way(run: RunDir, node: str, *, leads: bool) -> None:
     for text in clean_up_memory(run):
         say(text)
     began, is_told = time.monotonic(), False
-    while is_served(SHM, run.run_id, node) and not is_held(SHM, run.run_id, node):
+    while has_live_worker(SHM, run.run_id, node) and not is_held_by_script(SHM, run.run_id, node):
         waited_s = time.monotonic() - began
         if waited_s > _FINISH_S:
             raise SiteError(

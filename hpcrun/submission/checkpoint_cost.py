@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from hpcrun.checkpoint.levels import LEVELS, Level
-from hpcrun.checkpoint.policy.failure_rates import KINDS, Kind
-from hpcrun.checkpoint.policy.interval import Cost, Tier
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
+from hpcrun.checkpoint.policy.failure_rates import FAILURE_KINDS, FailureKind
+from hpcrun.checkpoint.policy.interval import LevelGroup, LevelSaveCost
 from hpcrun.checkpoint.policy.size import SaveSizes, SourcedValue
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
@@ -19,7 +19,7 @@ from hpcrun.specs.rundir import runs_root
 from hpcrun.units import parse_time
 
 _OTHER_COSTS = ("stall", "step", "restart")
-COST_NAMES = (*_OTHER_COSTS, *(level for level in LEVELS if level != "memory"), *KINDS)
+COST_NAMES = (*_OTHER_COSTS, *(level for level in CHECKPOINT_LEVELS if level != "memory"), *FAILURE_KINDS)
 """What can be given: how long training waits, a step, a restart, each level take; times between failures."""
 _GIVEN_SOURCE = "as given"
 
@@ -28,7 +28,7 @@ _GIVEN_SOURCE = "as given"
 class LevelCost:
     """One level of a job, with what a save takes there, in seconds."""
 
-    level: Level
+    level: CheckpointLevel
     every: int
     """Steps between its saves, as the job has it; 0: none but at a signal and at the end."""
     stall: SourcedValue
@@ -63,22 +63,22 @@ def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
             found[name] = float(text)
         except ValueError:
             found[name] = parse_time(text, f"--assume {name}").seconds
-        least = 0 if name not in KINDS else 1e-9
+        least = 0 if name not in FAILURE_KINDS else 1e-9
         if not least <= found[name] < 1e12:
             raise UsageError(f"--assume {word}: {text} is no such time; write seconds, or 90s, 5m, 30d")
     return found
 
 
-def assumed_failure_rates(assumed: Mapping[str, float]) -> dict[Kind, float]:
+def assumed_failure_rates(assumed: Mapping[str, float]) -> dict[FailureKind, float]:
     """Failures a second, of the times between failures that were given."""
-    return {kind: 1.0 / assumed[kind] for kind in get_args(Kind) if kind in assumed}
+    return {kind: 1.0 / assumed[kind] for kind in get_args(FailureKind) if kind in assumed}
 
 
-def level_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[Level, int]:
+def level_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[CheckpointLevel, int]:
     """The levels that a job uses, and after how many steps each gets a save."""
     every = checkpoint.every_steps
     durable = checkpoint.durable.every or every
-    found: dict[Level, int] = {}
+    found: dict[CheckpointLevel, int] = {}
     if checkpoint.memory:
         found["memory"] = every
         if checkpoint.local is not None:
@@ -123,7 +123,7 @@ class CostSources:
             return "no earlier run of this job with this model and layout"
         return f"median in {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
 
-    def _stall(self, level: Level) -> SourcedValue:
+    def _stall(self, level: CheckpointLevel) -> SourcedValue:
         timing, runs = self.measured.levels.get(level, LevelTiming()), self.measured.runs
         if "stall" in self.assumed:
             return SourcedValue(self.assumed["stall"], _GIVEN_SOURCE)
@@ -131,7 +131,7 @@ class CostSources:
             return SourcedValue(None, f"{runs[0]} has no save of this kind")
         return SourcedValue(timing.stall_s, self._source)
 
-    def _disturbance(self, level: Level) -> SourcedValue:
+    def _disturbance(self, level: CheckpointLevel) -> SourcedValue:
         """What a level in the background costs training."""
         longer = self.measured.levels.get(level, LevelTiming()).stall_s
         if longer is None or self.measured.levels[level].drain_s is None:
@@ -142,7 +142,7 @@ class CostSources:
             longer, f"in the background; steps beside it are longer by so much, {self._source}"
         )
 
-    def _drain(self, level: Level) -> SourcedValue:
+    def _drain(self, level: CheckpointLevel) -> SourcedValue:
         timing = self.measured.levels.get(level, LevelTiming())
         if level == "memory":
             return SourcedValue(0.0, "how long the worker seals it is not recorded: taken as none")
@@ -164,7 +164,9 @@ def _best_known(given: float | None, measured: float | None, source: str, otherw
     return SourcedValue(measured, source if measured is not None else otherwise)
 
 
-def _cost_from_profile(level: Level, cluster: ClusterSpec | None, sizes: SaveSizes) -> SourcedValue | None:
+def _cost_from_profile(
+    level: CheckpointLevel, cluster: ClusterSpec | None, sizes: SaveSizes
+) -> SourcedValue | None:
     """By the bandwidths of the profile; at best, because nobody else is reckoned with."""
     if cluster is None or sizes.node.value is None or sizes.whole.value is None:
         return None
@@ -191,14 +193,14 @@ def _cost_from_profile(level: Level, cluster: ClusterSpec | None, sizes: SaveSiz
     return SourcedValue(max(by_node, by_all), f"at best: profile {cluster.name}, file_systems.{name}")
 
 
-def group_levels(costs: CheckpointCosts) -> list[Tier]:
+def group_levels(costs: CheckpointCosts) -> list[LevelGroup]:
     """Levels that are taken together; memory and what goes along with every save are one."""
     restart = costs.restart.value or 0.0
-    near, tiers = list[Cost](), list[Tier]()
+    near, tiers = list[LevelSaveCost](), list[LevelGroup]()
     for one in costs.levels:
-        cost = Cost(one.level, one.stall.value or 0.0, one.drain.value or 0.0, restart)
+        cost = LevelSaveCost(one.level, one.stall.value or 0.0, one.drain.value or 0.0, restart)
         if one.level in ("memory", "local", "parity"):
             near.append(cost)
         else:
-            tiers.append(Tier((cost,)))
-    return [Tier(tuple(near)), *tiers] if near else tiers
+            tiers.append(LevelGroup((cost,)))
+    return [LevelGroup(tuple(near)), *tiers] if near else tiers

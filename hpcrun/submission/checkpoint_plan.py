@@ -8,11 +8,22 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.lustre.storage import StoragePlan
-from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.parity.sets import ErasureSets, choose_erasure_sets
 from hpcrun.checkpoint.policy.capacity import max_kept_saves, plan_save_storage
-from hpcrun.checkpoint.policy.failure_rates import Rate, Seen, estimate, in_words
-from hpcrun.checkpoint.policy.interval import BOUND, Advice, Tier, recommend, waste
-from hpcrun.checkpoint.policy.simulation import Checked, check
+from hpcrun.checkpoint.policy.failure_rates import (
+    FailureHistory,
+    FailureRate,
+    estimate_failure_rates,
+    format_time_span,
+)
+from hpcrun.checkpoint.policy.interval import (
+    DEFAULT_OVERHEAD_BOUND,
+    IntervalAdvice,
+    LevelGroup,
+    expected_waste,
+    recommend_intervals,
+)
+from hpcrun.checkpoint.policy.simulation import AdviceCheck, check_advice
 from hpcrun.checkpoint.policy.size import (
     MemoryBudget,
     SaveSizes,
@@ -61,20 +72,20 @@ class CheckpointPlan:
     sizes: SaveSizes
     room: MemoryBudget
     costs: CheckpointCosts
-    seen: Seen
-    rates: tuple[Rate, ...]
+    seen: FailureHistory
+    rates: tuple[FailureRate, ...]
     sets: ErasureSets | None
     kept: int
     """Saves in the run directory at most."""
     storage: StoragePlan | None
     """What is to be said of the place for run directories; None where the size of a save is not known."""
     objects: ObjectStoreUse | None
-    tiers: tuple[Tier, ...]
-    advice: Advice | None
+    tiers: tuple[LevelGroup, ...]
+    advice: IntervalAdvice | None
     """None where something that it needs is not known."""
-    checked: Checked | None = None
+    checked: AdviceCheck | None = None
     notes: tuple[str, ...] = ()
-    bound: float = BOUND
+    bound: float = DEFAULT_OVERHEAD_BOUND
 
     @property
     def known_rates(self) -> dict[Any, float]:
@@ -106,7 +117,9 @@ class CheckpointPlan:
         if step is None or not all(every) or self.advice is None:
             return None
         by_level = {one.level: one.every * step for one in self.costs.levels}
-        return waste(self.tiers, [by_level[tier.costs[0].level] for tier in self.tiers], self.known_rates)
+        return expected_waste(
+            self.tiers, [by_level[tier.costs[0].level] for tier in self.tiers], self.known_rates
+        )
 
     @property
     def lead_s(self) -> float | None:
@@ -152,7 +165,7 @@ class CheckpointPlan:
             "notes": list(self.notes),
         }
 
-    def _advice_json(self, advice: Advice) -> dict[str, Any]:
+    def _advice_json(self, advice: IntervalAdvice) -> dict[str, Any]:
         intervals = [
             {
                 "levels": [cost.level for cost in one.tier.costs],
@@ -171,7 +184,7 @@ class CheckpointPlanRequest:
     """What a person wants to know, and what they know already."""
 
     assumed: Mapping[str, float] = field(default_factory=dict)
-    bound: float = BOUND
+    bound: float = DEFAULT_OVERHEAD_BOUND
     is_checked: bool = False
     sample: RunDir | None = None
     """The run whose saves are looked at, instead of those of the same job."""
@@ -193,14 +206,14 @@ def plan_checkpoints(
     known = CostSources(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
     costs = known.costs()
     past = count_run_failures(runs, cluster.name if cluster else None)
-    rates = tuple(estimate(past, nodes, assumed_failure_rates(wish.assumed)))
+    rates = tuple(estimate_failure_rates(past, nodes, assumed_failure_rates(wish.assumed)))
     tiers = tuple(group_levels(costs))
     found = {one.kind: one.per_s for one in rates if one.per_s is not None}
     advice, checked = None, None
     if not costs.missing:
         how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "behind": spec.checkpoint.behind}
-        advice = recommend(tiers, found, bound=wish.bound, step_s=costs.step.value, **how)
-        checked = check(tiers, advice, found, **how) if wish.is_checked else None
+        advice = recommend_intervals(tiers, found, bound=wish.bound, step_s=costs.step.value, **how)
+        checked = check_advice(tiers, advice, found, **how) if wish.is_checked else None
     elif wish.is_checked:
         notes.append("nothing to check: there is no advice")
     return CheckpointPlan(
@@ -247,7 +260,9 @@ def _plan_erasure_sets(
             domains = failure_domains(network.fabric, nodes)
         except UsageError as error:
             notes.append(f"where the job would stand is not known: {error}")
-    return choose_sets(nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive)
+    return choose_erasure_sets(
+        nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive
+    )
 
 
 def _object_store_use(spec: JobSpec, sizes: SaveSizes) -> ObjectStoreUse | None:
@@ -276,7 +291,6 @@ def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     if limit is not None and step is not None and durable.every:
         longest = durable.every * step + (durable.drain.value or 0.0)
         if longest > parse_time(limit).seconds:
-            found.append(
-                f"checkpoint.max_undurable: {limit} is less than {in_words(longest)} between durable saves"
-            )
+            between = format_time_span(longest)
+            found.append(f"checkpoint.max_undurable: {limit} is less than {between} between durable saves")
     return found

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.levels import LEVELS
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
 from hpcrun.errors import HpcrunError
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.timeline import is_valid_count
@@ -24,7 +24,7 @@ from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console
 
 _PIECE_BYTES = 4 << 20
 _GIB = 2**30
-_PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in LEVELS))
+_PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in CHECKPOINT_LEVELS))
 _WANDB_HOST = "api.wandb.ai"
 
 Record = Mapping[str, Any]

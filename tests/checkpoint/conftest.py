@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrun.checkpoint.objects.store import Patience, Store, open_store
+from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy, open_object_store
 from tests.checkpoint.object_store import CREDENTIALS, Bucket, new_bucket, serving
 
 
@@ -28,7 +28,9 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
 
 
 @pytest.fixture
-def s3(bucket: Bucket) -> Iterator[Store]:
+def s3(bucket: Bucket) -> Iterator[ObjectStore]:
     """A client of that bucket that does not wait long."""
-    with open_store(bucket.url, bucket.endpoint, Patience(tries=4, first_pause_s=0.01)) as store:
+    with open_object_store(
+        bucket.url, bucket.endpoint, RetryPolicy(max_attempts=4, first_pause_s=0.01)
+    ) as store:
         yield store

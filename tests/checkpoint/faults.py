@@ -15,11 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.commit import begin, commit, discard, find_garbage, remove, retire, set_aside
-from hpcrun.checkpoint.format import MANIFEST, DamagedError
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.commit import (
+    apply_retention,
+    begin_generation,
+    commit_generation,
+    delete_generation,
+    discard_draft,
+    find_garbage,
+    quarantine_generation,
+)
+from hpcrun.checkpoint.format import MANIFEST_NAME, DamagedError
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.checkpoint.restore.repair import repair
+from hpcrun.checkpoint.restore.repair import repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.saves import RECORD, Saved, read_saves
@@ -109,7 +117,7 @@ def repaired(root: Path, _quick: bool) -> Told:
         shutil.copytree(newer.path, root / f"{number}-copy")
         injury(newer.path, older.path)
         told.faults += 1
-        repair(newer.path, [DirectoryCopy(root / f"{number}-copy")])
+        repair_generation(newer.path, [DirectoryCopy(root / f"{number}-copy")])
         restore(place, told)
     return told
 
@@ -118,7 +126,7 @@ def flipped(root: Path, quick: bool) -> Told:
     """One byte anywhere; read chunk by chunk, as every reader does."""
     saved = save(root, 4)
     chance, told = random.Random(1), Told("header or chunk does not match its hash")
-    for name in (RECORD, MANIFEST, "data-00000.bin"):
+    for name in (RECORD, MANIFEST_NAME, "data-00000.bin"):
         path = saved.path / name
         size = path.stat().st_size
         for at in sorted(chance.sample(range(size), min(size, 150 if quick else 1500))):
@@ -133,7 +141,7 @@ def _read_all(root: Path, told: Told) -> str:
     saves, _ = read_saves(root)
     try:
         for saved in saves:
-            with Generation(saved) as generation:
+            with GenerationReader(saved) as generation:
                 for tensor in generation.manifest.tensors.values():
                     for piece, place in tensor.chunks:
                         into = bytearray(piece.size_bytes)
@@ -148,7 +156,7 @@ def cut_short(root: Path, quick: bool) -> Told:
     """Every file at many lengths."""
     saved = save(root, 4, files=2)
     told = Told("the size is not that of the record")
-    for name in (RECORD, MANIFEST, "data-00000.bin", "data-00001.bin"):
+    for name in (RECORD, MANIFEST_NAME, "data-00000.bin", "data-00001.bin"):
         path = saved.path / name
         whole = path.read_bytes()
         for size in range(0, len(whole), max(1, len(whole) // (20 if quick else 200))):
@@ -161,13 +169,13 @@ def cut_short(root: Path, quick: bool) -> Told:
 
 def _save_and_retire(root: Path) -> None:
     """What rank 0 does: all of it or nothing."""
-    draft = begin(root, 6, 1)
+    draft = begin_generation(root, 6, 1)
     try:
         save_into(root, draft.file(0).parent)
     except (OSError, HpcrunError):
-        discard(draft)
+        discard_draft(draft)
         raise
-    retire(root, 2)
+    apply_retention(root, 2)
 
 
 def save_into(root: Path, aside: Path) -> None:
@@ -237,10 +245,10 @@ def _try_to_save(run: Path, told: Told) -> None:
         save(run, 6, files=2)
     except OSError:
         for leftover in run.glob(".step-*"):
-            remove(leftover)
+            delete_generation(leftover)
     step = restore(run, told)
     if step == 6:
-        remove(run / "step-00000006")
+        delete_generation(run / "step-00000006")
 
 
 def quota(root: Path, quick: bool) -> Told:
@@ -296,7 +304,7 @@ def slow_writer(root: Path, quick: bool) -> Told:
         told.faults += 1
         restore(root, told)
         for one in find_garbage(root, 2, in_flight=True, damaged=False)[0]:
-            remove(one.path)
+            delete_generation(one.path)
         time.sleep(0.3 if quick else 0.05)
     if restore(root, told) != 6:
         told.silent += 1
@@ -309,7 +317,7 @@ def stopped_writer(root: Path, _quick: bool) -> Told:
     told = Told("stopped in the middle of a save, then killed; its files go with the next save", 1)
     child = os.fork()
     if child == 0:
-        draft = begin(root, 6, 1)
+        draft = begin_generation(root, 6, 1)
         pieces = pieces_of(0, 2)
         write_part(draft.file(0), draft.generation, 0, pieces, [content_of(p, 6) for p in pieces])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -329,16 +337,16 @@ def missing_rank(root: Path, _quick: bool) -> Told:
     """A rank was killed before it wrote its part; nobody commits without it."""
     _two(root)
     told = Told("", 1)
-    draft = begin(root, 6, 1)
+    draft = begin_generation(root, 6, 1)
     pieces = pieces_of(0, 2)
     part = write_part(draft.file(0), draft.generation, 0, pieces, [content_of(p, 6) for p in pieces])
     other = type(part)(1, 0, 4096, 64, 64, "0" * 16)
     try:
-        commit(draft, [part, other], "[]", "", step=6, position=48, world_size=2, attempt=1)
+        commit_generation(draft, [part, other], "[]", "", step=6, position=48, world_size=2, attempt=1)
         told.silent += 1
     except DamagedError as error:
         told.happened = str(error).replace(f"{root}/", "")
-        discard(draft)
+        discard_draft(draft)
     restore(root, told)
     return told
 
@@ -351,7 +359,7 @@ def concurrent_gc(root: Path, quick: bool) -> Told:
     if child == 0:
         for step in range(4, 60 if quick else 200, 2):
             save(root, step, files=2)
-            retire(root, 2)
+            apply_retention(root, 2)
         os._exit(0)
     while os.waitpid(child, os.WNOHANG)[0] == 0:
         told.faults += 1
@@ -385,7 +393,7 @@ def stale_files(root: Path, _quick: bool) -> Told:
     told = Told("half a save, half a deletion and a set-aside save lie beside", 3)
     shutil.copytree(root / "step-00000004", root / ".step-00000009.1")
     (root / ".step-00000001.deleted").mkdir()
-    set_aside(save(root, 6, files=2).path)
+    quarantine_generation(save(root, 6, files=2).path)
     restore(root, told)
     save(root, 8, files=2)
     restore(root, told)

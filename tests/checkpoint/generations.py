@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.commit import begin, commit
+from hpcrun.checkpoint.commit import begin_generation, commit_generation
 from hpcrun.checkpoint.format import (
     PART_ALIGN,
-    Piece,
-    collect,
-    lay_out,
-    padded,
+    ChunkSpec,
+    align_size,
+    collect_tensors,
+    compute_structure_digest,
+    plan_part_layout,
     render_tensors,
-    structure_digest,
 )
-from hpcrun.checkpoint.generation import read_tail
+from hpcrun.checkpoint.generation import read_part_tail
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.saves import Saved, saved_steps
@@ -25,7 +25,7 @@ from hpcrun.specs.saves import Saved, saved_steps
 SHAPES = {"model.a": (40, 16), "model.b": (7,), "model.scalar": (), "model.none": (0, 3)}
 
 
-def pieces_of(rank: int, ranks: int) -> list[Piece]:
+def pieces_of(rank: int, ranks: int) -> list[ChunkSpec]:
     """A rank's share: rows of what has rows, the rest with rank 0."""
     found = []
     for name, shape in SHAPES.items():
@@ -35,13 +35,13 @@ def pieces_of(rank: int, ranks: int) -> list[Piece]:
             if end == begin_row:
                 continue
             offsets = (begin_row, *(0 for _ in shape[1:]))
-            found.append(Piece(name, "float32", shape, offsets, (end - begin_row, *shape[1:])))
+            found.append(ChunkSpec(name, "float32", shape, offsets, (end - begin_row, *shape[1:])))
         elif rank == 0:
-            found.append(Piece(name, "float32", shape, (0,) * len(shape), shape))
+            found.append(ChunkSpec(name, "float32", shape, (0,) * len(shape), shape))
     return found
 
 
-def content_of(piece: Piece, seed: int) -> bytes:
+def content_of(piece: ChunkSpec, seed: int) -> bytes:
     """What a test puts into a piece."""
     return random.Random(f"{seed} {piece}").randbytes(piece.size_bytes)
 
@@ -53,14 +53,14 @@ def save(
     attempt: int = 1,
     files: int = 1,
     ranks: int = 2,
-    shares: Sequence[list[Piece]] | None = None,
+    shares: Sequence[list[ChunkSpec]] | None = None,
     descent: str | None = None,
 ) -> Saved:
     """A committed generation, its ranks spread over so many files; it has come from the newest one."""
     if descent is None:
         line = saved_steps(checkpoints)
         descent = descent_from(line[-1], attempt) if line else ""
-    draft = begin(checkpoints, step, attempt)
+    draft = begin_generation(checkpoints, step, attempt)
     parts, ends = [], dict.fromkeys(range(files), 0)
     shares = shares or [pieces_of(rank, ranks) for rank in range(ranks)]
     for rank, pieces in enumerate(shares):
@@ -68,9 +68,9 @@ def save(
         contents = (content_of(piece, step) for piece in pieces)
         path = draft.file(file)
         parts.append(write_part(path, draft.generation, rank, pieces, contents, file=file, start=ends[file]))
-        ends[file] += padded(lay_out(rank, pieces).size_bytes, PART_ALIGN)
-    tensors = collect(
-        read_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts)
+        ends[file] += align_size(plan_part_layout(rank, pieces).size_bytes, PART_ALIGN)
+    tensors = collect_tensors(
+        read_part_tail(draft.file(part.file), part, n, draft.generation) for n, part in enumerate(parts)
     )
     facts: dict[str, Any] = {
         "step": step,
@@ -78,4 +78,6 @@ def save(
         "world_size": len(shares),
         "attempt": attempt,
     }
-    return commit(draft, parts, render_tensors(tensors), structure_digest(tensors), **facts, descent=descent)
+    return commit_generation(
+        draft, parts, render_tensors(tensors), compute_structure_digest(tensors), **facts, descent=descent
+    )

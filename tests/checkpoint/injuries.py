@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
+from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST_NAME
 from hpcrun.specs.saves import RECORD
 
 Injury = Callable[[Path, Path], None]
@@ -67,16 +67,16 @@ def garbage_record(path: Path, _other: Path) -> None:
 INJURIES = {
     "truncated data": truncate("data-00001.bin", 1000),
     "empty data": truncate("data-00000.bin", 0),
-    "truncated manifest": truncate(MANIFEST, 200),
+    "truncated manifest": truncate(MANIFEST_NAME, 200),
     "truncated record": truncate(RECORD, 50),
     "hole": hole,
     "second half never written": lost_end,
     "swapped files": swap_files,
     "data of another generation": take("data-00001.bin"),
-    "manifest of another generation": take(MANIFEST),
+    "manifest of another generation": take(MANIFEST_NAME),
     "half a file of another generation": take_part,
     "missing data": lose("data-00000.bin"),
-    "missing manifest": lose(MANIFEST),
+    "missing manifest": lose(MANIFEST_NAME),
     "missing record": lose(RECORD),
     "record of something else": garbage_record,
 }

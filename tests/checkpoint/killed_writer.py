@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from hpcrun.checkpoint.commit import find_garbage, remove, retire, set_aside
-from hpcrun.checkpoint.flush.durable_tier import DurableStation
-from hpcrun.checkpoint.flush.local_tier import LocalStation
+from hpcrun.checkpoint.commit import apply_retention, delete_generation, find_garbage, quarantine_generation
+from hpcrun.checkpoint.flush.durable_tier import DurableTier
+from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.levels import HeldPart
-from hpcrun.checkpoint.restore.exchange import copy_in
-from hpcrun.checkpoint.restore.repair import damaged_generations, repair
+from hpcrun.checkpoint.restore.exchange import copy_generation_in
+from hpcrun.checkpoint.restore.repair import find_repair_candidates, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy
 from hpcrun.specs.saves import Saved, read_save, read_saves
 from tests.checkpoint import tracing
@@ -52,14 +52,14 @@ def with_damage(root: Path) -> None:
 def save_and_retire(root: Path) -> None:
     """What training does: save, then delete the oldest of three."""
     save(root, 6, files=2)
-    retire(root, 2)
+    apply_retention(root, 2)
 
 
 def drain_and_retire(root: Path) -> None:
     """The same by a drain worker, over the node's own disk."""
     load = load_of(6, range(2), 2, 0)
-    LocalStation(str(root / "disk"), "run", "n1").store(load)
-    station = DurableStation(root, keep=2)
+    LocalTier(str(root / "disk"), "run", "n1").store(load)
+    station = DurableTier(root, keep=2)
     station.store(load)
     station.retain(())
 
@@ -71,13 +71,13 @@ def save_over_damage(root: Path) -> None:
 
 def put_away(root: Path) -> None:
     """What a restart does with a damaged save."""
-    set_aside(root / "step-00000006")
+    quarantine_generation(root / "step-00000006")
 
 
 def mend(root: Path) -> None:
     """Make a damaged save whole from a copy, wherever an earlier attempt has left it."""
-    for path in damaged_generations(root, 6):
-        repair(path, [DirectoryCopy(root.with_name("copy"))])
+    for path in find_repair_candidates(root, 6):
+        repair_generation(path, [DirectoryCopy(root.with_name("copy"))])
 
 
 def take_in(root: Path) -> None:
@@ -85,13 +85,13 @@ def take_in(root: Path) -> None:
     found = read_save(root.with_name("copy"))
     assert isinstance(found, Saved)
     # In one thread, as a child that is traced has to be.
-    copy_in(found, root, jobs=1)
+    copy_generation_in(found, root, jobs=1)
 
 
 def clean_up(root: Path) -> None:
     """Delete all that is not wanted any more."""
     for one in find_garbage(root, 2, in_flight=False, damaged=True)[0]:
-        remove(one.path)
+        delete_generation(one.path)
 
 
 class Scenario(NamedTuple):
@@ -121,7 +121,7 @@ def whole_steps(root: Path) -> tuple[list[int], list[str]]:
     problems += [one.problem for one in unreadable]
     for saved in saves:
         try:
-            with Generation(saved) as generation:
+            with GenerationReader(saved) as generation:
                 problems += (found := list(generation.damages()))
                 for tensor in generation.manifest.tensors.values():
                     for piece, place in tensor.chunks:
@@ -156,7 +156,7 @@ def main(directory: str, name: str) -> None:
             died = tracing.run(lambda root=root: scenario.action(root), at, how)  # type: ignore[misc]
             assert died.killed, died
             whole, problems = whole_steps(root)
-            local = LocalStation(str(root / "disk"), "run", "n1")
+            local = LocalTier(str(root / "disk"), "run", "n1")
             assert all(prove(one) for holding in local.holdings() for one in holding.parts)
             shutil.rmtree(root / "disk", ignore_errors=True)
             if scenario.again is not None:
@@ -164,7 +164,7 @@ def main(directory: str, name: str) -> None:
                 left = [str(step) for step in whole_steps(root)[0]]
             else:
                 save(root, 8, files=2)
-                retire(root, 1)
+                apply_retention(root, 1)
                 left = sorted(path.name for path in root.iterdir() if not path.name.startswith("damaged-"))
             death = {"at": at, "call": call, "how": how, "whole": whole, "problems": problems, "left": left}
             print(json.dumps(death))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpcrun.checkpoint.format import HEADER_BYTES, PART_ALIGN, Piece, lay_out, padded
-from hpcrun.checkpoint.levels import Load, SealedPart, Stamp
-from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal
+from hpcrun.checkpoint.format import HEADER_BYTES, PART_ALIGN, ChunkSpec, align_size, plan_part_layout
+from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart
+from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal_part
 from tests.checkpoint.generations import content_of, pieces_of
 
 
-def stamp_of(step: int, world_size: int, attempt: int = 1) -> Stamp:
+def stamp_of(step: int, world_size: int, attempt: int = 1) -> GenerationId:
     """The same on all nodes."""
-    return Stamp(f"{step:016x}{attempt:016x}", step, 8 * step, world_size, attempt)
+    return GenerationId(f"{step:016x}{attempt:016x}", step, 8 * step, world_size, attempt)
 
 
 def fill(image: memoryview, plan: SlotPlan, contents: Sequence[bytes]) -> None:
@@ -22,27 +22,27 @@ def fill(image: memoryview, plan: SlotPlan, contents: Sequence[bytes]) -> None:
         image[at + HEADER_BYTES : at + HEADER_BYTES + len(content)] = content
 
 
-def plans_of(ranks: Sequence[int], world_size: int, file: int) -> list[tuple[list[Piece], SlotPlan]]:
+def plans_of(ranks: Sequence[int], world_size: int, file: int) -> list[tuple[list[ChunkSpec], SlotPlan]]:
     """The ranks of one node, one after the other in a data file."""
     found, start = [], 0
     for rank in ranks:
         pieces = pieces_of(rank, world_size)
         found.append((pieces, plan_slot(rank, pieces, file, start)))
-        start += padded(lay_out(rank, pieces).size_bytes, PART_ALIGN)
+        start += align_size(plan_part_layout(rank, pieces).size_bytes, PART_ALIGN)
     return found
 
 
-def load_of(step: int, ranks: Sequence[int], world_size: int, file: int, attempt: int = 1) -> Load:
+def load_of(step: int, ranks: Sequence[int], world_size: int, file: int, attempt: int = 1) -> NodeShards:
     """What the ranks of a node have sealed of a step."""
     stamp, parts = stamp_of(step, world_size, attempt), []
     for pieces, plan in plans_of(ranks, world_size, file):
         image = memoryview(bytearray(b"\xa5" * plan.layout.size_bytes))
         fill(image, plan, [content_of(piece, step) for piece in pieces])
-        part = seal(image, bytes.fromhex(stamp.generation), plan)
+        part = seal_part(image, bytes.fromhex(stamp.generation), plan)
         parts.append(SealedPart(plan.number, part, image, ""))
-    return Load(stamp, tuple(parts))
+    return NodeShards(stamp, tuple(parts))
 
 
-def with_attempt(load: Load, attempt: int) -> Load:
+def with_attempt(load: NodeShards, attempt: int) -> NodeShards:
     """The same parts under another attempt's number."""
     return replace(load, stamp=replace(load.stamp, attempt=attempt))

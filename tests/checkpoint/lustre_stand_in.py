@@ -87,7 +87,7 @@ def main(state_file: str, words: list[str]) -> int:
     state["calls"].append(words)
     try:
         try:
-            command = lfsgrammar.parse(words)
+            command = lfsgrammar.parse_lfs_command(words)
         except ValueError as error:
             sys.stderr.write(f"error: {error}\nusage: lfs VERB\n")
             return 4
@@ -117,7 +117,7 @@ def _setstripe(state: dict[str, Any], options: dict[str, str], path: Path) -> in
     pattern = "raid0"
     takes = [one for one in _of(state, pool) if one["state"] == "up" and not set(one["flags"]) & set("NRSI")]
     if "-o" in options:
-        wanted = lfsgrammar.parse_osts(options["-o"])
+        wanted = lfsgrammar.parse_ost_list(options["-o"])
         chosen = [index for index in wanted if index in [one["index"] for one in takes]]
         if chosen != wanted:
             raise Failure(errno.ENOSPC, f"create striped file '{path}' failed: No space left on device")
@@ -134,7 +134,7 @@ def _setstripe(state: dict[str, Any], options: dict[str, str], path: Path) -> in
             count = len(ring)
         chosen = [ring[step % len(ring)] for step in range(count)]
     path.touch(mode=0o644, exist_ok=True)
-    size = lfsgrammar.parse_size(options["-S"]) if "-S" in options else 4 << 20
+    size = lfsgrammar.parse_stripe_size(options["-S"]) if "-S" in options else 4 << 20
     layout = RAID0 | {"stripes": len(chosen), "size": size, "pattern": pattern, "pool": pool, "osts": chosen}
     state["files"][str(path)] = [layout]
     return 0

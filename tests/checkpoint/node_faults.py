@@ -14,16 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.distributed_reader import Scattered
-from hpcrun.checkpoint.flush.durable_tier import DurableStation, Patience
+from hpcrun.checkpoint.commit import quarantine_generation
+from hpcrun.checkpoint.distributed_reader import DistributedReader
+from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import Holding, Load, parse_holding
-from hpcrun.checkpoint.parity.peers import Peers
+from hpcrun.checkpoint.levels import InventoryEntry, NodeShards, parse_inventory_entry
+from hpcrun.checkpoint.parity.peers import PeerClient
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.part_check import damages_in
-from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore.intact_parts import find_scraps
+from hpcrun.checkpoint.part_check import find_damaged_parts
+from hpcrun.checkpoint.restore.decide import decide_restore
+from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.specs.rundir import RunDir
@@ -51,33 +51,33 @@ def _losses(root: Path, parity: int, count: int, told: Told, quick: bool) -> Tol
     return told
 
 
-def _stored(nodes: Nodes) -> list[Load]:
+def _stored(nodes: Nodes) -> list[NodeShards]:
     loads = nodes.loads(STEP, RANKS)
     for stored in nodes.store(loads):
         stored.result()
     return loads
 
 
-def _go_on(nodes: Nodes, living: Sequence[Node], load: Load, saved: Saved, told: Told) -> None:
+def _go_on(nodes: Nodes, living: Sequence[Node], load: NodeShards, saved: Saved, told: Told) -> None:
     """Decide, rebuild and read, as a restart does on the nodes that are left."""
     names = [node.name for node in living]
-    plan = decide(_held(living, load), [saved], [], [], {}, names)
+    plan = decide_restore(_held(living, load), [saved], [], [], {}, names)
     for order in plan.rebuilds:
         (where,) = [node for node in living if node.name == order.node]
         assert where.peers is not None
         rebuild_members(order, where.peers, where.name, where.folder)
     if plan.rebuilds:
-        plan = decide(_held(living, load), [saved], [], [], {}, names)
+        plan = decide_restore(_held(living, load), [saved], [], [], {}, names)
     if plan.save is not None:
         told.happened = told.happened or plan.passed_over[0]
         restore(saved.path.parent, told)
         return
     here = living[0]
     addresses = {node.name: (node.server.address, node.server.port) for node in living}
-    _read(plan, here.name, Peers(here.who, addresses, timeout_s=5.0), told)
+    _read(plan, here.name, PeerClient(here.who, addresses, timeout_s=5.0), told)
 
 
-def _held(living: Sequence[Node], load: Load) -> list[Holding]:
+def _held(living: Sequence[Node], load: NodeShards) -> list[InventoryEntry]:
     found = [one for node in living for one in node.held()]
     return [one for one in found if one.stamp.generation == load.stamp.generation]
 
@@ -85,7 +85,7 @@ def _held(living: Sequence[Node], load: Load) -> list[Holding]:
 def _read(plan: RestorePlan, here: str, remote: Any, told: Told) -> bool:
     """All of a plan's generation, compared with what was saved; False where it is refused."""
     try:
-        with Scattered(plan, here, remote) as generation:
+        with DistributedReader(plan, here, remote) as generation:
             for tensor in generation.manifest.tensors.values():
                 for piece, place in tensor.chunks:
                     into = bytearray(piece.size_bytes)
@@ -154,7 +154,7 @@ def permuted_hosts(root: Path, quick: bool) -> Told:
             told.faults += 1
             renamed = dict(zip(names, order, strict=True))
             moved = [replace(one, node=renamed[one.node], parity=None) for one in held if one.parts]
-            plan = decide(moved, [], [], [], {}, names)
+            plan = decide_restore(moved, [], [], [], {}, names)
             if not _read(plan, order[0], Direct(plan), told):
                 told.loaded("nothing, and says so")
     return told
@@ -172,18 +172,18 @@ def damaged_memory(root: Path, quick: bool) -> Told:
             flip(path, at)
             names = [node.name for node in nodes.every]
             held = _held(nodes.every, loads[0])
-            plan = decide(held, [saved], [], [], {}, names)
+            plan = decide_restore(held, [saved], [], [], {}, names)
             if not _read(plan, names[0], Direct(plan), told):
                 _mend(nodes, loads[0], saved, told)
             flip(path, at)
     return told
 
 
-def _mend(nodes: Nodes, load: Load, saved: Saved, told: Told) -> None:
+def _mend(nodes: Nodes, load: NodeShards, saved: Saved, told: Told) -> None:
     """As after a load that has failed: nodes read what they hold, and what does not prove itself is lost."""
     generation = load.stamp.generation
     for node in nodes.every:
-        node.damages = damages_in(node.held(), {generation})
+        node.damages = find_damaged_parts(node.held(), {generation})
     assert any(node.damages for node in nodes.every)
     _go_on(nodes, nodes.every, load, saved, told)
     for node in nodes.every:
@@ -192,12 +192,14 @@ def _mend(nodes: Nodes, load: Load, saved: Saved, told: Told) -> None:
         path.unlink()
 
 
-def _go_on_mixed(nodes: Nodes, lost: Node, load: Load, older: Saved, told: Told, *, prove: bool) -> None:
+def _go_on_mixed(
+    nodes: Nodes, lost: Node, load: NodeShards, older: Saved, told: Told, *, prove: bool
+) -> None:
     """As a restart does without that node and without parity, with whole parts out of the run directory."""
     checkpoints, living = older.path.parent, [node for node in nodes.every if node != lost]
     held = [one for one in _held(living, load) if one.parity is None]
-    search = partial(find_scraps, checkpoints, prove=prove)
-    plan = decide(held, [older], [], [], {}, [node.name for node in living], scraps=search)
+    search = partial(find_intact_parts, checkpoints, prove=prove)
+    plan = decide_restore(held, [older], [], [], {}, [node.name for node in living], scraps=search)
     if plan.save is not None:
         restore(checkpoints, told)
     else:
@@ -213,9 +215,9 @@ def lost_and_damaged(root: Path, quick: bool) -> Told:
     checkpoints = older.path.parent
     with closing(Nodes(root / "nodes", len(RANKS), 1)) as nodes, ThreadPoolExecutor(len(RANKS)) as pool:
         loads = _stored(nodes)
-        for stored in [pool.submit(DurableStation(checkpoints, keep=9).store, load) for load in loads]:
+        for stored in [pool.submit(DurableTier(checkpoints, keep=9).store, load) for load in loads]:
             stored.result()
-        aside = set_aside(checkpoints / f"step-{STEP:08d}")
+        aside = quarantine_generation(checkpoints / f"step-{STEP:08d}")
         ways = list(itertools.product(nodes.every, sorted(aside.glob("data-*.bin"))))
         for lost, path in ways[:2] if quick else ways:
             told.faults += 1
@@ -236,9 +238,9 @@ def never_committed(root: Path, _quick: bool) -> Told:
         loads = _stored(nodes)
         for lost, load in zip(nodes.every, loads, strict=True):
             told.faults += 1
-            patience = Patience(others_s=0.01, first_s=0.005)
+            patience = CommitTimeouts(peer_timeout_s=0.01, first_poll_s=0.005)
             with suppress(SiteError):
-                DurableStation(checkpoints, keep=9, patience=patience).store(load)
+                DurableTier(checkpoints, keep=9, patience=patience).store(load)
             _go_on_mixed(nodes, lost, loads[0], older, told, prove=False)
             shutil.rmtree(checkpoints / f".step-{STEP:08d}.1")
     return told
@@ -265,9 +267,9 @@ def _with_worker(root: Path, delays: Sequence[float], *, agent: bool) -> Told:
         told.faults += 1
         restore(run.checkpoints, told)
         again = _worker(root / str(number), run, local)
-        held = [parse_holding(one) for one in again.holdings()]
+        held = [parse_inventory_entry(one) for one in again.holdings()]
         whole = [one for one in held if len(one.parts) == 2]
-        plan = decide(whole, [], [], [], {}, ["n1"])
+        plan = decide_restore(whole, [], [], [], {}, ["n1"])
         if not _read(plan, "n1", None, told):
             told.loaded("nothing, and says so")
         again.kill()

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.levels import HeldPart, Holding, Load
-from hpcrun.checkpoint.parity.parity_tier import ParityStation
-from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
-from hpcrun.checkpoint.part_check import Damage, without
+from hpcrun.checkpoint.levels import HeldPart, InventoryEntry, NodeShards
+from hpcrun.checkpoint.parity.parity_tier import ParityTier
+from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer
+from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts
 from tests.checkpoint.loads import load_of
 
 HERE = "127.0.0.1"
@@ -25,23 +25,23 @@ class Node:
     def __init__(self, folder: Path, name: str, secret: str = "s3cret") -> None:
         self.name, self.folder = name, folder / name
         self.folder.mkdir(parents=True)
-        self.who = Credentials("run-1", name, secret)
+        self.who = PeerCredentials("run-1", name, secret)
         self.server = PeerServer(HERE, self.who, timeout_s=5.0)
-        self.memory: list[Holding] = []
-        self.damages: dict[Damage, str] = {}
-        self.station: ParityStation | None = None
-        self.peers: Peers | None = None
+        self.memory: list[InventoryEntry] = []
+        self.damages: dict[DamagedPart, str] = {}
+        self.tier: ParityTier | None = None
+        self.peers: PeerClient | None = None
         self.hurry = threading.Event()
-        Shelf(self.server, self.held)
+        PartServer(self.server, self.held)
 
     def join(self, members: Sequence[Node], parity: int, patience_s: float = 20.0) -> None:
         """Become a member of a set."""
         if self.peers is not None:
             self.peers.close()
         addresses = {one.name: (one.server.address, one.server.port) for one in members}
-        self.peers = Peers(self.who, addresses, timeout_s=5.0)
+        self.peers = PeerClient(self.who, addresses, timeout_s=5.0)
         names = [one.name for one in members]
-        self.station = ParityStation(
+        self.tier = ParityTier(
             self.folder,
             self.name,
             names,
@@ -52,20 +52,20 @@ class Node:
             patience_s=patience_s,
         )
 
-    def seal(self, load: Load) -> Load:
+    def seal(self, load: NodeShards) -> NodeShards:
         """Put what the ranks have sealed into files, as slots are."""
         parts = []
         for one in load.parts:
             path = self.folder / f"slot-{one.number}-{load.stamp.step}.bin"
             path.write_bytes(one.image)
             parts.append(HeldPart(one.number, str(path), 0, one.part))
-        self.memory.append(Holding(load.stamp, "memory", self.name, tuple(parts)))
+        self.memory.append(InventoryEntry(load.stamp, "memory", self.name, tuple(parts)))
         return load
 
-    def held(self) -> list[Holding]:
+    def held(self) -> list[InventoryEntry]:
         """All that is on this node."""
-        found = [*self.memory, *(self.station.holdings() if self.station else [])]
-        return without(found, self.damages)
+        found = [*self.memory, *(self.tier.holdings() if self.tier else [])]
+        return exclude_damaged_parts(found, self.damages)
 
     def die(self) -> None:
         """Nothing of it answers any more."""
@@ -85,7 +85,7 @@ class Nodes:
             node.join(self.every, parity, patience_s)
         self.pool = ThreadPoolExecutor(count + 1)
 
-    def loads(self, step: int, ranks: Sequence[int]) -> list[Load]:
+    def loads(self, step: int, ranks: Sequence[int]) -> list[NodeShards]:
         """What each has sealed of a step: so many ranks a node."""
         found, first = [], 0
         for number, count in enumerate(ranks):
@@ -93,15 +93,15 @@ class Nodes:
             first += count
         return found
 
-    def store(self, loads: Sequence[Load | None]) -> list[Future[dict[str, Any]]]:
+    def store(self, loads: Sequence[NodeShards | None]) -> list[Future[dict[str, Any]]]:
         """Each stores its own at once; None: this one does not come."""
         return [
-            self.pool.submit(node.station.store, node.seal(load))
+            self.pool.submit(node.tier.store, node.seal(load))
             for node, load in zip(self.every, loads, strict=True)
-            if load is not None and node.station is not None
+            if load is not None and node.tier is not None
         ]
 
-    def holdings(self, generation: str, without: Sequence[int] = ()) -> list[Holding]:
+    def holdings(self, generation: str, without: Sequence[int] = ()) -> list[InventoryEntry]:
         """What is left of a generation."""
         left = [node for number, node in enumerate(self.every) if number not in without]
         return [one for node in left for one in node.held() if one.stamp.generation == generation]
@@ -123,6 +123,6 @@ def flip(path: str | Path, at: int, count: int = 1) -> None:
         os.close(descriptor)
 
 
-def with_stamp(load: Load, **changes: Any) -> Load:
+def with_stamp(load: NodeShards, **changes: Any) -> NodeShards:
     """The same parts of another state."""
     return replace(load, stamp=replace(load.stamp, **changes))

@@ -12,57 +12,57 @@ import pytest
 
 from hpcrun.checkpoint.flush.arena import (
     Arena,
-    Slot,
-    arena_folder,
-    find_folder,
-    make_folder,
+    ArenaSlot,
+    find_arena,
+    locate_arena,
+    make_arena_folder,
     map_slot,
-    remove_folder,
+    remove_arena_folder,
 )
-from hpcrun.checkpoint.flush.shm_capacity import Room
-from hpcrun.checkpoint.flush.stale_memory import clean_up
+from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
+from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.parity.erasure import parity_room
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.parity.erasure import parity_memory_bytes
 from hpcrun.checkpoint.part_record import PartRecord
 from hpcrun.errors import SiteError
 
 PART = Part(0, 0, 4000, 3000, 500, "0" * 16)
 
 
-def nowhere(_: Stamp) -> bool:
+def nowhere(_: GenerationId) -> bool:
     return False
 
 
-def everywhere(_: Stamp) -> bool:
+def everywhere(_: GenerationId) -> bool:
     return True
 
 
-def room_of(size_bytes: int) -> Callable[[Path], Room]:
+def room_of(size_bytes: int) -> Callable[[Path], ShmCapacity]:
     """So much in all, whatever is in use already."""
 
-    def room(folder: Path) -> Room:
+    def room(folder: Path) -> ShmCapacity:
         used = sum(path.stat().st_size for path in folder.glob("slot-*.bin"))
-        return Room(size_bytes - used, "of a test")
+        return ShmCapacity(size_bytes - used, "of a test")
 
     return room
 
 
 def folder_in(root: Path, run: str = "r", node: str = "n") -> Path:
-    return make_folder(root, root / run, run, node)
+    return make_arena_folder(root, root / run, run, node)
 
 
-def stamp(step: int, attempt: int = 1) -> Stamp:
-    return Stamp(f"{step:016x}{attempt:016x}", step, step, 2, attempt)
+def stamp(step: int, attempt: int = 1) -> GenerationId:
+    return GenerationId(f"{step:016x}{attempt:016x}", step, step, 2, attempt)
 
 
-def seal_into(slot: Slot, step: int, attempt: int = 1) -> None:
+def seal_into(slot: ArenaSlot, step: int, attempt: int = 1) -> None:
     slot.hold(PartRecord(stamp(step, attempt), slot.rank, PART))
 
 
 def claim(
     arena: Arena, step: int, published: int | None = None, attempt: int = 1, rank: int = 0
-) -> Slot | str:
+) -> ArenaSlot | str:
     name = None if published is None else stamp(published, attempt).generation
     return arena.claim(rank, stamp(step, attempt).generation, name, attempt, nowhere)
 
@@ -102,7 +102,7 @@ def test_two_slots_where_they_fit_else_one_else_none(tmp_path: Path) -> None:
 def test_room_is_left_for_parity(tmp_path: Path) -> None:
     # Of 12288 bytes a node, in a set of 3: a third of it for each of two generations; with k=2 twice two
     # blocks, and one more while they are made.
-    assert (parity_room(12288, 4, 1), parity_room(12288, 4, 2)) == (8192, 30720)
+    assert (parity_memory_bytes(12288, 4, 1), parity_memory_bytes(12288, 4, 2)) == (8192, 30720)
     sizes = {0: 8192, 1: 4096}
     for room, count in ((24576 + 8192, 2), (24576 + 8191, 1), (12288 + 8192, 1)):
         folder = folder_in(tmp_path, f"r{room}")
@@ -141,7 +141,7 @@ def test_what_was_sealed_is_found_again_and_nothing_else(tmp_path: Path) -> None
         given[rank][0].memory[:4] = b"HPCK"
         seal_into(given[rank][0], 2)
     claimed = claim(arena, 4, 2)
-    assert isinstance(claimed, Slot)
+    assert isinstance(claimed, ArenaSlot)
     seal_into(given[1][1], 4)
     record = given[1][1].record_path
     record.write_text(record.read_text().replace('"step": 4', '"step": 5'))
@@ -267,20 +267,20 @@ def test_where_the_usual_name_is_taken_another_one_is_used_and_found(tmp_path: P
             (top / "r" / "n").mkdir(parents=True, mode=0o700)
             os.chown(top, 12345, -1)
     said: list[str] = []
-    folder = make_folder(tmp_path, tmp_path / "r", "r", "n", said.append)
+    folder = make_arena_folder(tmp_path, tmp_path / "r", "r", "n", said.append)
     assert folder.parents[1].parent == tmp_path
     assert folder.parents[1].name.startswith(f"{top.name}.")
     assert len(said) == 1
     assert str(top) in said[0]
     assert str(folder.parents[1]) in said[0]
-    assert make_folder(tmp_path, tmp_path / "r", "r", "n") == folder
-    assert make_folder(tmp_path, tmp_path / "r", "r", "m").parent == folder.parent
-    assert arena_folder(tmp_path, "r", "n") == find_folder(tmp_path, "r", "n") == folder
+    assert make_arena_folder(tmp_path, tmp_path / "r", "r", "n") == folder
+    assert make_arena_folder(tmp_path, tmp_path / "r", "r", "m").parent == folder.parent
+    assert locate_arena(tmp_path, "r", "n") == find_arena(tmp_path, "r", "n") == folder
     Arena(folder).reserve({0: 4096}, 1, nowhere)
-    assert clean_up(tmp_path, lambda _: True) == {}
-    assert list(clean_up(tmp_path, lambda _: False)) == [folder.parent]
+    assert clean_up_stale_memory(tmp_path, lambda _: True) == {}
+    assert list(clean_up_stale_memory(tmp_path, lambda _: False)) == [folder.parent]
     assert not folder.parents[1].exists()
-    assert find_folder(tmp_path, "r", "n") is None
+    assert find_arena(tmp_path, "r", "n") is None
     assert (kept / "slot-0-0.bin").read_bytes() == b"precious"
     assert os.path.lexists(top)
 
@@ -290,8 +290,8 @@ def test_shared_memory_that_others_can_rename_in_is_refused_with_the_remedy(tmp_
     tmp_path.chmod(0o777)
     with pytest.raises(SiteError, match=r"others can rename what is in it; have the admin run: chmod \+t"):
         folder_in(tmp_path)
-    assert find_folder(tmp_path, "r", "n") is None
-    assert clean_up(tmp_path, lambda _: False) == {}
+    assert find_arena(tmp_path, "r", "n") is None
+    assert clean_up_stale_memory(tmp_path, lambda _: False) == {}
     tmp_path.chmod(0o1777)
     assert folder_in(tmp_path) == folder
 
@@ -323,7 +323,7 @@ def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     folder.symlink_to(tmp_path / "kept")
     with pytest.raises(SiteError, match="is not a directory"):
         Arena(folder)
-    remove_folder(folder)
+    remove_arena_folder(folder)
     assert (tmp_path / "kept" / "slot-0-0.bin").read_bytes() == precious.read_bytes() == b"do not touch"
 
 
@@ -337,7 +337,7 @@ def test_a_folder_that_is_swapped_while_it_is_used_changes_nothing_elsewhere(tmp
     (other / "slot-0-0.bin").write_text("kept")
     arena.folder.parent.rename(tmp_path / "gone")
     arena.folder.parent.symlink_to(other.parent)
-    assert not arena.is_there
+    assert not arena.folder_exists
     arena.release(set())
     arena.reserve({0: 8192}, 1, everywhere)
     assert sorted(path.read_text() for path in other.iterdir()) == ["kept", "kept"]
@@ -350,7 +350,7 @@ def test_arenas_of_dead_runs_are_swept(tmp_path: Path) -> None:
     (top / "unknown").mkdir(mode=0o700)
     (top / "damaged").mkdir(mode=0o700)
     (top / "damaged" / "run.json").write_text("{")
-    found = clean_up(tmp_path, lambda run: run == tmp_path / "alive")
+    found = clean_up_stale_memory(tmp_path, lambda run: run == tmp_path / "alive")
     assert sorted(path.name for path in found) == ["dead", "sweep+3"]
     assert found[top / "dead"] >= 2 * 4096
     assert sorted(path.name for path in top.iterdir()) == ["alive", "damaged", "unknown"]
@@ -358,9 +358,9 @@ def test_arenas_of_dead_runs_are_swept(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_leaves_nothing(tmp_path: Path) -> None:
     folders = [folder_in(tmp_path, "r", node) for node in ("n1", "n2")]
-    remove_folder(folders[0])
+    remove_arena_folder(folders[0])
     assert folders[1].exists()
-    remove_folder(folders[1])
+    remove_arena_folder(folders[1])
     assert list(tmp_path.iterdir()) == []
 
 

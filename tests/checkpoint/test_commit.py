@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.commit import (
-    Draft,
-    begin,
-    discard,
+    GenerationDraft,
+    apply_retention,
+    begin_generation,
+    delete_generation,
+    discard_draft,
     find_garbage,
-    problem_of,
-    remove,
-    retire,
-    set_aside,
+    find_save_problem,
+    quarantine_generation,
 )
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.specs.saves import RECORD, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save
@@ -82,13 +82,13 @@ def test_without_space_nothing_of_a_save_is_left(tmp_path: Path, monkeypatch: py
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    draft = begin(tmp_path, 4, 1)
+    draft = begin_generation(tmp_path, 4, 1)
     pieces = pieces_of(0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwritev", full)
         with pytest.raises(OSError, match="No space left"):
             write_part(draft.file(0), draft.generation, 0, pieces, [content_of(p, 4) for p in pieces])
-    discard(draft)
+    discard_draft(draft)
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -106,13 +106,13 @@ def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
         pytest.skip(f"no small tmpfs can be mounted here: {mounted.stderr.strip()}")
     try:
         saved = save(small, 2)
-        draft = begin(small, 4, 1)
+        draft = begin_generation(small, 4, 1)
         pieces = [pieces_of(0, 1)[0]._replace(shape=(400, 256), sizes=(400, 256))]
         with pytest.raises(OSError, match="No space left"):
             write_part(draft.file(0), draft.generation, 0, pieces, [bytes(pieces[0].size_bytes)])
-        discard(draft)
+        discard_draft(draft)
         assert names(small) == ["step-00000002"]
-        with Generation(saved) as generation:
+        with GenerationReader(saved) as generation:
             assert list(generation.damages()) == []
         assert save(small, 6).step == 6, "there is space again"
     finally:
@@ -126,7 +126,7 @@ def test_a_short_write_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pyt
         return true(descriptor, [bytes(buffers[0])[:50]], position)
 
     monkeypatch.setattr(os, "pwritev", slow)
-    with Generation(save(tmp_path, 2)) as generation:
+    with GenerationReader(save(tmp_path, 2)) as generation:
         assert list(generation.damages()) == []
 
 
@@ -167,18 +167,18 @@ def test_another_save_of_the_step_by_the_same_line_is_replaced(tmp_path: Path) -
 
 def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     saves = [save(tmp_path, step) for step in (2, 4, 6)]
-    retire(tmp_path, 2, {saves[2].path})
+    apply_retention(tmp_path, 2, {saves[2].path})
     assert [one.step for one in saved_steps(tmp_path)] == [2, 4, 6]
-    retire(tmp_path, 1, {saves[2].path})
+    apply_retention(tmp_path, 1, {saves[2].path})
     assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert names(tmp_path) == ["step-00000006"]
 
 
 def test_what_is_garbage_and_what_is_not(tmp_path: Path) -> None:
     saves = [save(tmp_path, step) for step in (2, 4, 6, 8)]
     os.truncate(saves[3].path / "data-00000.bin", 10)
-    set_aside(save(tmp_path, 7).path)
+    quarantine_generation(save(tmp_path, 7).path)
     (tmp_path / ".step-00000009.1").mkdir()
     (tmp_path / ".step-00000001.deleted").mkdir()
     found, kept = find_garbage(tmp_path, 1, in_flight=True, damaged=False)
@@ -189,7 +189,7 @@ def test_what_is_garbage_and_what_is_not(tmp_path: Path) -> None:
     assert kept == []
     assert {one.path.name.partition("0")[0] for one in found} == {".step-", "step-", "damaged-step-"}
     for one in found:
-        remove(one.path)
+        delete_generation(one.path)
     assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
     assert len(names(tmp_path)) == 2
 
@@ -204,22 +204,22 @@ def test_the_only_saves_are_kept_even_if_damaged(tmp_path: Path) -> None:
 
 def test_a_reader_beside_a_deletion_gets_the_right_bytes_or_an_error(tmp_path: Path) -> None:
     saved = save(tmp_path, 2)
-    with Generation(saved) as generation:
-        remove(saved.path)
+    with GenerationReader(saved) as generation:
+        delete_generation(saved.path)
         piece, place = generation.manifest.tensors["model.a"].chunks[0]
         into = bytearray(piece.size_bytes)
         generation.read(piece, place, memoryview(into))
         assert bytes(into) == content_of(piece, 2), "an open file is still there"
-    assert problem_of(saved) is not None
+    assert find_save_problem(saved) is not None
     with pytest.raises(DamagedError, match="is missing"):
-        Generation(saved)
+        GenerationReader(saved)
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere; run as another user")
 def test_a_read_only_directory_is_one_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
-        begin(tmp_path, 2, 1)
+        begin_generation(tmp_path, 2, 1)
     tmp_path.chmod(0o700)
 
 
@@ -227,8 +227,8 @@ def test_stale_leftovers_go_with_the_next_save(tmp_path: Path) -> None:
     stale = tmp_path / ".step-00000001.1"
     stale.mkdir()
     (stale / RECORD).write_text("{}")
-    draft = begin(tmp_path, 2, 1)
-    assert isinstance(draft, Draft)
+    draft = begin_generation(tmp_path, 2, 1)
+    assert isinstance(draft, GenerationDraft)
     assert names(tmp_path) == [".step-00000002.1"]
 
 
@@ -252,5 +252,5 @@ def test_stale_leftovers_go_with_the_next_save(tmp_path: Path) -> None:
 def test_what_others_may_be_writing_is_left(tmp_path: Path, beside: bool, left: list[str]) -> None:
     for name in ("1.1", "1.2", "1.3", "2.2.ranks", "2.1.ranks", "3.repair", "1.deleted"):
         (tmp_path / f".step-0000000{name}").mkdir()
-    begin(tmp_path, 4, 2, beside=beside)
+    begin_generation(tmp_path, 4, 2, beside=beside)
     assert names(tmp_path) == left

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.format import PART_ALIGN, padded
+from hpcrun.checkpoint.format import PART_ALIGN, align_size
 from hpcrun.checkpoint.lustre.direct import BATCH_BYTES, write_file_direct
 
 
@@ -27,7 +27,7 @@ def placed(images: list[memoryview]) -> tuple[list[tuple[int, memoryview]], int]
     at, found = 0, []
     for image in images:
         found.append((at, image))
-        at += padded(len(image), PART_ALIGN)
+        at += align_size(len(image), PART_ALIGN)
     start, last = found[-1]
     return found, start + len(last)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.flush.arena import Arena, make_folder
-from hpcrun.checkpoint.flush.pipeline import Drain
-from hpcrun.checkpoint.flush.rank_requests import Desk
-from hpcrun.checkpoint.flush.shm_capacity import Room
-from hpcrun.checkpoint.flush.throttle import Pacer
-from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp, Station
+from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
+from hpcrun.checkpoint.flush.pipeline import FlushPipeline
+from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
+from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
+from hpcrun.checkpoint.flush.throttle import Throttle
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards, Tier
 from hpcrun.errors import SiteError
 from tests.checkpoint.generations import content_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of
@@ -25,16 +25,16 @@ from tests.checkpoint.loads import fill, plans_of, stamp_of
 class Slow:
     """A station that stores when it is told to, and remembers everything."""
 
-    def __init__(self, level: Level) -> None:
+    def __init__(self, level: CheckpointLevel) -> None:
         self.level = level
         self.gate = threading.Event()
         self.gate.set()
         self.begun: list[int] = []
-        self.stored: list[Load] = []
+        self.stored: list[NodeShards] = []
         self.abandoned: list[tuple[int, list[int], str]] = []
         self.problem: str | None = None
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         self.begun.append(load.stamp.step)
         assert self.gate.wait(20)
         if self.problem:
@@ -45,17 +45,18 @@ class Slow:
     def memory_bytes(self, block_bytes: int) -> int:
         return block_bytes if self.level == "parity" else 0
 
-    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
         self.abandoned.append((stamp.step, list(numbers), why))
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[InventoryEntry]:
         if self.level in ("durable", "object"):
             return []
         parts = [
             tuple(HeldPart(part.number, "", 0, part.part) for part in load.parts) for load in self.stored
         ]
         return [
-            Holding(load.stamp, self.level, "n", held) for load, held in zip(self.stored, parts, strict=True)
+            InventoryEntry(load.stamp, self.level, "n", held)
+            for load, held in zip(self.stored, parts, strict=True)
         ]
 
     def retain(self, generations: Collection[str]) -> None:
@@ -67,13 +68,15 @@ class Node:
     """A worker without its process: two ranks, a desk and a drain."""
 
     def __init__(self, tmp_path: Path, slots: int = 2) -> None:
-        self.stations: dict[Level, Slow] = {level: Slow(level) for level in ("local", "parity", "durable")}
+        self.stations: dict[CheckpointLevel, Slow] = {
+            level: Slow(level) for level in ("local", "parity", "durable")
+        }
         self.host: list[dict[str, Any]] = []
         self.heard: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
         self.sends = {rank: self.heard[rank].append for rank in self.heard}
-        self.desk = Desk(self.host.append)
-        arena = Arena(make_folder(tmp_path, tmp_path / "r", "r", "n"))
-        self.drain = Drain(arena, self.desk, lambda: None)
+        self.desk = RankRequestHandler(self.host.append)
+        arena = Arena(make_arena_folder(tmp_path, tmp_path / "r", "r", "n"))
+        self.drain = FlushPipeline(arena, self.desk, lambda: None)
         self.checkpoints, self.hurry = tmp_path / "checkpoints", threading.Event()
         self.configure(1)
         self.plans = plans_of((0, 1), 2, 0)
@@ -83,7 +86,7 @@ class Node:
             self.ask(rank, do="reserve", size_bytes=plan.layout.size_bytes, slots=slots, ranks=[0, 1])
 
     def configure(self, attempt: int) -> None:
-        stations: dict[Level, Station] = dict(self.stations.items())
+        stations: dict[CheckpointLevel, Tier] = dict(self.stations.items())
         self.hurry = threading.Event() if attempt > 1 else self.hurry
         self.drain.configure(stations, {"object": "no such store"}, self.checkpoints, self.hurry)
         self.desk.open(self.drain, attempt)
@@ -140,9 +143,9 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
         now += 3600
         return now
 
-    node.drain.pacer = Pacer(look)
-    node.drain.pacer.spread = 0.25
-    node.drain.pacer.save_begins()
+    node.drain.throttle = Throttle(look)
+    node.drain.throttle.spread = 0.25
+    node.drain.throttle.begin_save()
     now += 1e9  # saves are far between
     for number, step in enumerate((2, 4)):
         node.ask(0, do="hasten")  # for nothing that is on its way
@@ -299,7 +302,7 @@ def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
     room: int, count: int, tmp_path: Path
 ) -> None:
     node = Node(tmp_path)
-    node.drain.arena.room = lambda _: Room(room, "of a test")
+    node.drain.arena.room = lambda _: ShmCapacity(room, "of a test")
     for rank in (0, 1):
         node.ask(rank, do="reserve", size_bytes=1 << 19, slots=2, ranks=[0, 1])
     assert len(node.heard[0][-1]["slots"]) == count
@@ -352,7 +355,7 @@ def test_a_slow_object_store_keeps_no_save_waiting(node: Node) -> None:
     for step in (1, 2, 3, 4):
         node.save(step, ["durable", "object"], published=step - 1 or None)
         node.until(lambda: node.stations["durable"].begun == list(range(1, step + 1)))  # noqa: B023
-        node.until(lambda: not node.drain._journeys)
+        node.until(lambda: not node.drain._transfers)
     assert objects.begun == [1]
     objects.gate.set()
     node.until(lambda: not node.drain._copies)

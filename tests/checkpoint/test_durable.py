@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.commit import find_garbage, remove
-from hpcrun.checkpoint.flush.durable_tier import DurableStation, Patience, PrepareFile, no_preparation
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import Load
+from hpcrun.checkpoint.commit import delete_generation, find_garbage
+from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier, PrepareFile, no_preparation
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import NodeShards
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import RECORD, saved_steps
 from tests.checkpoint.generations import save
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.loads import load_of, with_attempt
 
-QUICK = Patience(others_s=20, shown_s=0.2, first_s=0.005, most_s=0.02)
+QUICK = CommitTimeouts(peer_timeout_s=20, visibility_timeout_s=0.2, first_poll_s=0.005, most_s=0.02)
 RANKS = ((0, 1), (2, 3))
 
 
@@ -36,17 +36,17 @@ def beside() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def station(root: Path, patience: Patience = QUICK, **options: Any) -> DurableStation:
+def station(root: Path, patience: CommitTimeouts = QUICK, **options: Any) -> DurableTier:
     told: dict[str, Any] = {"keep": 2, "patience": patience} | options
-    return DurableStation(root, **told)
+    return DurableTier(root, **told)
 
 
-def loads(step: int, attempt: int = 1) -> list[Load]:
+def loads(step: int, attempt: int = 1) -> list[NodeShards]:
     return [load_of(step, ranks, 4, file, attempt) for file, ranks in enumerate(RANKS)]
 
 
 def store_all(
-    beside: ThreadPoolExecutor, stations: list[DurableStation], shares: list[Load]
+    beside: ThreadPoolExecutor, stations: list[DurableTier], shares: list[NodeShards]
 ) -> list[Future[dict[str, Any]]]:
     pairs = zip(stations, shares, strict=True)
     return [beside.submit(station.store, load) for station, load in pairs]
@@ -120,7 +120,9 @@ def test_without_its_space_a_node_fails_the_save_of_all(
 
 
 def test_a_node_that_gives_up_is_not_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
-    stations = [station(tmp_path, Patience(others_s=60, first_s=0.005, most_s=0.02)) for _ in RANKS]
+    stations = [
+        station(tmp_path, CommitTimeouts(peer_timeout_s=60, first_poll_s=0.005, most_s=0.02)) for _ in RANKS
+    ]
     leader, other = loads(2)
     waiting = beside.submit(stations[0].store, leader)
     stations[1].abandon(other.stamp, [2, 3], "it was left behind")
@@ -136,7 +138,7 @@ def test_a_node_that_gives_up_is_not_waited_for(tmp_path: Path, beside: ThreadPo
 
 @pytest.mark.parametrize("here", [0, 1])
 def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int) -> None:
-    one = station(tmp_path, replace(QUICK, others_s=0.05))
+    one = station(tmp_path, replace(QUICK, peer_timeout_s=0.05))
     with pytest.raises(SiteError, match=r"waited 0\.05 s in vain"):
         one.store(loads(2)[here])
     assert saved_steps(tmp_path) == []
@@ -145,7 +147,7 @@ def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int
 def test_who_is_late_may_still_be_part_of_what_others_commit(tmp_path: Path) -> None:
     """A worker that has lost patience must not take its files away from a leader that has not."""
     leader, other = loads(2)
-    impatient = station(tmp_path, replace(QUICK, others_s=0.02))
+    impatient = station(tmp_path, replace(QUICK, peer_timeout_s=0.02))
     with pytest.raises(SiteError, match="in vain"):
         impatient.store(other)
     station(tmp_path).store(leader)
@@ -156,13 +158,13 @@ def test_bytes_of_others_that_show_late_are_waited_for(tmp_path: Path, beside: T
     """A network file system may know a file by the size that it had a moment ago."""
     leader, other = loads(2)
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, others_s=0.02)).store(other)
+        station(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
     data = tmp_path / ".step-00000002.1" / "data-00001.bin"
     whole = data.read_bytes()
     data.write_bytes(whole[:-4096])
     late = threading.Timer(0.1, data.write_bytes, [whole])
     late.start()
-    station(tmp_path, replace(QUICK, shown_s=20)).store(leader)
+    station(tmp_path, replace(QUICK, visibility_timeout_s=20)).store(leader)
     late.join()
     assert whole_steps(tmp_path) == ([2], [])
 
@@ -170,7 +172,7 @@ def test_bytes_of_others_that_show_late_are_waited_for(tmp_path: Path, beside: T
 def test_bytes_of_others_that_never_show_fail_the_save(tmp_path: Path) -> None:
     leader, other = loads(2)
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, others_s=0.02)).store(other)
+        station(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
     os.truncate(tmp_path / ".step-00000002.1" / "data-00001.bin", 4096)
     with pytest.raises(SiteError, match=r"waited 0\.2 s in vain for all bytes in"):
         station(tmp_path).store(leader)
@@ -212,13 +214,13 @@ def test_records_of_other_generations_and_torn_ones_are_not_counted(
     aside = tmp_path / ".step-00000002.1"
     aside.mkdir()
     with pytest.raises(SiteError):
-        station(tmp_path / "elsewhere", replace(QUICK, others_s=0.01)).store(with_attempt(other, 2))
+        station(tmp_path / "elsewhere", replace(QUICK, peer_timeout_s=0.01)).store(with_attempt(other, 2))
     (strange,) = (tmp_path / "elsewhere").rglob("parts-*.json")
     (aside / "parts-00002.json").write_bytes(strange.read_bytes())
     (aside / "parts-00003.json").write_bytes(strange.read_bytes()[:50])
     (aside / "failed-00009.json").write_text(json.dumps({"generation": "0" * 32, "why": "of before"}))
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, others_s=0.05)).store(leader)
+        station(tmp_path, replace(QUICK, peer_timeout_s=0.05)).store(leader)
     for done in store_all(beside, [station(tmp_path) for _ in RANKS], loads(4)):
         done.result()
     assert whole_steps(tmp_path) == ([4], [])
@@ -264,9 +266,9 @@ def test_files_are_prepared_before_their_first_byte_and_the_facts_are_kept(
         done.result()
     (saved,) = saved_steps(tmp_path)
     assert asked == [("data-00000.bin", saved.file_bytes[0], 2)]
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         assert generation.manifest.layout == {"data-00000.bin": {"stripes": 4}}
-    with Generation(save(tmp_path / "other", 2)) as generation:
+    with GenerationReader(save(tmp_path / "other", 2)) as generation:
         assert generation.manifest.layout == {}
 
 
@@ -298,7 +300,7 @@ def test_a_deletion_of_old_saves_beside_it(tmp_path: Path, beside: ThreadPoolExe
         while not over.wait(0.001):
             for garbage in find_garbage(tmp_path, 1, in_flight=True, damaged=False)[0]:
                 try:
-                    remove(garbage.path)
+                    delete_generation(garbage.path)
                 except FileNotFoundError:
                     continue
 

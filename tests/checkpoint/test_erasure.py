@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpcrun.checkpoint.parity.erasure import Geometry, Lack, Wanted, code_for, encode, rebuild
+from hpcrun.checkpoint.parity.erasure import (
+    BlockRead,
+    NotEnoughBlocksError,
+    StripeGeometry,
+    encode_stripe,
+    erasure_code_for,
+    rebuild_block,
+)
 from hpcrun.errors import SiteError
 
 
@@ -18,18 +25,18 @@ class Set:
 
     def __init__(self, blocks: Sequence[bytes], parity: int, window: int = 1 << 20) -> None:
         self.blocks, self.window = blocks, window
-        self.geometry = Geometry(tuple(map(len, blocks)), parity)
+        self.geometry = StripeGeometry(tuple(map(len, blocks)), parity)
         size = self.geometry.chunk_bytes
         self.kept = [[bytearray(size) for _ in range(parity)] for _ in blocks]
-        self.read: list[Wanted] = []
+        self.read: list[BlockRead] = []
         for stripe in range(len(blocks)):
 
             def put(number: int, at: int, data: memoryview, stripe: int = stripe) -> None:
                 self.kept[self.geometry.holder(stripe, number)][number][at : at + len(data)] = data
 
-            encode(self.geometry, stripe, self.fetch, put, window)
+            encode_stripe(self.geometry, stripe, self.fetch, put, window)
 
-    def fetch(self, wanted: Sequence[Wanted]) -> Callable[[], None]:
+    def fetch(self, wanted: Sequence[BlockRead]) -> Callable[[], None]:
         self.read += wanted
 
         def fill() -> None:
@@ -51,7 +58,7 @@ class Set:
 
         kept = {one: range(self.geometry.parity) for one in left}
         self.read = []
-        rebuild(self.geometry, member, left, kept, self.fetch, put, self.window)
+        rebuild_block(self.geometry, member, left, kept, self.fetch, put, self.window)
         assert not {one.member for one in self.read} & set(lost)
         return bytes(made)
 
@@ -83,7 +90,7 @@ def test_all_losses_that_are_promised_are_made_good(members: int, parity: int, s
 
 def test_one_more_is_too_much_and_is_said() -> None:
     kept = Set([bytes([n]) * 1000 for n in range(5)], 2)
-    with pytest.raises(Lack, match=r"2 pieces of stripe . are left, and it takes 3"):
+    with pytest.raises(NotEnoughBlocksError, match=r"2 pieces of stripe . are left, and it takes 3"):
         kept.again(0, (0, 1, 2))
 
 
@@ -101,7 +108,7 @@ def test_only_bytes_that_are_there_are_asked_for() -> None:
 
 @pytest.mark.parametrize(("members", "parity"), [(m, k) for m in range(2, 9) for k in (1, 2) if k < m])
 def test_every_stripe_has_one_piece_on_each_member(members: int, parity: int) -> None:
-    geometry = Geometry((1000,) * members, parity)
+    geometry = StripeGeometry((1000,) * members, parity)
     for stripe in range(members):
         owners = [geometry.owner(stripe, piece) for piece in range(members)]
         assert sorted(owners) == list(range(members))
@@ -146,14 +153,16 @@ def test_stored_parity_is_what_it_was() -> None:
     draw = random.Random(1)
     for data in (2, 3, 6, 14):
         chunks = [draw.randbytes(100) for _ in range(data)]
-        made = code_for(data, 2).encode([memoryview(chunk) for chunk in chunks])
+        made = erasure_code_for(data, 2).encode([memoryview(chunk) for chunk in chunks])
         for parity in (0, 1):
             wanted = [0] * 100
             for number, chunk in enumerate(chunks):
                 factor = inverse[(data + parity) ^ number]
                 wanted = [old ^ times(factor, byte) for old, byte in zip(wanted, chunk, strict=True)]
             assert bytes(made[parity]) == bytes(wanted)
-    assert bytes(code_for(3, 1).encode([memoryview(bytes([n])) for n in (1, 2, 7)])[0]) == bytes([1 ^ 2 ^ 7])
+    assert bytes(erasure_code_for(3, 1).encode([memoryview(bytes([n])) for n in (1, 2, 7)])[0]) == bytes(
+        [1 ^ 2 ^ 7]
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,8 +172,8 @@ def test_without_a_library_it_is_said_what_to_install(
     monkeypatch: pytest.MonkeyPatch, module: str, shape: tuple[int, int], instead: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    code_for.cache_clear()
+    erasure_code_for.cache_clear()
     said = rf"install hpcrun-slurm\[parity\] on every node, or set scheme: {instead}"
     with pytest.raises(SiteError, match=said):
-        code_for(*shape)
-    assert code_for(1, 2).parity == 2
+        erasure_code_for(*shape)
+    assert erasure_code_for(1, 2).parity == 2

@@ -11,26 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.format import (
-    HEADER_BYTES,
-    MANIFEST,
-    DamagedError,
-    Piece,
-    lay_out,
-)
-from hpcrun.checkpoint.generation import Generation, check_sizes
-from hpcrun.checkpoint.part_writer import write_file
-from hpcrun.checkpoint.slices import Box, cut, uncovered
+from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST_NAME, ChunkSpec, DamagedError, plan_part_layout
+from hpcrun.checkpoint.generation import GenerationReader, check_file_sizes
+from hpcrun.checkpoint.part_writer import write_synced_file
+from hpcrun.checkpoint.slices import TensorSlice, find_coverage_problem, split_slice
 from hpcrun.errors import UsageError
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save
 from tests.checkpoint.injuries import INJURIES, Injury, flip, swap_files
 
 
-def load(saved: Saved) -> dict[Piece, bytes]:
+def load(saved: Saved) -> dict[ChunkSpec, bytes]:
     """Everything that a reader gives out of a generation."""
     found = {}
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         for tensor in generation.manifest.tensors.values():
             for piece, place in tensor.chunks:
                 into = bytearray(piece.size_bytes)
@@ -39,13 +33,13 @@ def load(saved: Saved) -> dict[Piece, bytes]:
     return found
 
 
-def expected(step: int, ranks: int = 2) -> dict[Piece, bytes]:
+def expected(step: int, ranks: int = 2) -> dict[ChunkSpec, bytes]:
     pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, ranks)]
     return {piece: content_of(piece, step) for piece in pieces}
 
 
 def damages(saved: Saved) -> list[str]:
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         return list(generation.damages())
 
 
@@ -57,14 +51,14 @@ def test_what_is_written_comes_back(tmp_path: Path, files: int, ranks: int) -> N
     assert load(found) == expected(4, ranks)
     assert damages(found) == []
     assert sorted(path.name for path in found.path.iterdir()) == sorted(
-        [RECORD, MANIFEST, *(f"data-{n:05d}.bin" for n in range(files))]
+        [RECORD, MANIFEST_NAME, *(f"data-{n:05d}.bin" for n in range(files))]
     )
 
 
 def test_chunks_are_aligned_and_say_where_they_belong(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
     data = (saved.path / "data-00000.bin").read_bytes()
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         for tensor in generation.manifest.tensors.values():
             for piece, place in tensor.chunks:
                 at = generation.manifest.parts[place.part].start + place.at
@@ -77,9 +71,9 @@ def test_chunks_are_aligned_and_say_where_they_belong(tmp_path: Path) -> None:
 
 def test_where_a_chunk_lies_is_known_before_its_bytes_are(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         sizes = [part.size_bytes for part in generation.manifest.parts]
-    assert sizes == [lay_out(rank, pieces_of(rank, 2)).size_bytes for rank in range(2)]
+    assert sizes == [plan_part_layout(rank, pieces_of(rank, 2)).size_bytes for rank in range(2)]
 
 
 def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
@@ -87,7 +81,7 @@ def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
     right, found = expected(4), 0
     chance = random.Random(0)
-    for name in (RECORD, MANIFEST, "data-00000.bin"):
+    for name in (RECORD, MANIFEST_NAME, "data-00000.bin"):
         path = saved.path / name
         whole = path.read_bytes()
         places = list(range(len(whole)))
@@ -124,7 +118,7 @@ def test_nothing_injured_is_loaded(tmp_path: Path, injury: Injury) -> None:
 def test_two_files_of_equal_layout_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
     """Of one generation, of one size, each with right hashes: only the headers can tell."""
     shape = (32, 16)
-    shares = [[Piece("model.a", "float32", shape, (16 * r, 0), (16, 16))] for r in range(2)]
+    shares = [[ChunkSpec("model.a", "float32", shape, (16 * r, 0), (16, 16))] for r in range(2)]
     saved = save(tmp_path, 4, files=2, shares=shares)
     assert len(set(saved.file_bytes)) == 1
     swap_files(saved.path, saved.path)
@@ -144,7 +138,7 @@ def test_a_record_of_another_save_is_refused(tmp_path: Path) -> None:
 def test_verification_names_every_damaged_chunk(tmp_path: Path) -> None:
     saved = save(tmp_path, 4, files=2)
     path = saved.path / "data-00000.bin"
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         (first,) = [place for _, place in generation.manifest.tensors["model.a"].chunks if place.part == 0]
         scalar = generation.manifest.tensors["model.scalar"].chunks[0][1]
     flip(path, first.at + HEADER_BYTES + 5)
@@ -165,11 +159,11 @@ def test_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
 
 def test_a_manifest_whose_chunks_leave_a_gap_is_refused(tmp_path: Path) -> None:
     shape = (32, 16)
-    whole = Piece("model.a", "float32", shape, (0, 0), (20, 16))
+    whole = ChunkSpec("model.a", "float32", shape, (0, 0), (20, 16))
     for other in (
-        Piece("model.a", "float32", shape, (21, 0), (11, 16)),
-        Piece("model.a", "float32", shape, (19, 0), (13, 16)),
-        Piece("model.a", "float64", shape, (20, 0), (12, 16)),
+        ChunkSpec("model.a", "float32", shape, (21, 0), (11, 16)),
+        ChunkSpec("model.a", "float32", shape, (19, 0), (13, 16)),
+        ChunkSpec("model.a", "float64", shape, (20, 0), (12, 16)),
     ):
         with pytest.raises(DamagedError, match=r"model\.a"):
             save(tmp_path, 4, shares=[[whole], [other]])
@@ -197,15 +191,15 @@ def test_a_manifest_whose_chunks_leave_a_gap_is_refused(tmp_path: Path) -> None:
 def test_boxes_that_make_up_a_tensor(
     shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], wrong: str | None
 ) -> None:
-    found = uncovered(shape, [Box(*box) for box in boxes])
+    found = find_coverage_problem(shape, [TensorSlice(*box) for box in boxes])
     assert found is None if wrong is None else found is not None and wrong in found
 
 
 @pytest.mark.parametrize("sizes", [(), (7,), (0, 5), (1, 1, 9), (5, 3, 4), (1, 40, 3), (2, 100)])
 @pytest.mark.parametrize("most", [1, 16, 48, 10_000])
 def test_a_cut_box_is_covered_by_contiguous_pieces(sizes: tuple[int, ...], most: int) -> None:
-    boxes = list(cut(sizes, 4, most))
-    assert uncovered(sizes, boxes) is None
+    boxes = list(split_slice(sizes, 4, most))
+    assert find_coverage_problem(sizes, boxes) is None
     for box in boxes:
         count = 1
         for size in box.sizes:
@@ -224,17 +218,17 @@ def test_a_thousand_generations_are_listed_from_their_records(tmp_path: Path) ->
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
         os.link(saved.path / "data-00000.bin", path / "data-00000.bin")
-        os.link(saved.path / MANIFEST, path / MANIFEST)
+        os.link(saved.path / MANIFEST_NAME, path / MANIFEST_NAME)
         (path / RECORD).write_text(render_record(replace(saved, step=step)))
     found = saved_steps(tmp_path)
     for one in found:
-        check_sizes(one)
+        check_file_sizes(one)
     assert [one.step for one in found] == list(range(1000))
 
 
 def test_nothing_in_the_files_is_a_pickle(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
-    for name in (RECORD, MANIFEST):
+    for name in (RECORD, MANIFEST_NAME):
         json.loads((saved.path / name).read_text())
-    write_file(tmp_path / "x", b"abc")
+    write_synced_file(tmp_path / "x", b"abc")
     assert (tmp_path / "x").read_bytes() == b"abc"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.flush.arena import Arena, make_folder
-from hpcrun.checkpoint.flush.shm_capacity import Room
-from hpcrun.checkpoint.flush.spare_replicas import Guests, guest_holdings, is_guest
-from hpcrun.checkpoint.format import PART_ALIGN, padded
-from hpcrun.checkpoint.levels import Holding, Load, Stamp
+from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
+from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
+from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore, is_spare_replica, list_spare_replicas
+from hpcrun.checkpoint.format import PART_ALIGN, align_size
+from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.peers import PeerError
-from hpcrun.checkpoint.part_check import prove_part
-from hpcrun.checkpoint.restore.outside_copies import holdings_here
+from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 from tests.checkpoint.nodes import flip
@@ -46,16 +46,16 @@ def ranks_on(four: Neighbours, names: str = "abc", each: int = 2) -> list[Rank]:
     return found
 
 
-def order(host: Host, stamp: Stamp, nodes: str, number: int = 1) -> None:
+def order(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> None:
     host.say(do="copy", id=number, stamp=asdict(stamp), nodes=list(nodes))
 
 
-def copied(host: Host, stamp: Stamp, nodes: str, number: int = 1) -> dict[str, Any]:
+def copied(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> dict[str, Any]:
     order(host, stamp, nodes, number)
     return host.wait("copied", id=number)
 
 
-def of_spare(four: Neighbours) -> list[Holding]:
+def of_spare(four: Neighbours) -> list[InventoryEntry]:
     return [one for one in four.holdings() if one.node == "s"]
 
 
@@ -88,7 +88,7 @@ def test_what_a_lost_node_had_is_gone_on_from_out_of_a_spare_s_memory(four: Neig
     part = lost.parts[0]
     again = copied(four.hosts["a"], lost.stamp, "s")
     assert again["nodes"] == ["s"]
-    seen = [one for one in holdings_here(four.run.run_id, None, four.root) if one.node == "s"]
+    seen = [one for one in find_local_inventory(four.run.run_id, None, four.root) if one.node == "s"]
     assert part.number in [one.number for holding in seen for one in holding.parts]
 
 
@@ -163,7 +163,7 @@ def test_a_node_that_is_gone_or_damaged_costs_its_copy_alone(four: Neighbours) -
     (got,) = of_spare(four)
     assert [one.number for one in got.parts] == [0, 1, 2], "the part of b that is whole is of use too"
     for one in got.parts:
-        prove_part(one, bytes.fromhex(held.stamp.generation))
+        verify_part(one, bytes.fromhex(held.stamp.generation))
     assert not list(four.hosts["s"].arena.glob("*.aside"))
 
 
@@ -196,12 +196,12 @@ class Others:
     """The other nodes, as a spare reads from them: each has a load a step; and what goes wrong."""
 
     def __init__(self) -> None:
-        self.loads: dict[tuple[str, str], Load] = {}
+        self.loads: dict[tuple[str, str], NodeShards] = {}
         self.before_read: Callable[[str, int], None] = lambda node, at: None
         self.after_read: Callable[[str], None] = lambda node: None
         self.calm: Iterator[bool] = iter(lambda: True, False)
 
-    def have(self, step: int, nodes: str) -> Stamp:
+    def have(self, step: int, nodes: str) -> GenerationId:
         for number, node in enumerate(nodes):
             load = load_of(step, [number], len(nodes), number)
             self.loads[node, load.stamp.generation] = load
@@ -222,7 +222,7 @@ class Others:
         into[:] = part.image[request["at"] : request["at"] + len(into)]
         self.after_read(node)
 
-    def _load(self, node: str, request: dict[str, Any]) -> Load:
+    def _load(self, node: str, request: dict[str, Any]) -> NodeShards:
         if (load := self.loads.get((node, request["generation"]))) is None:
             raise PeerError(f"{node}: has no part of generation {request['generation']}")
         return load
@@ -232,32 +232,32 @@ class Spare:
     """An arena on a machine with so much memory."""
 
     def __init__(self, root: Path, size_bytes: int = 1 << 30) -> None:
-        self.folder, self.size_bytes = make_folder(root, root / "r", "r", "s"), size_bytes
+        self.folder, self.size_bytes = make_arena_folder(root, root / "r", "r", "s"), size_bytes
         self.said = SimpleQueue[dict[str, Any]]()
         self.others = Others()
         self.arena = Arena(self.folder, self.room)
-        self.guests = Guests(self.arena, self.said.put)
+        self.guests = SpareReplicaStore(self.arena, self.said.put)
 
-    def room(self, folder: Path) -> Room:
-        used = sum(padded(path.stat().st_size, PART_ALIGN) for path in folder.glob("*.bin*"))
-        return Room(self.size_bytes - used, "so much there is")
+    def room(self, folder: Path) -> ShmCapacity:
+        used = sum(align_size(path.stat().st_size, PART_ALIGN) for path in folder.glob("*.bin*"))
+        return ShmCapacity(self.size_bytes - used, "so much there is")
 
-    def copy(self, stamp: Stamp, nodes: str) -> dict[str, Any]:
+    def copy(self, stamp: GenerationId, nodes: str) -> dict[str, Any]:
         told = {"id": stamp.step, "stamp": asdict(stamp), "nodes": list(nodes)}
         self.guests.obey(told, self.others, 0.0)
         return self.said.get(timeout=20)
 
     def held(self) -> list[tuple[int, list[int]]]:
         found = self.guests.holdings("s")
-        assert found == guest_holdings(self.arena.files, "s")
-        assert all(is_guest(part.path) for one in found for part in one.parts)
+        assert found == list_spare_replicas(self.arena.files, "s")
+        assert all(is_spare_replica(part.path) for one in found for part in one.parts)
         return [(one.stamp.step, [part.number for part in one.parts]) for one in found]
 
 
-def size_of(stamp: Stamp, others: Others, nodes: str) -> int:
+def size_of(stamp: GenerationId, others: Others, nodes: str) -> int:
     """What the shares of nodes take."""
     loads = [others.loads[node, stamp.generation] for node in nodes]
-    return sum(padded(one.part.size_bytes, PART_ALIGN) for load in loads for one in load.parts)
+    return sum(align_size(one.part.size_bytes, PART_ALIGN) for load in loads for one in load.parts)
 
 
 @pytest.fixture
@@ -388,7 +388,7 @@ def test_a_copying_that_nobody_needs_any_more_ends_at_once(spare: Spare, how: st
 
 
 def test_a_node_that_never_rests_is_not_waited_for_for_ever(spare: Spare, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hpcrun.checkpoint.flush.spare_replicas._PATIENCE_S", -1.0)
+    monkeypatch.setattr("hpcrun.checkpoint.flush.spare_replicas._PEER_IDLE_TIMEOUT_S", -1.0)
     stamp = spare.others.have(2, "ab")
     spare.others.calm = iter([False, True])
     told = spare.copy(stamp, "ab")

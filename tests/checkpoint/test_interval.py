@@ -7,50 +7,66 @@ import random
 
 import pytest
 
-from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.failure_rates import KINDS, PRIORS, Kind, Seen, estimate
-from hpcrun.checkpoint.policy.interval import Cost, Tier, daly, recommend, young
-from hpcrun.checkpoint.policy.simulation import check, draw_trace, simulate
+from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.policy.failure_rates import (
+    FAILURE_KINDS,
+    FAILURE_PRIORS,
+    FailureHistory,
+    FailureKind,
+    estimate_failure_rates,
+)
+from hpcrun.checkpoint.policy.interval import (
+    LevelGroup,
+    LevelSaveCost,
+    daly_interval,
+    recommend_intervals,
+    young_interval,
+)
+from hpcrun.checkpoint.policy.simulation import check_advice, draw_failure_trace, simulate_run
 
 DAY = 86400.0
-NEAR = Tier((Cost("memory", 0.8, 2.0, 60.0), Cost("parity", 0.1, 6.0, 90.0)))
-DEEP = Tier((Cost("durable", 0.5, 60.0, 300.0),))
-ALONE = Tier((Cost("durable", 30.0, 0.0, 300.0),))
-RATES: dict[Kind, float] = {"process": 1 / (0.5 * DAY), "node": 1 / (4 * DAY), "site": 1 / (7 * DAY)}
+NEAR = LevelGroup((LevelSaveCost("memory", 0.8, 2.0, 60.0), LevelSaveCost("parity", 0.1, 6.0, 90.0)))
+DEEP = LevelGroup((LevelSaveCost("durable", 0.5, 60.0, 300.0),))
+ALONE = LevelGroup((LevelSaveCost("durable", 30.0, 0.0, 300.0),))
+RATES: dict[FailureKind, float] = {"process": 1 / (0.5 * DAY), "node": 1 / (4 * DAY), "site": 1 / (7 * DAY)}
 
 
 def test_the_formulas_give_what_their_papers_say() -> None:
-    assert young(50.0, 1e-4) == pytest.approx(1000.0)
-    assert daly(50.0, 1e-4) == pytest.approx(1000 * (1 + 0.05 / 3 + 0.0025 / 9) - 50)
-    assert daly(30.0, 0.1) == 10.0, "a save that takes more than twice the time between failures"
-    assert daly(1.0, 0.0) == math.inf
-    assert daly(0.01, 1e-6) == pytest.approx(young(0.01, 1e-6), rel=1e-3)
+    assert young_interval(50.0, 1e-4) == pytest.approx(1000.0)
+    assert daly_interval(50.0, 1e-4) == pytest.approx(1000 * (1 + 0.05 / 3 + 0.0025 / 9) - 50)
+    assert daly_interval(30.0, 0.1) == 10.0, "a save that takes more than twice the time between failures"
+    assert daly_interval(1.0, 0.0) == math.inf
+    assert daly_interval(0.01, 1e-6) == pytest.approx(young_interval(0.01, 1e-6), rel=1e-3)
 
 
 def test_a_rate_is_between_what_was_believed_and_what_was_seen() -> None:
-    (process, node, site, storage) = estimate(Seen(), 10)
+    (process, node, site, storage) = estimate_failure_rates(FailureHistory(), 10)
     assert process.per_s == pytest.approx(0.75 * 419 / 54 / 2048 / DAY * 10)
-    assert [one.kind for one in (process, node, site, storage)] == list(KINDS)
+    assert [one.kind for one in (process, node, site, storage)] == list(FAILURE_KINDS)
     assert storage.per_s is None
     assert "no published figure" in storage.source
-    shares = [one.per_node_day for one in PRIORS.values()]
+    shares = [one.per_node_day for one in FAILURE_PRIORS.values()]
     assert sum(shares) == pytest.approx(419 / 54 / 2048)
-    seen = Seen(1000 * DAY, {"node": 30}, runs=9)
-    told = {one.kind: one for one in estimate(seen, 1)}
+    seen = FailureHistory(1000 * DAY, {"node": 30}, runs=9)
+    told = {one.kind: one for one in estimate_failure_rates(seen, 1)}
     assert told["node"].per_s is not None
-    assert PRIORS["node"].per_node_day < told["node"].per_s * DAY < 0.03
-    much = Seen(1e6 * DAY, {"node": 30_000}, runs=9)
-    assert {one.kind: one.per_s for one in estimate(much, 1)}["node"] == pytest.approx(0.03 / DAY, rel=0.01)
+    assert FAILURE_PRIORS["node"].per_node_day < told["node"].per_s * DAY < 0.03
+    much = FailureHistory(1e6 * DAY, {"node": 30_000}, runs=9)
+    assert {one.kind: one.per_s for one in estimate_failure_rates(much, 1)}["node"] == pytest.approx(
+        0.03 / DAY, rel=0.01
+    )
     assert "30 in 1e+03 node-days of 9 runs of yours" in told["node"].source
-    quiet = {one.kind: one.per_s for one in estimate(Seen(1e5 * DAY, {}, runs=50), 1)}
+    quiet = {one.kind: one.per_s for one in estimate_failure_rates(FailureHistory(1e5 * DAY, {}, runs=50), 1)}
     assert quiet["node"] is not None
-    assert quiet["node"] < PRIORS["node"].per_node_day / DAY, "no failure is evidence too"
-    assert {one.kind: one.per_s for one in estimate(Seen(), 1, {"storage": 2e-8})}["storage"] == 2e-8
+    assert quiet["node"] < FAILURE_PRIORS["node"].per_node_day / DAY, "no failure is evidence too"
+    assert {one.kind: one.per_s for one in estimate_failure_rates(FailureHistory(), 1, {"storage": 2e-8})}[
+        "storage"
+    ] == 2e-8
 
 
 def test_what_two_runs_saw_adds_up() -> None:
-    both = Seen(10.0, {"node": 1}, 1, 2) + Seen(5.0, {"node": 2, "site": 1}, 1)
-    assert both == Seen(15.0, {"node": 3, "site": 1}, 2, 2)
+    both = FailureHistory(10.0, {"node": 1}, 1, 2) + FailureHistory(5.0, {"node": 2, "site": 1}, 1)
+    assert both == FailureHistory(15.0, {"node": 3, "site": 1}, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +74,24 @@ def test_what_two_runs_saw_adds_up() -> None:
     [
         ([ALONE], RATES),
         ([NEAR, DEEP], RATES),
-        ([Tier((Cost("memory", 3.0, 1.0, 60.0),)), Tier((Cost("durable", 2.0, 300.0, 300.0),))], RATES),
-        ([NEAR, Tier((Cost("durable", 20.0, 90.0, 300.0),))], {**RATES, "process": 1 / (0.1 * DAY)}),
+        (
+            [
+                LevelGroup((LevelSaveCost("memory", 3.0, 1.0, 60.0),)),
+                LevelGroup((LevelSaveCost("durable", 2.0, 300.0, 300.0),)),
+            ],
+            RATES,
+        ),
+        (
+            [NEAR, LevelGroup((LevelSaveCost("durable", 20.0, 90.0, 300.0),))],
+            {**RATES, "process": 1 / (0.1 * DAY)},
+        ),
     ],
 )
-def test_no_other_interval_is_better_under_failures(tiers: list[Tier], rates: dict[Kind, float]) -> None:
-    advice = recommend(tiers, rates, bound=0.2)
-    checked = check(tiers, advice, rates)
+def test_no_other_interval_is_better_under_failures(
+    tiers: list[LevelGroup], rates: dict[FailureKind, float]
+) -> None:
+    advice = recommend_intervals(tiers, rates, bound=0.2)
+    checked = check_advice(tiers, advice, rates)
     assert checked is not None
     told = checked.at[1.0].efficiency
     assert told >= checked.best.efficiency * 0.99
@@ -78,16 +105,16 @@ def test_every_advice_keeps_what_it_promises() -> None:
     for _ in range(300):
         stalls = [draw.choice([0.0, draw.uniform(0.01, 60)]) for _ in range(3)]
         drains = [draw.choice([0.0, draw.uniform(0.1, 900)]) for _ in range(3)]
-        levels: tuple[Level, ...] = ("memory", "durable", "object")
+        levels: tuple[CheckpointLevel, ...] = ("memory", "durable", "object")
         tiers = [
-            Tier((Cost(level, stall, drain),))
+            LevelGroup((LevelSaveCost(level, stall, drain),))
             for level, stall, drain in zip(levels, stalls, drains, strict=True)
         ][: draw.randint(1, 3)]
         known = draw.sample(["process", "node", "site", "storage"], draw.randint(0, 4))
-        rates: dict[Kind, float] = {kind: 10 ** draw.uniform(-8, -3) for kind in known}  # type: ignore[misc]
+        rates: dict[FailureKind, float] = {kind: 10 ** draw.uniform(-8, -3) for kind in known}  # type: ignore[misc]
         step = draw.choice([None, draw.uniform(0.05, 30)])
         bound = draw.uniform(0.005, 0.2)
-        advice = recommend(tiers, rates, bound=bound, step_s=step)
+        advice = recommend_intervals(tiers, rates, bound=bound, step_s=step)
         busy = 0.0
         for one, before in zip(advice.intervals, (None, *advice.intervals), strict=False):
             busy += one.tier.drain_s
@@ -103,29 +130,32 @@ def test_every_advice_keeps_what_it_promises() -> None:
 
 
 def test_a_bound_makes_intervals_longer_and_says_so() -> None:
-    often: dict[Kind, float] = {"process": 1 / 600}
-    free, bound = recommend([NEAR], often, bound=0.5), recommend([NEAR], often, bound=0.01)
+    often: dict[FailureKind, float] = {"process": 1 / 600}
+    free, bound = (
+        recommend_intervals([NEAR], often, bound=0.5),
+        recommend_intervals([NEAR], often, bound=0.01),
+    )
     assert bound.overhead <= 0.01 < free.overhead
     assert bound.waste > free.waste
     assert "for the bound of 1.0%" in bound.intervals[0].reasons[1]
 
 
 def test_nothing_is_made_up_where_no_rate_is_known() -> None:
-    advice = recommend([NEAR], {})
+    advice = recommend_intervals([NEAR], {})
     assert "not known" in advice.intervals[0].reasons[0]
     assert advice.overhead <= 0.0301
-    assert check([NEAR], advice, {}) is None
-    assert check([NEAR], advice, {"site": 1e-5}) is None, "nothing here survives it"
+    assert check_advice([NEAR], advice, {}) is None
+    assert check_advice([NEAR], advice, {"site": 1e-5}) is None, "nothing here survives it"
 
 
 def test_a_tier_for_frequent_failures_pulls_the_nearer_ones_along() -> None:
-    advice = recommend([NEAR, DEEP], {"process": 1e-7, "site": 1e-3}, bound=0.5)
+    advice = recommend_intervals([NEAR, DEEP], {"process": 1e-7, "site": 1e-3}, bound=0.5)
     assert [one.times for one in advice.intervals] == [1, 1]
-    assert advice.intervals[0].every_s == pytest.approx(max(daly(1.4, 1e-3 + 1e-7), 68.0))
+    assert advice.intervals[0].every_s == pytest.approx(max(daly_interval(1.4, 1e-3 + 1e-7), 68.0))
 
 
 def naive(
-    cost: Cost, every_s: float, trace: list[tuple[float, Kind]], horizon_s: float
+    cost: LevelSaveCost, every_s: float, trace: list[tuple[float, FailureKind]], horizon_s: float
 ) -> tuple[float, float]:
     """One level, second by event, without any arithmetic of cycles: training kept, and training lost."""
     now = position = saved = lost = 0.0
@@ -146,11 +176,11 @@ def naive(
 
 
 def test_the_quick_simulation_is_the_slow_one() -> None:
-    cost, horizon = Cost("durable", 7.0, 0.0, 40.0), 200_000.0
-    trace = draw_trace({"site": 1e-3, "node": 1e-3}, horizon, 3)
+    cost, horizon = LevelSaveCost("durable", 7.0, 0.0, 40.0), 200_000.0
+    trace = draw_failure_trace({"site": 1e-3, "node": 1e-3}, horizon, 3)
     assert len(trace) > 300
     for every in (20.0, 110.0, 400.0):
-        told = simulate([Tier((cost,))], [every], trace, horizon)
+        told = simulate_run([LevelGroup((cost,))], [every], trace, horizon)
         position, lost = naive(cost, every, trace, horizon)
         assert told.efficiency * horizon == pytest.approx(position, abs=every)
         assert told.lost_s == pytest.approx(lost, rel=1e-6)
@@ -159,26 +189,29 @@ def test_the_quick_simulation_is_the_slow_one() -> None:
 def test_what_is_lost_depends_on_the_level_that_survives() -> None:
     tiers, every = [NEAR, DEEP], [100.0, 1000.0]
     for kind, least, most in (("process", 0.0, 110.0), ("node", 0.0, 110.0), ("site", 0.0, 1110.0)):
-        told = simulate(tiers, every, [(50_930.0, kind)], 100_000.0)  # type: ignore[list-item]
+        told = simulate_run(tiers, every, [(50_930.0, kind)], 100_000.0)  # type: ignore[list-item]
         assert least <= told.lost_s <= most, kind
         assert told.failures == 1
-    kinds: tuple[Kind, ...] = ("process", "site", "storage")
-    lost = [simulate(tiers, every, [(50_930.0, kind)], 1e5).lost_s for kind in kinds]
+    kinds: tuple[FailureKind, ...] = ("process", "site", "storage")
+    lost = [simulate_run(tiers, every, [(50_930.0, kind)], 1e5).lost_s for kind in kinds]
     assert lost == sorted(lost)
     assert lost[2] > 40_000, "nothing here survives that"
 
 
 def test_a_save_that_still_drains_does_not_help() -> None:
-    slow = [Tier((Cost("memory", 0.0, 0.0),)), Tier((Cost("durable", 0.0, 90.0),))]
+    slow = [
+        LevelGroup((LevelSaveCost("memory", 0.0, 0.0),)),
+        LevelGroup((LevelSaveCost("durable", 0.0, 90.0),)),
+    ]
     # The save at 100 s is stored at 190 s.
-    lost = {at: simulate(slow, [100.0, 100.0], [(at, "site")], 1000.0).lost_s for at in (180.0, 195.0)}
+    lost = {at: simulate_run(slow, [100.0, 100.0], [(at, "site")], 1000.0).lost_s for at in (180.0, 195.0)}
     assert lost == {180.0: pytest.approx(180.0), 195.0: pytest.approx(95.0)}
 
 
 def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
-    slow = [Tier((Cost("memory", 1.0, 1.0), Cost("durable", 0.0, 99.0)))]
-    wait = simulate(slow, [10.0], [], 100_000.0, slots=2, behind="wait")
-    skip = simulate(slow, [10.0], [], 100_000.0, slots=2, behind="skip")
+    slow = [LevelGroup((LevelSaveCost("memory", 1.0, 1.0), LevelSaveCost("durable", 0.0, 99.0)))]
+    wait = simulate_run(slow, [10.0], [], 100_000.0, slots=2, behind="wait")
+    skip = simulate_run(slow, [10.0], [], 100_000.0, slots=2, behind="skip")
     assert wait.efficiency == pytest.approx(0.1, abs=0.01), (
         "ten seconds of training for each hundred of drain"
     )
@@ -187,7 +220,7 @@ def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
 
 def test_what_a_failure_took_from_a_level_is_not_there_for_the_next_one() -> None:
     every, after = [100.0, 1000.0], 50_930.0
-    alone = simulate([NEAR, DEEP], every, [(after, "site")], 1e5).lost_s
+    alone = simulate_run([NEAR, DEEP], every, [(after, "site")], 1e5).lost_s
     # Half a minute after the restart there is nothing in memory yet: the durable save again.
-    twice = simulate([NEAR, DEEP], every, [(after, "site"), (after + 330.0, "process")], 1e5).lost_s
+    twice = simulate_run([NEAR, DEEP], every, [(after, "site"), (after + 330.0, "process")], 1e5).lost_s
     assert twice == pytest.approx(alone + 30.0)

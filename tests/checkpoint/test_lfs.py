@@ -11,13 +11,13 @@ import pytest
 
 from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.lfs import (
-    Lfs,
+    LfsClient,
     LfsError,
-    Target,
-    parse_df,
-    parse_layout,
-    parse_project,
-    parse_quota,
+    LustreTarget,
+    parse_getstripe,
+    parse_lfs_df,
+    parse_lfs_project,
+    parse_lfs_quota,
 )
 from tests.checkpoint.lustre_stand_in import RAID0, Emulated, main, ost
 
@@ -29,7 +29,7 @@ def text(name: str) -> str:
 
 
 def test_a_plain_layout_with_its_pool_and_objects() -> None:
-    layout = parse_layout(text("getstripe-plain"))
+    layout = parse_getstripe(text("getstripe-plain"))
     (one,) = layout.components
     assert (one.start, one.end, one.stripes, one.stripe_bytes) == (0, None, 3, 16 << 20)
     assert (one.pool, one.osts, layout.osts) == ("flash", (5, 0, 12), (0, 5, 12))
@@ -37,7 +37,7 @@ def test_a_plain_layout_with_its_pool_and_objects() -> None:
 
 
 def test_a_progressive_layout_that_begins_on_the_metadata_server() -> None:
-    layout = parse_layout(text("getstripe-progressive"))
+    layout = parse_getstripe(text("getstripe-progressive"))
     assert [(one.start, one.end, one.stripes, one.pool) for one in layout.components] == [
         (0, 256 << 10, 0, None),
         (256 << 10, 8 << 20, 1, "performance"),
@@ -51,24 +51,24 @@ def test_a_progressive_layout_that_begins_on_the_metadata_server() -> None:
 
 
 def test_components_as_a_list_and_one_that_extends_itself() -> None:
-    layout = parse_layout(text("getstripe-listed"))
+    layout = parse_getstripe(text("getstripe-listed"))
     assert [one.end for one in layout.components] == [1 << 30, None]
     assert layout.components[1].stripe_bytes == 64 << 20
 
 
 def test_the_default_of_a_directory() -> None:
-    (one,) = parse_layout(text("getstripe-directory")).components
+    (one,) = parse_getstripe(text("getstripe-directory")).components
     assert (one.stripes, one.pool, one.osts) == (-1, "capacity", ())
 
 
 @pytest.mark.parametrize("said", ["", "has no stripe info\n", "a: [1\n", "lcm_entry_count: 0\n", "- 1\n"])
 def test_what_is_no_layout_is_refused_in_one_line(said: str) -> None:
     with pytest.raises(LfsError, match="getstripe -y"):
-        parse_layout(said)
+        parse_getstripe(said)
 
 
 def test_targets_with_their_flags_and_those_that_are_silent() -> None:
-    targets = parse_df(text("df"), unit=1024)
+    targets = parse_lfs_df(text("df"), unit=1024)
     assert [(one.kind, one.index, one.flags) for one in targets] == [
         ("MDT", 0, ""),
         ("OST", 0, ""),
@@ -79,34 +79,34 @@ def test_targets_with_their_flags_and_those_that_are_silent() -> None:
         ("OST", 13, ""),
         ("OST", 14, ""),
     ]
-    assert targets[1] == Target("OST", 0, 3865470566 << 10, 614150144 << 10)
+    assert targets[1] == LustreTarget("OST", 0, 3865470566 << 10, 614150144 << 10)
     assert [one.problem for one in targets[-2:]] == ["inactive device", "Resource temporarily unavailable"]
-    assert [(one.index, one.free) for one in parse_df(text("df-inodes"))] == [
+    assert [(one.index, one.free) for one in parse_lfs_df(text("df-inodes"))] == [
         (0, 47600),
         (1, 47610),
         (0, 87900),
     ]
     with pytest.raises(LfsError, match="no target"):
-        parse_df("filesystem_summary: 1 1 1 1% /lus\n")
+        parse_lfs_df("filesystem_summary: 1 1 1 1% /lus\n")
 
 
 def test_quotas_over_their_limit_wrapped_and_inexact() -> None:
-    quota = parse_quota(text("quota"))
+    quota = parse_lfs_quota(text("quota"))
     assert (quota.used_bytes, quota.soft_bytes, quota.hard_bytes) == (1 << 30, 900 << 30, 1000 << 30)
     assert (quota.used_inodes, quota.soft_inodes, quota.hard_inodes) == (917504, None, 1 << 20)
     assert quota.is_exact
-    wrapped = parse_quota(text("quota-wrapped"))
+    wrapped = parse_lfs_quota(text("quota-wrapped"))
     assert (wrapped.used_bytes, wrapped.hard_bytes, wrapped.used_inodes) == (10200224 << 10, None, 17724)
     assert not wrapped.is_exact
     with pytest.raises(LfsError, match="no table"):
-        parse_quota("Disk quotas for usr ada (uid 1001):\n")
+        parse_lfs_quota("Disk quotas for usr ada (uid 1001):\n")
 
 
 def test_the_project_of_a_directory() -> None:
-    assert parse_project("  4711 P /lus/testfs/climate\n") == 4711
-    assert parse_project("    0 - /lus/testfs\n") == 0
+    assert parse_lfs_project("  4711 P /lus/testfs/climate\n") == 4711
+    assert parse_lfs_project("    0 - /lus/testfs\n") == 0
     with pytest.raises(LfsError, match="no project"):
-        parse_project("lfs: unknown command\n")
+        parse_lfs_project("lfs: unknown command\n")
 
 
 LEGAL = [
@@ -159,7 +159,7 @@ ILLEGAL = {
 
 @pytest.mark.parametrize("line", LEGAL)
 def test_the_table_takes_what_the_manual_allows(line: str) -> None:
-    assert lfsgrammar.parse(line.split()).verb == line.split()[0]
+    assert lfsgrammar.parse_lfs_command(line.split()).verb == line.split()[0]
 
 
 @pytest.mark.parametrize(("line", "why"), ILLEGAL.items())
@@ -167,7 +167,7 @@ def test_the_table_and_the_stand_in_refuse_the_rest(
     line: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        lfsgrammar.parse(line.split())
+        lfsgrammar.parse_lfs_command(line.split())
     lustre = Emulated(tmp_path)
     assert main(str(tmp_path / "lustre.json"), line.split()) == 4
     assert capsys.readouterr().err.startswith("error: ")
@@ -175,7 +175,7 @@ def test_the_table_and_the_stand_in_refuse_the_rest(
 
 
 def test_every_option_and_exit_code_names_its_source() -> None:
-    for name, verb in lfsgrammar.VERBS.items():
+    for name, verb in lfsgrammar.LFS_VERBS.items():
         assert verb.source, name
         assert {0, 1, 4} <= set(verb.exit_codes), name
         assert all(option.source.startswith("Documentation/") for option in verb.options), name
@@ -190,16 +190,16 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
 
 def test_a_file_is_laid_out_and_its_layout_read_back(lustre: Emulated) -> None:
     file = lustre.mount / "data"
-    Lfs().create(file, ["-c", "2", "-S", "16M", "-i", "-1"])
-    (one,) = Lfs().layout(file).components
+    LfsClient().create(file, ["-c", "2", "-S", "16M", "-i", "-1"])
+    (one,) = LfsClient().layout(file).components
     assert (one.stripes, one.stripe_bytes, one.osts) == (2, 16 << 20, (0, 1))
     with pytest.raises(LfsError, match="stripe already set") as refused:
-        Lfs().create(file, ["-c", "2"])
+        LfsClient().create(file, ["-c", "2"])
     assert refused.value.number == errno.EEXIST
 
 
 def test_a_dead_target_is_not_waited_for_and_a_failing_one_is_listed(lustre: Emulated) -> None:
-    targets = Lfs(timeout_s=30).space(lustre.mount)
+    targets = LfsClient(timeout_s=30).space(lustre.mount)
     assert [(one.kind, one.index, one.problem) for one in targets] == [
         ("MDT", 0, None),
         ("OST", 0, None),
@@ -214,15 +214,15 @@ def test_a_dead_target_is_not_waited_for_and_a_failing_one_is_listed(lustre: Emu
 def test_a_command_that_gives_no_answer_is_ended(lustre: Emulated, tmp_path: Path) -> None:
     (tmp_path / "bin" / "lfs").write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(LfsError, match="gave no answer in"):
-        Lfs(timeout_s=0.2).default_layout(lustre.mount)
+        LfsClient(timeout_s=0.2).default_layout(lustre.mount)
 
 
 def test_a_quota_of_a_server_that_is_silent_is_read_in_part(lustre: Emulated) -> None:
     lustre.set(quotas={"-u": {"row": [5, 0, 100, 1, 0, 0], "inexact": True, "fails": True}})
-    quota = Lfs().quota(lustre.mount, "user", os.getuid())
+    quota = LfsClient().quota(lustre.mount, "user", os.getuid())
     assert (quota.used_bytes, quota.is_exact) == (5 << 10, False)
     with pytest.raises(LfsError, match="not enabled") as off:
-        Lfs().quota(lustre.mount, "group", 1)
+        LfsClient().quota(lustre.mount, "group", 1)
     assert off.value.number == errno.ESRCH
 
 
@@ -230,15 +230,15 @@ def test_without_lfs_or_with_an_illegal_command_nothing_is_run(
     lustre: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(LfsError, match="multiple of 64 KiB"):
-        Lfs().create(lustre.mount / "data", ["-S", "100000"])
+        LfsClient().create(lustre.mount / "data", ["-S", "100000"])
     assert lustre.get("calls") == []
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     with pytest.raises(LfsError, match="no `lfs` on PATH"):
-        Lfs().default_layout(lustre.mount)
+        LfsClient().default_layout(lustre.mount)
 
 
 def test_the_default_of_a_directory_may_be_progressive(lustre: Emulated) -> None:
     mdt = RAID0 | {"pattern": "mdt", "size": 1 << 20, "end": 1 << 20}
     lustre.set(default=[mdt, RAID0 | {"end": 1 << 30}, RAID0 | {"stripes": 8}])
-    layout = Lfs().default_layout(lustre.mount)
+    layout = LfsClient().default_layout(lustre.mount)
     assert [one.end for one in layout.components] == [1 << 20, 1 << 30, None]

@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 
 
-def steps(found: list[Holding]) -> list[int]:
+def steps(found: list[InventoryEntry]) -> list[int]:
     return [one.stamp.step for one in found]
 
 
 def test_the_sealed_bytes_are_what_lies_there(tmp_path: Path) -> None:
-    station = LocalStation(str(tmp_path), "sweep/3", "n1")
+    station = LocalTier(str(tmp_path), "sweep/3", "n1")
     load = load_of(2, (0, 1), 2, 0)
     facts = station.store(load)
     assert facts["path"].startswith(str(tmp_path / "sweep+3" / "n1" / "step-00000002."))
-    (held,) = LocalStation(str(tmp_path), "sweep/3", "n1").holdings()
+    (held,) = LocalTier(str(tmp_path), "sweep/3", "n1").holdings()
     assert (held.stamp, held.level, held.node) == (load.stamp, "local", "n1")
     for one, sealed in zip(held.parts, load.parts, strict=True):
         assert one.at % 4096 == 0
@@ -36,14 +36,14 @@ def test_variables_and_home_are_known_and_unknown_ones_refused(
 ) -> None:
     monkeypatch.setenv("NVME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert LocalStation("$NVME/x", "r", "n").folder == tmp_path / "x" / "r" / "n"
-    assert LocalStation("~/x", "r", "n").folder == tmp_path / "home" / "x" / "r" / "n"
+    assert LocalTier("$NVME/x", "r", "n").folder == tmp_path / "x" / "r" / "n"
+    assert LocalTier("~/x", "r", "n").folder == tmp_path / "home" / "x" / "r" / "n"
     with pytest.raises(SiteError, match=r"checkpoint.local: \$NO_SUCH/x: names a variable that is not set"):
-        LocalStation("$NO_SUCH/x", "r", "n")
+        LocalTier("$NO_SUCH/x", "r", "n")
 
 
 def test_what_is_let_go_is_gone_and_so_is_what_nobody_knows(tmp_path: Path) -> None:
-    station = LocalStation(str(tmp_path), "r", "n")
+    station = LocalTier(str(tmp_path), "r", "n")
     for step in (2, 4, 6):
         station.store(load_of(step, (0,), 1, 0))
     (station.folder / "step-00000003.00ff.bin").write_bytes(b"x")
@@ -54,7 +54,7 @@ def test_what_is_let_go_is_gone_and_so_is_what_nobody_knows(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "record"])
 def test_what_is_not_whole_is_not_held(tmp_path: Path, damage: str) -> None:
-    station = LocalStation(str(tmp_path), "r", "n")
+    station = LocalTier(str(tmp_path), "r", "n")
     station.store(load_of(2, (0,), 1, 0))
     path = Path(station.store(load_of(4, (0,), 1, 0))["path"])
     match damage:
@@ -71,7 +71,7 @@ def test_what_is_not_whole_is_not_held(tmp_path: Path, damage: str) -> None:
 
 
 def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    station = LocalStation(str(tmp_path), "r", "n")
+    station = LocalTier(str(tmp_path), "r", "n")
     station.store(load_of(2, (0, 1), 2, 0))
     before = sorted(station.folder.iterdir())
     true, calls = os.pwrite, []
@@ -94,7 +94,7 @@ def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch:
 
 
 def test_when_nothing_is_kept_the_folder_goes_too(tmp_path: Path) -> None:
-    one, other = (LocalStation(str(tmp_path), "r/1", node) for node in ("n1", "n2"))
+    one, other = (LocalTier(str(tmp_path), "r/1", node) for node in ("n1", "n2"))
     one.store(load_of(2, range(2), 2, 0))
     other.store(load_of(2, range(2), 2, 0))
     one.retain([])

@@ -5,41 +5,49 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
-from hpcrun.checkpoint.lustre.layout import GIB, TIB, FileNeed, Striping, plan_layout, pool_of, usable
-from hpcrun.checkpoint.lustre.lfs import Component, Layout, Target
+from hpcrun.checkpoint.lustre.layout import (
+    GIB,
+    TIB,
+    FileRequirement,
+    Striping,
+    choose_pool,
+    plan_striping,
+    select_usable_osts,
+)
+from hpcrun.checkpoint.lustre.lfs import FileLayout, LayoutComponent, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
 
-ONE = Layout((Component(0, None, 1, 1 << 20, "raid0", None, ()),))
-ORION = Layout(
+ONE = FileLayout((LayoutComponent(0, None, 1, 1 << 20, "raid0", None, ()),))
+ORION = FileLayout(
     (
-        Component(0, 256 << 10, 0, 256 << 10, "mdt", None, ()),
-        Component(256 << 10, 8 << 20, 1, 1 << 20, "raid0", "performance", ()),
-        Component(8 << 20, 128 * GIB, 1, 1 << 20, "raid0", "capacity", ()),
-        Component(128 * GIB, None, 8, 1 << 20, "raid0", "capacity", ()),
+        LayoutComponent(0, 256 << 10, 0, 256 << 10, "mdt", None, ()),
+        LayoutComponent(256 << 10, 8 << 20, 1, 1 << 20, "raid0", "performance", ()),
+        LayoutComponent(8 << 20, 128 * GIB, 1, 1 << 20, "raid0", "capacity", ()),
+        LayoutComponent(128 * GIB, None, 8, 1 << 20, "raid0", "capacity", ()),
     )
 )
 
 
-def osts(*free: float, flags: str = "") -> list[Target]:
+def osts(*free: float, flags: str = "") -> list[LustreTarget]:
     """Targets with so many GiB free."""
-    return [Target("OST", index, 4 * TIB, int(one * GIB), flags) for index, one in enumerate(free)]
+    return [LustreTarget("OST", index, 4 * TIB, int(one * GIB), flags) for index, one in enumerate(free)]
 
 
 def plan(
     size: float,
-    targets: list[Target] | None,
+    targets: list[LustreTarget] | None,
     *,
-    default: Layout | None = ONE,
+    default: FileLayout | None = ONE,
     avoid: tuple[int, ...] = (),
     writers: int = 1,
     files: int = 1,
     number: int = 0,
     **spec: object,
 ) -> Striping:
-    need = FileNeed(int(size * GIB), writers, files, number)
-    found = plan_layout(need, DurableSpec.model_validate(spec), default, targets, avoid)
+    need = FileRequirement(int(size * GIB), writers, files, number)
+    found = plan_striping(need, DurableSpec.model_validate(spec), default, targets, avoid)
     if found.arguments:
-        lfsgrammar.parse(["setstripe", *found.arguments, "/f"])
+        lfsgrammar.parse_lfs_command(["setstripe", *found.arguments, "/f"])
     return found
 
 
@@ -120,19 +128,19 @@ def test_a_pool_of_the_job_or_of_the_directory() -> None:
     assert found.arguments[-2:] == ("-p", "flash")
     assert plan(600, osts(*[4000] * 8), default=ORION).arguments[-2:] == ("-p", "capacity")
     spec = DurableSpec()
-    assert [pool_of(spec, ORION, size) for size in (1 << 20, 1 * GIB)] == ["performance", "capacity"]
+    assert [choose_pool(spec, ORION, size) for size in (1 << 20, 1 * GIB)] == ["performance", "capacity"]
 
 
 def test_targets_with_flags_or_silent_are_avoided_and_degraded_ones_only_if_others_suffice() -> None:
     targets = [
         *osts(100, 100, 100),
-        Target("OST", 3, 1, 1, "N"),
-        Target("OST", 4, 1, 1, "S"),
-        Target("OST", 5, 1, 1, "DR"),
-        Target("OST", 6, 1, 1, "D"),
-        Target("OST", 7, 0, 0, problem="Input/output error"),
+        LustreTarget("OST", 3, 1, 1, "N"),
+        LustreTarget("OST", 4, 1, 1, "S"),
+        LustreTarget("OST", 5, 1, 1, "DR"),
+        LustreTarget("OST", 6, 1, 1, "D"),
+        LustreTarget("OST", 7, 0, 0, problem="Input/output error"),
     ]
-    good, why = usable(targets, avoid=(1,))
+    good, why = select_usable_osts(targets, avoid=(1,))
     assert [one.index for one in good] == [0, 2]
     assert why == [
         "OST 1 avoided: out of space in this save",
@@ -142,7 +150,7 @@ def test_targets_with_flags_or_silent_are_avoided_and_degraded_ones_only_if_othe
         "OST 7 avoided: silent (Input/output error)",
         "OST 6 avoided: degraded",
     ]
-    assert [one.index for one in usable(osts(1, 1, flags="D"))[0]] == [0, 1]
+    assert [one.index for one in select_usable_osts(osts(1, 1, flags="D"))[0]] == [0, 1]
 
 
 def test_files_are_spread_over_the_osts_that_have_room() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.levels import Holding, parse_holding
-from hpcrun.checkpoint.part_check import prove_part
-from hpcrun.checkpoint.restore.decide import decide
+from hpcrun.checkpoint.levels import InventoryEntry, parse_inventory_entry
+from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.nodes import flip
@@ -69,13 +69,13 @@ class Neighbours:
         shutil.rmtree(host.arena)
         del self.ready[name]
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[InventoryEntry]:
         """All that is left."""
-        return [parse_holding(one) for host in self.hosts.values() for one in host.holdings()]
+        return [parse_inventory_entry(one) for host in self.hosts.values() for one in host.holdings()]
 
     def plan(self) -> RestorePlan:
         """What the next attempt would go on from."""
-        return decide(self.holdings(), [], [], [], {}, list(self.hosts))
+        return decide_restore(self.holdings(), [], [], [], {}, list(self.hosts))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rebuild_all(neighbours: Neighbours, plan: RestorePlan) -> list[Holding]:
+def rebuild_all(neighbours: Neighbours, plan: RestorePlan) -> list[InventoryEntry]:
     """Give the orders of a plan."""
     made = []
     for number, order in enumerate(plan.rebuilds):
@@ -91,7 +91,7 @@ def rebuild_all(neighbours: Neighbours, plan: RestorePlan) -> list[Holding]:
         host.say(do="rebuild", id=number, order=json.loads(json.dumps(asdict(order))))
         told = host.wait("rebuilt", id=number)
         assert "problem" not in told, told
-        made.append(parse_holding(told["holding"]))
+        made.append(parse_inventory_entry(told["holding"]))
     return made
 
 
@@ -132,7 +132,7 @@ def test_a_lost_node_s_parts_are_made_again_by_another(three: Neighbours) -> Non
     (made,) = rebuild_all(three, plan)
     assert {one.number for one in made.parts} == set(lost)
     for part in made.parts:
-        prove_part(part, bytes.fromhex(plan.stamp.generation))
+        verify_part(part, bytes.fromhex(plan.stamp.generation))
         assert Path(part.path).read_bytes()[part.at :][: part.part.size_bytes] == bytes_of[part.number]
     again = three.plan()
     assert again.rebuilds == ()
@@ -209,7 +209,7 @@ def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(th
     assert held in three.holdings(), "nobody has looked"
     for host in three.hosts.values():
         host.say(do="inventory", id=9, prove=[held.stamp.generation])
-        told = [parse_holding(one) for one in host.wait("inventory", id=9)["holdings"]]
+        told = [parse_inventory_entry(one) for one in host.wait("inventory", id=9)["holdings"]]
         if host.node == "b":
             assert "damaged, and left out: " in host.wait("log")["text"]
             assert [one.parts for one in told if one.level == "memory"] == [(good,)]

@@ -10,24 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import Load, SealedPart, Stamp
-from hpcrun.checkpoint.objects.catalogue import list_copies
-from hpcrun.checkpoint.objects.download import damages
-from hpcrun.checkpoint.objects.object_tier import ObjectStation
-from hpcrun.checkpoint.objects.store import Patience, Store, open_store
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart
+from hpcrun.checkpoint.objects.catalogue import list_generation_copies
+from hpcrun.checkpoint.objects.download import find_copy_damages
+from hpcrun.checkpoint.objects.object_tier import ObjectTier
+from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy, open_object_store
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved
 from tests.checkpoint.generations import save
 from tests.checkpoint.object_store import CREDENTIALS, Bucket
 
-QUICK = Patience(tries=2, first_pause_s=0.01)
+QUICK = RetryPolicy(max_attempts=2, first_pause_s=0.01)
 
 
 def words_of(url: str, endpoint: str | None = None) -> str:
     """The one line that a person gets."""
-    with pytest.raises(HpcrunError) as found, open_store(url, endpoint, QUICK) as store:
+    with pytest.raises(HpcrunError) as found, open_object_store(url, endpoint, QUICK) as store:
         store.check()
     told = str(found.value)
     assert "\n" not in told
@@ -78,7 +78,7 @@ def test_credentials_have_no_place_in_a_url(url: str, endpoint: str | None) -> N
 @pytest.mark.parametrize("url", ["nothing", "s3://", "://x", "s3://bucket/../x", "file:///a/./b"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(UsageError):
-        open_store(url)
+        open_object_store(url)
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     assert "pip install 'hpcrun-slurm[s3]'" in words_of("file:///somewhere")
 
 
-def loads_of(saved: Saved, shares: Sequence[Sequence[int]]) -> list[Load]:
+def loads_of(saved: Saved, shares: Sequence[Sequence[int]]) -> list[NodeShards]:
     """What each node's worker has in memory of a save, by the numbers of its parts."""
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+    stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
     loads = []
     for numbers in shares:
         sealed = []
@@ -104,30 +104,30 @@ def loads_of(saved: Saved, shares: Sequence[Sequence[int]]) -> list[Load]:
             data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
             image = memoryview(data[part.start : part.start + part.size_bytes])
             sealed.append(SealedPart(number, part, image, "/dev/shm/slot"))
-        loads.append(Load(stamp, tuple(sealed)))
+        loads.append(NodeShards(stamp, tuple(sealed)))
     return loads
 
 
-def station(bucket: Bucket, checkpoints: Path, patience_s: float = 0.0, keep: int = 2) -> ObjectStation:
+def station(bucket: Bucket, checkpoints: Path, patience_s: float = 0.0, keep: int = 2) -> ObjectTier:
     spec = ObjectSpec(url=bucket.url, endpoint=bucket.endpoint, keep=keep)
-    return ObjectStation(spec, "run-1", checkpoints, patience_s=patience_s)
+    return ObjectTier(spec, "run-1", checkpoints, patience_s=patience_s)
 
 
 def test_each_node_sends_its_own_file_and_the_one_with_part_0_commits(
-    s3: Store, bucket: Bucket, tmp_path: Path
+    s3: ObjectStore, bucket: Bucket, tmp_path: Path
 ) -> None:
     saved = save(tmp_path, 16, files=2, ranks=4)
     first, second = loads_of(saved, [(0, 1), (2, 3)])
     with pytest.raises(SiteError, match=r"data-00001\.json is missing; its node has not sent all"):
         station(bucket, tmp_path).store(first)
-    assert list_copies(s3, "run-1") == ([], [])
+    assert list_generation_copies(s3, "run-1") == ([], [])
     facts = station(bucket, tmp_path).store(second)
     assert (facts["sent_objects"], "committed" in facts) == (1, False)
-    assert list_copies(s3, "run-1") == ([], [])
+    assert list_generation_copies(s3, "run-1") == ([], [])
     facts = station(bucket, tmp_path).store(first)
     assert (facts["sent_objects"], facts["kept_objects"], facts["committed"]) == (0, 1, True)
-    ((copy,), _) = list_copies(s3, "run-1")
-    assert damages(s3, copy) == []
+    ((copy,), _) = list_generation_copies(s3, "run-1")
+    assert find_copy_damages(s3, copy) == []
     for name in ("data-00000.bin", "data-00001.bin"):
         assert bucket.get(bucket.only(f"{name}.00000.")) == (saved.path / name).read_bytes()
     assert bucket.get(bucket.only(RECORD)) == (saved.path / RECORD).read_bytes()
@@ -142,13 +142,13 @@ def test_a_save_that_is_not_in_the_run_directory_is_not_copied(bucket: Bucket, t
     assert bucket.all_keys() == []
 
 
-def test_the_station_keeps_so_many_copies(s3: Store, bucket: Bucket, tmp_path: Path) -> None:
+def test_the_station_keeps_so_many_copies(s3: ObjectStore, bucket: Bucket, tmp_path: Path) -> None:
     removed = []
     for step in (1, 2, 3):
         (load,) = loads_of(save(tmp_path, step), [(0, 1)])
         removed.append(station(bucket, tmp_path, keep=2).store(load)["removed_steps"])
     assert removed == [[], [], [1]]
-    assert [copy.saved.step for copy in list_copies(s3, "run-1")[0]] == [2, 3]
+    assert [copy.saved.step for copy in list_generation_copies(s3, "run-1")[0]] == [2, 3]
     assert station(bucket, tmp_path).holdings() == ()
 
 
@@ -164,4 +164,4 @@ def test_a_file_that_was_cut_is_refused(bucket: Bucket, tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_used_is_the_site_s_fault(tmp_path: Path) -> None:
     (load,) = loads_of(save(tmp_path, 16), [(0, 1)])
     with pytest.raises(SiteError, match="credentials belong"):
-        ObjectStation(ObjectSpec(url="s3://me:x@bucket/x"), "run-1", tmp_path, patience_s=0.0).store(load)
+        ObjectTier(ObjectSpec(url="s3://me:x@bucket/x"), "run-1", tmp_path, patience_s=0.0).store(load)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpcrun.checkpoint.flush.throttle import LEAST_SHARE, Pacer, share_for
+from hpcrun.checkpoint.flush.throttle import MIN_DUTY_CYCLE, Throttle, compute_duty_cycle
 
 
 class Clock:
@@ -21,13 +21,13 @@ class Clock:
         return self.now
 
 
-def sparing(clock: Clock) -> Pacer:
+def sparing(clock: Clock) -> Throttle:
     """A pacer that has seen two saves far apart."""
-    pacer = Pacer(clock)
+    pacer = Throttle(clock)
     pacer.spread = 0.25
-    pacer.save_begins()
+    pacer.begin_save()
     clock.now += 1e6
-    pacer.save_begins()
+    pacer.begin_save()
     pacer.start()
     return pacer
 
@@ -37,7 +37,7 @@ def sparing(clock: Clock) -> Pacer:
     [
         (1.0, 100.0, 0.0, 1.0),  # not asked for
         (0.0, None, 0.25, 1.0),  # the first save: nobody knows when the next one is due
-        (1.0, 400.0, 0.25, LEAST_SHARE),  # a hundred seconds for one of work: slower would help nobody
+        (1.0, 400.0, 0.25, MIN_DUTY_CYCLE),  # a hundred seconds for one of work: slower would help nobody
         (5.0, 40.0, 0.25, 0.5),  # ten seconds for five
         (30.0, 40.0, 0.25, 1.0),  # saves come as fast as they can be stored
         (1.0, 0.0, 0.25, 1.0),
@@ -47,7 +47,7 @@ def sparing(clock: Clock) -> Pacer:
 def test_the_share_follows_from_what_the_last_save_took(
     worked_s: float, interval_s: float | None, spread: float, share: float
 ) -> None:
-    assert share_for(worked_s, interval_s, spread) == share
+    assert compute_duty_cycle(worked_s, interval_s, spread) == share
 
 
 def test_a_rest_is_as_long_as_the_share_asks_for() -> None:
@@ -55,7 +55,7 @@ def test_a_rest_is_as_long_as_the_share_asks_for() -> None:
     begin = time.monotonic()
     pacer.rest()
     pacer.rest(4096)
-    assert time.monotonic() - begin >= 2 * 0.005 * (1 / LEAST_SHARE - 1)
+    assert time.monotonic() - begin >= 2 * 0.005 * (1 / MIN_DUTY_CYCLE - 1)
     assert pacer.rested_s == pytest.approx(0.01)
 
 
@@ -71,12 +71,12 @@ def test_when_there_are_no_rests(why: str) -> None:
     pacer = sparing(Clock(3600.0))
     if why == "no spread":
         pacer.spread = 0.0
-        pacer.save_begins()
+        pacer.begin_save()
     elif why == "somebody waits":
         pacer.hasten()
     else:
         pacer.forget()
-        pacer.save_begins()
+        pacer.begin_save()
     pacer.start()
     pacer.rest()
     assert pacer.rested_s == 0
@@ -100,9 +100,9 @@ def test_who_rests_goes_on_when_somebody_waits() -> None:
 
 
 def test_it_is_calm_when_no_save_is_on_its_way() -> None:
-    pacer = Pacer()
-    assert pacer.await_calm(0.0)
-    pacer.save_begins()
-    assert not pacer.await_calm(0.0)
-    pacer.relax()
-    assert pacer.await_calm(0.0)
+    pacer = Throttle()
+    assert pacer.await_idle(0.0)
+    pacer.begin_save()
+    assert not pacer.await_idle(0.0)
+    pacer.resume_throttling()
+    assert pacer.await_idle(0.0)

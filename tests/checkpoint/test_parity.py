@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import Holding, Load
-from hpcrun.checkpoint.parity.erasure import encode
+from hpcrun.checkpoint.levels import InventoryEntry, NodeShards
+from hpcrun.checkpoint.parity.erasure import encode_stripe
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.restore.decide import decide
-from hpcrun.checkpoint.restore_plan import Rebuild
+from hpcrun.checkpoint.restore.decide import decide_restore
+from hpcrun.checkpoint.restore_plan import RebuildOrder
 from hpcrun.errors import SiteError
 from tests.checkpoint.nodes import Node, Nodes, flip, with_stamp
 
@@ -37,17 +37,17 @@ def make(tmp_path: Path) -> Iterator[Make]:
         one.close()
 
 
-def order_of(nodes: Nodes, dead: tuple[int, ...], load: Load) -> Rebuild:
+def order_of(nodes: Nodes, dead: tuple[int, ...], load: NodeShards) -> RebuildOrder:
     """What a restore would have rebuilt when these nodes are dead."""
     left = nodes.holdings(load.stamp.generation, dead)
     living = [node.name for number, node in enumerate(nodes.every) if number not in dead]
-    plan = decide(left, [], [], [], {}, living)
+    plan = decide_restore(left, [], [], [], {}, living)
     assert plan.stamp == load.stamp
     (order,) = plan.rebuilds
     return order
 
 
-def check(made: Holding, loads: list[Load]) -> None:
+def check(made: InventoryEntry, loads: list[NodeShards]) -> None:
     """It is what was sealed, byte for byte."""
     sealed = {part.number: part for load in loads for part in load.parts}
     assert [one.number for one in made.parts] == sorted(sealed)
@@ -57,7 +57,7 @@ def check(made: Holding, loads: list[Load]) -> None:
             assert file.read(held.part.size_bytes) == bytes(sealed[held.number].image)
 
 
-def again(nodes: Nodes, dead: tuple[int, ...], loads: list[Load], where: Node) -> Holding:
+def again(nodes: Nodes, dead: tuple[int, ...], loads: list[NodeShards], where: Node) -> InventoryEntry:
     """Rebuild what dead nodes had from what is left."""
     assert where.peers is not None
     order = order_of(nodes, dead, loads[0])
@@ -89,7 +89,7 @@ def test_what_is_held_is_told_by_every_member_alike(make: Make) -> None:
     loads = nodes.loads(3, (1, 2, 1))
     for told in nodes.store(loads):
         told.result()
-    told_by = [node.station.holdings()[0] for node in nodes.every if node.station]
+    told_by = [node.tier.holdings()[0] for node in nodes.every if node.tier]
     assert [one.parity.index for one in told_by if one.parity] == [0, 1, 2]
     members = {one.parity.members for one in told_by if one.parity}
     assert len(members) == 1
@@ -117,7 +117,7 @@ def test_a_member_that_does_not_come_is_named_and_nothing_is_left(make: Make) ->
     for told in nodes.store([*loads[:2], None]):
         with pytest.raises(SiteError, match=r"n2: has not come to step 3|n[01]: n2: has not come to step 3"):
             told.result()
-    assert not nodes.every[0].station.holdings()  # type: ignore[union-attr]
+    assert not nodes.every[0].tier.holdings()  # type: ignore[union-attr]
     assert not list(nodes.every[0].folder.glob("parity-*"))
 
 
@@ -164,9 +164,9 @@ def test_a_member_that_is_killed_while_others_encode_fails_them(
             if not gone:
                 gone.append(2)
                 nodes.every[2].die()
-        encode(*arguments)  # type: ignore[arg-type]
+        encode_stripe(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("hpcrun.checkpoint.parity.parity_tier.encode", slow)
+    monkeypatch.setattr("hpcrun.checkpoint.parity.parity_tier.encode_stripe", slow)
     for told in nodes.store(nodes.loads(3, (1, 1, 1))):
         with pytest.raises(SiteError):
             told.result()
@@ -177,8 +177,8 @@ def test_a_state_that_a_member_has_left_out_is_not_waited_for(make: Make) -> Non
     nodes = make(3, 1)
     old, new = nodes.loads(3, (1, 1, 1)), nodes.loads(4, (1, 1, 1))
     waiting = nodes.store([*old[:2], None])
-    assert nodes.every[2].station is not None
-    nodes.every[2].station.abandon(old[2].stamp, [2], "a newer save was due")
+    assert nodes.every[2].tier is not None
+    nodes.every[2].tier.abandon(old[2].stamp, [2], "a newer save was due")
     for told in waiting:
         with pytest.raises(SiteError, match=r"n2: leaves out part 2 of step 3: a newer save was due"):
             told.result()
@@ -203,7 +203,7 @@ def test_a_member_whose_worker_was_started_anew_after_it_was_done_counts(make: M
         told.result()
     node = nodes.every[1]
     node.join(nodes.every, 1)
-    assert node.station is not None
+    assert node.tier is not None
     assert nodes.every[0].peers is not None
     stamp = nodes.every[0].memory[0].stamp
     request = {"do": "standing", "stamp": vars(stamp), "wanted": "done", "wait_s": 0.0}
@@ -216,7 +216,7 @@ def test_retain_lets_go_of_the_others(make: Make) -> None:
     for step in (3, 4):
         for told in nodes.store(nodes.loads(step, (1, 1))):
             told.result()
-    station = nodes.every[0].station
+    station = nodes.every[0].tier
     assert station is not None
     old, new = station.holdings()
     again(nodes, (1,), nodes.loads(3, (1, 1)), nodes.every[0])
@@ -240,12 +240,12 @@ def test_leftovers_of_a_killed_worker_are_no_parity(make: Make, tmp_path: Path) 
     (folder / "parity-02.bin").write_bytes(b"half")
     (folder / "parity-02.json").write_text("{}")
     nodes.every[0].join(nodes.every, 1)
-    assert nodes.every[0].station is not None
-    assert nodes.every[0].station.holdings() == []
+    assert nodes.every[0].tier is not None
+    assert nodes.every[0].tier.holdings() == []
     assert sorted(path.name for path in folder.iterdir()) == ["parity-02.bin", "parity-02.json"]
 
 
-def stored(nodes: Nodes, ranks: tuple[int, ...]) -> list[Load]:
+def stored(nodes: Nodes, ranks: tuple[int, ...]) -> list[NodeShards]:
     loads = nodes.loads(3, ranks)
     for told in nodes.store(loads):
         told.result()
@@ -313,9 +313,9 @@ def test_who_does_not_know_the_secret_gets_no_parity(make: Make, tmp_path: Path)
     nodes = make(2, 1, patience_s=0.3)
     stranger = Node(tmp_path, "stranger", secret="guess")
     stranger.join([*nodes.every, stranger], 1, patience_s=0.3)
-    assert stranger.station is not None
+    assert stranger.tier is not None
     with pytest.raises(SiteError, match=r"n[01] \(127.0.0.1:\d+\)"):
-        stranger.station.store(stranger.seal(nodes.loads(3, (1, 1))[0]))
+        stranger.tier.store(stranger.seal(nodes.loads(3, (1, 1))[0]))
     stranger.die()
 
 
@@ -325,11 +325,11 @@ def test_many_states_one_after_the_other(make: Make) -> None:
 
         def run(number: int) -> int:
             node = nodes.every[number]
-            assert node.station is not None
+            assert node.tier is not None
             for step in range(1, 21):
                 load = node.seal(nodes.loads(step, (1, 1, 1))[number])
-                node.station.store(load)
-                node.station.retain([load.stamp.generation])
-            return len(node.station.holdings())
+                node.tier.store(load)
+                node.tier.retain([load.stamp.generation])
+            return len(node.tier.holdings())
 
         assert list(pool.map(run, range(3))) == [1, 1, 1]

@@ -16,17 +16,24 @@ from xxhash import xxh3_64_intdigest
 
 from hpcrun.authentication import HANDSHAKE_S, await_line, fresh_nonce, render_line
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Stamp
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, Frames, Throttle
-from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply, Shelf
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry
+from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, RateLimiter
+from hpcrun.checkpoint.parity.peers import (
+    PartServer,
+    PeerClient,
+    PeerCredentials,
+    PeerError,
+    PeerReply,
+    PeerServer,
+)
 
 HERE = "127.0.0.1"
 GENERATION = "ab" * 16
 CONTENT = bytes(range(256)) * 12_000 + b"odd"
 
 
-def who(node: str, secret: str = "s3cret", run: str = "run-1") -> Credentials:
-    return Credentials(run, node, secret)
+def who(node: str, secret: str = "s3cret", run: str = "run-1") -> PeerCredentials:
+    return PeerCredentials(run, node, secret)
 
 
 @pytest.fixture
@@ -35,19 +42,21 @@ def server(tmp_path: Path) -> Iterator[PeerServer]:
     path = tmp_path / "slot-0-0.bin"
     path.write_bytes(b"x" * 100 + CONTENT)
     part = Part(0, 0, len(CONTENT), 64, 64, "0" * 16)
-    holding = Holding(Stamp(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),))
-    Shelf(server, lambda: [holding])
-    server.on("echo", lambda request: Reply({"said": request["word"]}))
+    holding = InventoryEntry(
+        GenerationId(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),)
+    )
+    PartServer(server, lambda: [holding])
+    server.on("echo", lambda request: PeerReply({"said": request["word"]}))
     yield server
     server.close()
 
 
 @contextlib.contextmanager
 def asking(
-    server: PeerServer, credentials: Credentials | None = None, timeout_s: float = 5.0
-) -> Iterator[Peers]:
+    server: PeerServer, credentials: PeerCredentials | None = None, timeout_s: float = 5.0
+) -> Iterator[PeerClient]:
     addresses = {"n1": (server.address, server.port)}
-    with Peers(credentials or who("n0"), addresses, timeout_s=timeout_s) as peers:
+    with PeerClient(credentials or who("n0"), addresses, timeout_s=timeout_s) as peers:
         yield peers
 
 
@@ -69,13 +78,13 @@ def test_many_ask_at_once_and_connections_are_used_again(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = []
-    connect = Peers._connect
+    connect = PeerClient._connect
 
-    def counted(peers: Peers, node: str, address: tuple[str, int]) -> Frames:
+    def counted(peers: PeerClient, node: str, address: tuple[str, int]) -> FramedConnection:
         made.append(node)
         return connect(peers, node, address)
 
-    monkeypatch.setattr(Peers, "_connect", counted)
+    monkeypatch.setattr(PeerClient, "_connect", counted)
     with asking(server) as peers, ThreadPoolExecutor(4) as pool:
 
         def read(number: int) -> bool:
@@ -115,7 +124,7 @@ def test_a_file_that_ends_too_early_is_no_answer(server: PeerServer, tmp_path: P
     "credentials", [who("n0", secret="other"), who("n0", run="run-2"), who("n0", secret="")]
 )
 def test_who_does_not_know_the_secret_of_this_run_is_shown_out(
-    server: PeerServer, credentials: Credentials
+    server: PeerServer, credentials: PeerCredentials
 ) -> None:
     shown_out = pytest.raises(PeerError, match=r"n1 \(127\.0\.0\.1:\d+\): ")
     with asking(server, credentials) as peers, shown_out:
@@ -130,7 +139,7 @@ def test_who_proves_nothing_gets_no_answer_whatever_it_asks(server: PeerServer, 
         await_line(connection, time.monotonic() + 5)
         with contextlib.suppress(ConnectionError):
             connection.sendall(render_line(said))
-            Frames(connection, b"", b"", 5.0).say({"do": "echo", "word": "a"})
+            FramedConnection(connection, b"", b"", 5.0).say({"do": "echo", "word": "a"})
             assert connection.recv(1000) == b""
 
 
@@ -153,7 +162,7 @@ def test_an_impostor_learns_no_proof_and_is_not_believed() -> None:
         connection.sendall(render_line({"proof": heard[0]["proof"]}))
 
     found_out = pytest.raises(PeerError, match=r"is not node n1 of this run, or does not know its secret")
-    with listening(impostor) as address, Peers(who("n0"), {"n1": address}) as peers, found_out:
+    with listening(impostor) as address, PeerClient(who("n0"), {"n1": address}) as peers, found_out:
         peers.ask("n1", {"do": "echo"})
     assert "s3cret" not in str(heard)
 
@@ -190,19 +199,19 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int
         thread.join()
 
 
-def let_in(connection: socket.socket) -> Frames:
+def let_in(connection: socket.socket) -> FramedConnection:
     """The handshake as node n1 makes it."""
     nonce = fresh_nonce()
     connection.sendall(render_line({"nonce": nonce}))
     said = await_line(connection, time.monotonic() + 5)
     nonces = (nonce, str(said["nonce"]))
     connection.sendall(render_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
-    frames = Frames(connection, *who("n1").keys(("asked", "asking"), "n0", "n1", nonces), 5.0)
+    frames = FramedConnection(connection, *who("n1").keys(("asked", "asking"), "n0", "n1", nonces), 5.0)
     assert frames.hear() is not None
     return frames
 
 
-def header(frames: Frames, kind: int, data: bytes, length: int | None = None) -> bytes:
+def header(frames: FramedConnection, kind: int, data: bytes, length: int | None = None) -> bytes:
     said = struct.pack(
         "<IIQ",
         kind,
@@ -226,14 +235,16 @@ def header(frames: Frames, kind: int, data: bytes, length: int | None = None) ->
         (lambda one: header(one, 1, b'{"problem":"disk"}') + b'{"problem":"disk"}', "disk"),
     ],
 )
-def test_a_stream_that_is_cut_or_damaged_is_not_taken(sent: Callable[[Frames], bytes], said: str) -> None:
+def test_a_stream_that_is_cut_or_damaged_is_not_taken(
+    sent: Callable[[FramedConnection], bytes], said: str
+) -> None:
     def serve(connection: socket.socket) -> None:
         frames = let_in(connection)
         frames.say({"size": 5})
         connection.sendall(sent(frames))
 
     refused = pytest.raises(PeerError, match=rf"n1 \(127\.0\.0\.1:\d+\): {said}")
-    with listening(serve) as address, Peers(who("n0"), {"n1": address}) as peers, refused:
+    with listening(serve) as address, PeerClient(who("n0"), {"n1": address}) as peers, refused:
         peers.read("n1", part(), memoryview(bytearray(5)))
 
 
@@ -244,7 +255,7 @@ def test_a_node_that_falls_silent_is_not_waited_for() -> None:
         let_in(connection).say({"size": 5})
         done.wait(10)
 
-    with listening(serve) as address, Peers(who("n0"), {"n1": address}, timeout_s=0.2) as peers:
+    with listening(serve) as address, PeerClient(who("n0"), {"n1": address}, timeout_s=0.2) as peers:
         with pytest.raises(PeerError, match=r"n1 .*: did not answer within 0.2 s"):
             peers.read("n1", part(), memoryview(bytearray(5)))
         done.set()
@@ -277,7 +288,7 @@ def test_a_server_that_came_back_at_the_same_place_is_found_again() -> None:
 
         thread = threading.Thread(target=twice)
         thread.start()
-        with Peers(who("n0"), {"n1": listener.getsockname()[:2]}) as peers:
+        with PeerClient(who("n0"), {"n1": listener.getsockname()[:2]}) as peers:
             assert [peers.ask("n1", {"do": "echo"})["round"] for _ in range(2)] == [0, 1]
         thread.join()
 
@@ -293,7 +304,7 @@ def test_no_more_bytes_a_second_than_allowed_are_sent(
 
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    throttle = Throttle(1e6)
+    throttle = RateLimiter(1e6)
     for _ in range(5):
         throttle.take(500_000)
     assert slept == pytest.approx([0.5] * 4)
@@ -302,13 +313,13 @@ def test_no_more_bytes_a_second_than_allowed_are_sent(
 def test_the_quickest_level_that_still_has_a_part_is_read(tmp_path: Path) -> None:
     server = PeerServer(HERE, who("n1"))
     held = []
-    levels: tuple[Level, ...] = ("local", "memory")
+    levels: tuple[CheckpointLevel, ...] = ("local", "memory")
     for level in levels:
         path = tmp_path / level
         path.write_bytes(level.encode().ljust(64))
         one = HeldPart(0, str(path), 0, Part(0, 0, 64, 0, 0, ""))
-        held.append(Holding(Stamp(GENERATION, 3, 24, 1, 1), level, "n1", (one,)))
-    Shelf(server, lambda: held)
+        held.append(InventoryEntry(GenerationId(GENERATION, 3, 24, 1, 1), level, "n1", (one,)))
+    PartServer(server, lambda: held)
     into = memoryview(bytearray(64))
     try:
         with asking(server) as peers:

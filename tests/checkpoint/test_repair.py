@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.flush.arena import arena_folder
-from hpcrun.checkpoint.flush.durable_tier import DurableStation
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import HeldPart, Holding, Load, SealedPart, Stamp
+from hpcrun.checkpoint.commit import quarantine_generation
+from hpcrun.checkpoint.flush.arena import locate_arena
+from hpcrun.checkpoint.flush.durable_tier import DurableTier
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST_NAME
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry, NodeShards, SealedPart
 from hpcrun.checkpoint.part_record import PartRecord, render_part_record
-from hpcrun.checkpoint.restore.outside_copies import holdings_here, rebuilt_here
-from hpcrun.checkpoint.restore.repair import Repair, damaged_generations, repair
-from hpcrun.checkpoint.restore.sources import DirectoryCopy, HeldCopy
-from hpcrun.checkpoint.verify import damages
+from hpcrun.checkpoint.restore.outside_copies import find_local_inventory, rebuild_parts_locally
+from hpcrun.checkpoint.restore.repair import RepairReport, find_repair_candidates, repair_generation
+from hpcrun.checkpoint.restore.sources import DirectoryCopy, NodeCopy
+from hpcrun.checkpoint.verify import find_generation_damages
 from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
 from tests.checkpoint.generations import save
 from tests.checkpoint.injuries import INJURIES, Injury, flip
@@ -34,14 +34,14 @@ def snapshot(path: Path) -> dict[str, bytes]:
 
 def chunk_at(saved: Saved, name: str, index: int = 0) -> tuple[Path, int]:
     """The file of a chunk, and where its bytes begin there."""
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         _, place = generation.manifest.tensors[name].chunks[index]
         part = generation.manifest.parts[place.part]
     return saved.path / f"data-{part.file:05d}.bin", part.start + place.at + HEADER_BYTES
 
 
-def mended(path: Path, *others: Path, dry_run: bool = False) -> Repair:
-    told = repair(path, [DirectoryCopy(other) for other in others], dry_run=dry_run)
+def mended(path: Path, *others: Path, dry_run: bool = False) -> RepairReport:
+    told = repair_generation(path, [DirectoryCopy(other) for other in others], dry_run=dry_run)
     assert told is not None
     return told
 
@@ -61,7 +61,7 @@ def test_every_injury_is_repaired_from_a_copy(tmp_path: Path, injury: Injury) ->
     assert snapshot(other.path) == earlier
     assert saved_steps(root) == [other, saved]
     assert len(list(root.glob("damaged-step-00000004.*"))) == 1, "the damaged files are kept"
-    assert repair(saved.path) is None, "there is nothing left to do"
+    assert repair_generation(saved.path) is None, "there is nothing left to do"
 
 
 def test_without_another_copy_a_damaged_chunk_stays_and_nothing_is_changed(tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_two_damaged_copies_make_one_whole_save(tmp_path: Path) -> None:
     shutil.copytree(saved.path, tmp_path / "copy")
     path, at = chunk_at(saved, "model.a")
     flip(path, at)
-    aside = set_aside(saved.path)
+    aside = quarantine_generation(saved.path)
     os.truncate(tmp_path / "copy" / "data-00001.bin", 100)
-    (tmp_path / "copy" / MANIFEST).unlink()
-    assert damaged_generations(root) == [aside]
+    (tmp_path / "copy" / MANIFEST_NAME).unlink()
+    assert find_repair_candidates(root) == [aside]
     told = mended(aside, tmp_path / "copy")
     assert told.mended == [("model.a[0:20, 0:16]", str(tmp_path / "copy"))]
     assert told.taken["its own files"] > told.taken[str(tmp_path / "copy")] > 0
@@ -100,14 +100,14 @@ def test_what_headers_lost_is_made_again_without_any_copy(tmp_path: Path) -> Non
     """Headers follow from the list of chunks, that list from the headers, the manifest from both."""
     saved = save(tmp_path, 4, files=2)
     before = snapshot(saved.path)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         part = generation.manifest.parts[1]
         (chunk,) = [place for _, place in generation.manifest.tensors["model.a"].chunks if place.part == 1]
     for file, at, what in (
         ("data-00000.bin", 3, "headers of part 0"),
         ("data-00001.bin", part.start + part.tail_at + HEADER_BYTES + 9, "tail of part 1"),
         ("data-00001.bin", part.start + chunk.at + 8, "headers of part 1"),
-        (MANIFEST, 300, MANIFEST),
+        (MANIFEST_NAME, 300, MANIFEST_NAME),
     ):
         flip(saved.path / file, at)
         told = mended(saved.path)
@@ -123,14 +123,14 @@ def test_files_that_are_whole_are_not_copied(tmp_path: Path) -> None:
     assert (saved.path / "data-00001.bin").stat().st_ino == inode
 
 
-def held(saved: Saved, number: int, path: Path, at: int = 0) -> Holding:
+def held(saved: Saved, number: int, path: Path, at: int = 0) -> InventoryEntry:
     """A part of a save as a node keeps it, in a file of its own."""
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         part = generation.manifest.parts[number]
     data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
     path.write_bytes(bytes(at) + data[part.start : part.start + part.size_bytes] + b"more")
-    stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
-    return Holding(stamp, "local", f"node{number}", (HeldPart(number, str(path), at, part),))
+    stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+    return InventoryEntry(stamp, "local", f"node{number}", (HeldPart(number, str(path), at, part),))
 
 
 def test_parts_that_nodes_keep_repair_a_save(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_parts_that_nodes_keep_repair_a_save(tmp_path: Path) -> None:
     before = snapshot(saved.path)
     holdings = [held(saved, 0, tmp_path / "a"), held(saved, 1, tmp_path / "b", 4096)]
     (saved.path / "data-00001.bin").unlink()
-    told = repair(saved.path, [HeldCopy(one) for one in holdings])
+    told = repair_generation(saved.path, [NodeCopy(one) for one in holdings])
     assert told is not None
     assert told.repaired
     assert told.taken["local of node1"] > 0
@@ -149,19 +149,19 @@ def test_parts_that_nodes_keep_repair_a_save(tmp_path: Path) -> None:
 
 def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None:
     saved = save(tmp_path / "run", 4, files=2)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    stamp = Stamp(saved.generation, 4, 32, 2, 1)
+    stamp = GenerationId(saved.generation, 4, 32, 2, 1)
     for number, part in enumerate(parts):
         data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
         image = memoryview(data)[part.start : part.start + part.size_bytes]
-        load = Load(stamp, (SealedPart(number, part, image, ""),))
-        LocalStation(str(tmp_path / "disk"), "sweep/1", f"node{number}").store(load)
-    slot = arena_folder(tmp_path, "sweep/1", "node0") / "slot-0-0.bin"
+        load = NodeShards(stamp, (SealedPart(number, part, image, ""),))
+        LocalTier(str(tmp_path / "disk"), "sweep/1", f"node{number}").store(load)
+    slot = locate_arena(tmp_path, "sweep/1", "node0") / "slot-0-0.bin"
     slot.parent.mkdir(parents=True, mode=0o700)
     slot.write_bytes((saved.path / "data-00000.bin").read_bytes())
     slot.with_suffix(".json").write_text(render_part_record(PartRecord(stamp, 0, parts[0])))
-    found = holdings_here("sweep/1", str(tmp_path / "disk"), tmp_path)
+    found = find_local_inventory("sweep/1", str(tmp_path / "disk"), tmp_path)
     assert [(one.level, one.node) for one in found] == [
         ("memory", "node0"),
         ("local", "node0"),
@@ -170,24 +170,24 @@ def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None
     before = snapshot(saved.path)
     for path in saved.path.glob("data-*"):
         path.unlink()
-    told = repair(saved.path, [HeldCopy(one) for one in found])
+    told = repair_generation(saved.path, [NodeCopy(one) for one in found])
     assert told is not None
     assert told.taken.keys() == {"memory of node0", "local of node1"}
     assert snapshot(saved.path) == before
-    assert holdings_here("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
+    assert find_local_inventory("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
 
 
-def save_with_parity(root: Path, count: int = 3) -> tuple[Saved, list[Holding]]:
+def save_with_parity(root: Path, count: int = 3) -> tuple[Saved, list[InventoryEntry]]:
     """A save of a rank on each node, and what is seen here of the nodes' memory: parity alone."""
-    nodes = Nodes(arena_folder(root, "run-1", ""), count, 1)
+    nodes = Nodes(locate_arena(root, "run-1", ""), count, 1)
     loads = nodes.loads(4, [1] * count)
-    stations = [DurableStation(root / "checkpoints", keep=2) for _ in loads]
+    stations = [DurableTier(root / "checkpoints", keep=2) for _ in loads]
     stored = [nodes.pool.submit(one.store, load) for one, load in zip(stations, loads, strict=True)]
     for one in [*nodes.store(loads), *stored]:
         one.result()
     nodes.close()
     (saved,) = saved_steps(root / "checkpoints")
-    return saved, holdings_here("run-1", None, root)
+    return saved, find_local_inventory("run-1", None, root)
 
 
 def test_what_is_nowhere_whole_is_made_again_from_parity(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_what_is_nowhere_whole_is_made_again_from_parity(tmp_path: Path) -> None
     before = snapshot(saved.path)
     flip(saved.path / "data-00001.bin", 200)
     (tmp_path / "made").mkdir()
-    made = rebuilt_here(held, saved.path, saved.generation, tmp_path / "made")
-    told = repair(saved.path, [HeldCopy(one) for one in made])
+    made = rebuild_parts_locally(held, saved.path, saved.generation, tmp_path / "made")
+    told = repair_generation(saved.path, [NodeCopy(one) for one in made])
     assert told is not None
     assert told.repaired
     assert [source for _, source in told.mended] == ["parity of n1"]
@@ -211,8 +211,8 @@ def test_two_damaged_files_are_more_than_one_parity_makes_up_for(tmp_path: Path)
     for name in ("data-00001.bin", "data-00002.bin"):
         flip(saved.path / name, 200)
     (tmp_path / "made").mkdir()
-    assert rebuilt_here(held, saved.path, saved.generation, tmp_path / "made") == []
-    assert rebuilt_here(held, saved.path, "00" * 16, tmp_path / "made") == []
+    assert rebuild_parts_locally(held, saved.path, saved.generation, tmp_path / "made") == []
+    assert rebuild_parts_locally(held, saved.path, "00" * 16, tmp_path / "made") == []
 
 
 def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path) -> None:
@@ -220,20 +220,20 @@ def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path)
     saved = save(root, 4, files=2)
     before = snapshot(saved.path)
     holding = held(saved, 0, tmp_path / "a")
-    for name in (RECORD, MANIFEST):
+    for name in (RECORD, MANIFEST_NAME):
         (saved.path / name).unlink()
-    told = repair(saved.path)
+    told = repair_generation(saved.path)
     assert told is not None
     assert told.problem == f"{RECORD} is damaged, and no other copy has it"
-    told = repair(saved.path, [HeldCopy(holding)], [holding.stamp])
+    told = repair_generation(saved.path, [NodeCopy(holding)], [holding.stamp])
     assert told is not None
     assert told.problem is None
-    assert [what for what, _ in told.mended] == [MANIFEST, RECORD]
+    assert [what for what, _ in told.mended] == [MANIFEST_NAME, RECORD]
     (found,) = saved_steps(root)
     assert replace(found, written=saved.written) == saved
-    assert (saved.path / MANIFEST).read_bytes() == before[MANIFEST]
-    with Generation(found) as generation:
-        assert damages(generation, 2) == []
+    assert (saved.path / MANIFEST_NAME).read_bytes() == before[MANIFEST_NAME]
+    with GenerationReader(found) as generation:
+        assert find_generation_damages(generation, 2) == []
 
 
 def test_a_dry_run_changes_nothing(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ def test_verification_in_parallel_finds_the_same(tmp_path: Path) -> None:
     ]
     for one in [find() for find in hit]:
         flip(*one)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         one_by_one, sizes = list(generation.damages()), list[int]()
-        assert damages(generation, 4, sizes.append) == one_by_one
+        assert find_generation_damages(generation, 4, sizes.append) == one_by_one
         assert sum(sizes) == sum(tensor.size_bytes for tensor in generation.manifest.tensors.values())
     assert len(one_by_one) == 3

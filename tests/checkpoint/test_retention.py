@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.commit import begin, retire
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.commit import apply_retention, begin_generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.specs.saves import RECORD, saved_steps
 from tests.checkpoint.generations import content_of, pieces_of, save
@@ -17,7 +17,7 @@ from tests.checkpoint.generations import content_of, pieces_of, save
 
 def half_a_save(root: Path, step: int) -> Path:
     """All bytes of a save are there, but nobody has committed it."""
-    draft = begin(root, step, 1)
+    draft = begin_generation(root, step, 1)
     pieces = pieces_of(0, 1)
     write_part(draft.file(0), draft.generation, 0, pieces, [content_of(piece, step) for piece in pieces])
     return draft.aside
@@ -28,7 +28,7 @@ def test_the_save_before_stays_the_newest_until_the_commit(tmp_path: Path) -> No
     save(tmp_path, 2)
     aside = half_a_save(tmp_path, 4)
     assert [one.step for one in saved_steps(tmp_path)] == [2]
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert [one.step for one in saved_steps(tmp_path)] == [2]
     assert aside.is_dir(), "and the save in flight is left alone"
 
@@ -41,7 +41,7 @@ def test_an_unfinished_newer_directory_deletes_no_whole_save(tmp_path: Path, lea
     unfinished.mkdir()
     for name in leave:
         (unfinished / name).write_bytes(b"")
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert [one.step for one in saved_steps(tmp_path)] == [2]
     assert unfinished.is_dir()
 
@@ -54,7 +54,7 @@ def test_no_pointer_leads_astray(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
     (tmp_path / "step-latest").write_text("9")
     assert [one.step for one in saved_steps(tmp_path)] == [2, 4]
-    retire(tmp_path, 1)
+    apply_retention(tmp_path, 1)
     assert [one.step for one in saved_steps(tmp_path)] == [4]
 
 
@@ -74,7 +74,7 @@ def test_a_directory_that_another_node_has_just_made_may_show_late(
     monkeypatch.setattr(os, "open", late)
     saved = save(tmp_path, 2)
     assert len(tries) == 2
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         assert list(generation.damages()) == []
 
 

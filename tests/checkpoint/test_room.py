@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.flush.shm_capacity import find_room
+from hpcrun.checkpoint.flush.shm_capacity import measure_shm_capacity
 
 GIB = 1 << 30
 
@@ -87,7 +87,7 @@ def v1(path: str, limit: int, used: int, cached: int = 0) -> dict[str, str]:
 def test_the_narrowest_limit_counts(
     tmp_path: Path, files: dict[str, str], size_bytes: int, bound: str
 ) -> None:
-    room = find_room(tmp_path, write(tmp_path / "tree", files))
+    room = measure_shm_capacity(tmp_path, write(tmp_path / "tree", files))
     assert room.size_bytes == size_bytes
     assert re.search(bound, room.bound)
 
@@ -95,10 +95,10 @@ def test_the_narrowest_limit_counts(
 def test_the_file_system_itself_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs_result((4096, 4096, 100, 10, 5, 9, 9, 9, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _path: full)
-    room = find_room(tmp_path, write(tmp_path / "tree", node()))
+    room = measure_shm_capacity(tmp_path, write(tmp_path / "tree", node()))
     assert str(room) == f"0.00 GiB (free in {tmp_path})"
     assert room.size_bytes == 5 * 4096
 
 
 def test_this_very_machine_can_be_read(tmp_path: Path) -> None:
-    assert find_room(tmp_path).size_bytes >= 0
+    assert measure_shm_capacity(tmp_path).size_bytes >= 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.distributed_reader import Scattered
-from hpcrun.checkpoint.format import HEADER_BYTES, DamagedError, Manifest, Piece, parse_manifest
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.restore_plan import RestorePlan, Source
+from hpcrun.checkpoint.distributed_reader import DistributedReader
+from hpcrun.checkpoint.format import HEADER_BYTES, ChunkSpec, DamagedError, Manifest, parse_manifest
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.restore_plan import PartSource, RestorePlan
 from tests.checkpoint.generations import content_of, save
 
 RANKS = 3
@@ -41,11 +41,11 @@ class Files:
 def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
     """Make a generation and take it apart: part 0 on here, the others on n1 and n2, at odd places."""
 
-    def made(step: int = 5, shares: list[list[Piece]] | None = None) -> tuple[RestorePlan, Manifest]:
+    def made(step: int = 5, shares: list[list[ChunkSpec]] | None = None) -> tuple[RestorePlan, Manifest]:
         ranks = len(shares) if shares else RANKS
         saved = save(tmp_path / "run", step, ranks=ranks, files=ranks, shares=shares)
         manifest = parse_manifest((saved.path / "manifest.json").read_bytes())
-        stamp = Stamp(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+        stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
         sources = []
         for number, part in enumerate(manifest.parts):
             node, at = f"n{number}", 4096 * number
@@ -54,7 +54,7 @@ def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(bytes(at) + data[part.start : part.start + part.size_bytes] + b"rest")
             shown = str(path) if number == 0 else path.name
-            sources.append(Source(number, node, shown, at, part, "memory"))
+            sources.append(PartSource(number, node, shown, at, part, "memory"))
         return RestorePlan(stamp, ("memory",), tuple(sources)), manifest
 
     return made
@@ -63,7 +63,7 @@ def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
 Made = Callable[..., tuple[RestorePlan, Manifest]]
 
 
-def read_all(generation: Scattered) -> dict[str, bytes]:
+def read_all(generation: DistributedReader) -> dict[str, bytes]:
     found = {}
     for tensor in generation.manifest.tensors.values():
         for piece, place in tensor.chunks:
@@ -76,7 +76,7 @@ def read_all(generation: Scattered) -> dict[str, bytes]:
 def test_parts_of_several_nodes_are_one_generation(scatter: Made, tmp_path: Path) -> None:
     plan, manifest = scatter()
     remote = Files(tmp_path, plan)
-    with Scattered(plan, "n0", remote) as generation:
+    with DistributedReader(plan, "n0", remote) as generation:
         assert generation.manifest == manifest
         found = read_all(generation)
         assert list(generation.damages()) == []
@@ -91,7 +91,7 @@ def test_a_part_of_another_generation_is_not_taken(scatter: Made, tmp_path: Path
     other, _ = scatter(6)
     mixed = replace(plan, sources=(plan.sources[0], other.sources[1], plan.sources[2]))
     with pytest.raises(DamagedError, match=r"n1: slot-6.bin at 4096: .* belongs to generation"):
-        Scattered(mixed, "n0", Files(tmp_path, mixed))
+        DistributedReader(mixed, "n0", Files(tmp_path, mixed))
 
 
 def test_every_byte_that_is_flipped_is_noticed(scatter: Made, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_every_byte_that_is_flipped_is_noticed(scatter: Made, tmp_path: Path) ->
         data[at] ^= 1
         path.write_bytes(data)
         try:
-            with Scattered(plan, "n0", Files(tmp_path, plan)) as generation:
+            with DistributedReader(plan, "n0", Files(tmp_path, plan)) as generation:
                 damages = list(generation.damages())
         except DamagedError as error:
             damages = [str(error)]
@@ -123,21 +123,21 @@ def _is_padding(manifest: Manifest, at: int) -> bool:
 def test_a_part_that_is_cut_short_or_gone(scatter: Made, tmp_path: Path) -> None:
     plan, _ = scatter()
     with pytest.raises(DamagedError, match="does not have each of its 3 parts"):
-        Scattered(replace(plan, sources=plan.sources[1:]), "n0", Files(tmp_path, plan))
+        DistributedReader(replace(plan, sources=plan.sources[1:]), "n0", Files(tmp_path, plan))
     with pytest.raises(DamagedError, match=r"n1: .* there is no way to that node"):
-        Scattered(plan, "n0", None)
+        DistributedReader(plan, "n0", None)
     path = Path(plan.sources[0].path)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DamagedError, match="the file ends in the header"):
-        Scattered(plan, "n0", Files(tmp_path, plan))
+        DistributedReader(plan, "n0", Files(tmp_path, plan))
     path.unlink()
     with pytest.raises(DamagedError, match="is missing"):
-        Scattered(plan, "n0", Files(tmp_path, plan))
+        DistributedReader(plan, "n0", Files(tmp_path, plan))
 
 
 def test_neighbours_are_read_together_and_proved_one_by_one(scatter: Made, tmp_path: Path) -> None:
     sizes = {f"model.{n:03d}": (n % 7 * 5 + 1,) for n in range(700)}
-    pieces = [Piece(name, "uint8", shape, (0,), shape) for name, shape in sizes.items()]
+    pieces = [ChunkSpec(name, "uint8", shape, (0,), shape) for name, shape in sizes.items()]
     plan, manifest = scatter(shares=[pieces])
     asked = list[int]()
 
@@ -152,7 +152,7 @@ def test_neighbours_are_read_together_and_proved_one_by_one(scatter: Made, tmp_p
         for piece, place in tensor.chunks
     ]
     order = list[str]()
-    with Scattered(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
+    with DistributedReader(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
         asked.clear()
         generation.read_all(wanted, lambda piece, _: order.append(piece.tensor))
     assert order == sorted(sizes)
@@ -160,13 +160,13 @@ def test_neighbours_are_read_together_and_proved_one_by_one(scatter: Made, tmp_p
     assert len(asked) < 10
     # Those that do not lie one behind the other are not taken for neighbours.
     some = wanted[::2]
-    with Scattered(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
+    with DistributedReader(plan, "elsewhere", Counted(tmp_path, plan)) as generation:
         generation.read_all(some, lambda piece, into: into.__setitem__(slice(None), bytes(len(into))))
     assert not any(map(any, (into for _, _, into in some)))
     assert wanted[1][2] == content_of(wanted[1][0], 5)
     file = tmp_path / "n0" / "slot-5.bin"
     whole = file.read_bytes()
-    with Scattered(plan, "n0", None) as generation:
+    with DistributedReader(plan, "n0", None) as generation:
         for cut, word in ((False, "match their hash"), (True, "ends after 0 of its")):
             data, begin = bytearray(whole), wanted[300][1].at + HEADER_BYTES
             data[begin] ^= 1

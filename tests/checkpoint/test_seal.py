@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.format import CHUNK_BYTES, Piece
+from hpcrun.checkpoint.format import CHUNK_BYTES, ChunkSpec
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.checkpoint.seal import plan_slot, seal
+from hpcrun.checkpoint.seal import plan_slot, seal_part
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill
 
 GENERATION = bytes(range(16))
 
 
-def many(count: int, items: int) -> list[Piece]:
-    return [Piece(f"t.{n}", "float32", (items,), (0,), (items,)) for n in range(count)]
+def many(count: int, items: int) -> list[ChunkSpec]:
+    return [ChunkSpec(f"t.{n}", "float32", (items,), (0,), (items,)) for n in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,19 @@ def many(count: int, items: int) -> list[Piece]:
         pytest.param([], id="no piece at all"),
         pytest.param(many(1030, 5), id="more pieces than one write takes"),
         pytest.param(many(1, CHUNK_BYTES // 4), id="the largest piece"),
-        pytest.param([Piece('wörd"\\ "0123456789abcdef"]', "int8", (3,), (0,), (3,))], id="a strange name"),
+        pytest.param(
+            [ChunkSpec('wörd"\\ "0123456789abcdef"]', "int8", (3,), (0,), (3,))], id="a strange name"
+        ),
     ],
 )
-def test_a_sealed_slot_is_what_would_have_been_written(tmp_path: Path, pieces: list[Piece]) -> None:
+def test_a_sealed_slot_is_what_would_have_been_written(tmp_path: Path, pieces: list[ChunkSpec]) -> None:
     contents = [content_of(piece, 1) for piece in pieces]
     path = tmp_path / "part"
     written = write_part(path, GENERATION, 3, pieces, contents, file=1)
     plan = plan_slot(3, pieces, 1, 0)
     image = memoryview(bytearray(b"\xff" * plan.layout.size_bytes))
     fill(image, plan, contents)
-    assert seal(image, GENERATION, plan) == written
+    assert seal_part(image, GENERATION, plan) == written
     assert bytes(image) == path.read_bytes()
 
 
@@ -46,7 +48,7 @@ def test_the_bytes_of_the_chunks_are_left_alone() -> None:
     memory = bytearray(plan.layout.size_bytes)
     fill(memoryview(memory), plan, [content_of(piece, 1) for piece in pieces])
     whole = bytes(memory)
-    seal(memoryview(memory), GENERATION, plan)
+    seal_part(memoryview(memory), GENERATION, plan)
     begin = plan.layout.at[1] + 64
     assert bytes(memory[begin : begin + 400]) == whole[begin : begin + 400]
     assert bytes(memory) != whole

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from hpcrun.checkpoint.parity.sets import ErasureSets, choose_sets
+from hpcrun.checkpoint.parity.sets import ErasureSets, choose_erasure_sets
 from hpcrun.errors import UsageError
 
 Racks = dict[str, str | None]
@@ -43,7 +43,7 @@ def test_no_set_has_two_nodes_of_a_rack_and_sizes_are_even(
     sizes: tuple[int, ...], set_size: int, wanted: list[int]
 ) -> None:
     leaf = racks(*sizes)
-    chosen = choose_sets(list(leaf), {"leaf": leaf}, scheme="xor", set_size=set_size, survive="leaf")
+    chosen = choose_erasure_sets(list(leaf), {"leaf": leaf}, scheme="xor", set_size=set_size, survive="leaf")
     assert sorted(map(len, chosen.sets), reverse=True) == wanted
     assert sorted(itertools.chain(*chosen.sets)) == sorted(leaf)
     assert all(max(Counter(leaf[node] for node in nodes).values()) == 1 for nodes in chosen.sets)
@@ -51,7 +51,7 @@ def test_no_set_has_two_nodes_of_a_rack_and_sizes_are_even(
 
 def test_nodes_that_do_not_come_rack_by_rack_are_put_so_first() -> None:
     leaf = racks(2, 2)
-    chosen = choose_sets(["n0", "n2", "n1", "n3"], {"leaf": leaf}, scheme="xor", survive="leaf")
+    chosen = choose_erasure_sets(["n0", "n2", "n1", "n3"], {"leaf": leaf}, scheme="xor", survive="leaf")
     assert [len(nodes) for nodes in chosen.sets] == [2, 2]
     assert {frozenset(map(str, (leaf[node] for node in nodes))) for nodes in chosen.sets} == {
         frozenset({"r0", "r1"})
@@ -60,39 +60,39 @@ def test_nodes_that_do_not_come_rack_by_rack_are_put_so_first() -> None:
 
 def test_a_rack_with_more_than_half_of_the_nodes_takes_reed_solomon() -> None:
     leaf = racks(4, 2)
-    chosen = choose_sets(list(leaf), {"leaf": leaf}, survive="leaf")
+    chosen = choose_erasure_sets(list(leaf), {"leaf": leaf}, survive="leaf")
     assert (chosen.scheme, chosen.parity, [len(one) for one in chosen.sets]) == ("partner", (2, 2), [3, 3])
     assert chosen.survives({"n0", "n1", "n2", "n3"})
     with pytest.raises(
         UsageError, match=r"leaf r0 has 4 of 6 nodes, and a set can lose 1 node; .*scheme: rs"
     ):
-        choose_sets(list(leaf), {"leaf": leaf}, scheme="xor", survive="leaf")
-    without = choose_sets(list(leaf), {"leaf": leaf}, with_rs=False)
+        choose_erasure_sets(list(leaf), {"leaf": leaf}, scheme="xor", survive="leaf")
+    without = choose_erasure_sets(list(leaf), {"leaf": leaf}, with_rs=False)
     assert (without.domain, without.parity) == ("node", (1,))
 
 
 def test_the_default_is_the_highest_level_that_can_be_lost_and_is_said_aloud() -> None:
     leaf = racks(2, 2, 2, 2)
     spine: Racks = dict.fromkeys(leaf, "s0")
-    chosen = choose_sets(list(leaf), {"leaf": leaf, "spine": spine}, set_size=4)
+    chosen = choose_erasure_sets(list(leaf), {"leaf": leaf, "spine": spine}, set_size=4)
     assert (chosen.domain, chosen.scheme) == ("leaf", "xor")
     assert (
         "leaf is the highest level of which this placement can lose any one, as no spine" in chosen.statement
     )
     assert "any one leaf; any one node; up to 2 nodes at once" in chosen.statement
     assert "spine s0" in chosen.statement.splitlines()[2]
-    apart = choose_sets(list(leaf), {"leaf": leaf, "spine": {n: f"s{int(n[1]) // 4}" for n in leaf}})
+    apart = choose_erasure_sets(list(leaf), {"leaf": leaf, "spine": {n: f"s{int(n[1]) // 4}" for n in leaf}})
     assert apart.domain == "spine", "four nodes under each of two spines make four pairs"
 
 
 def test_what_is_not_known_is_not_promised() -> None:
     leaf = racks(2, 2) | {"n3": None}
-    chosen = choose_sets(list(leaf), {"leaf": leaf})
+    chosen = choose_erasure_sets(list(leaf), {"leaf": leaf})
     assert chosen.domain == "node"
     assert "the leaf of n3 is not known, so nothing is promised of any leaf" in chosen.statement
     assert "any one leaf" not in chosen.statement
     with pytest.raises(UsageError, match=r"the leaf of n3 is not known; describe the fabric"):
-        choose_sets(list(leaf), {"leaf": leaf}, survive="leaf")
+        choose_erasure_sets(list(leaf), {"leaf": leaf}, survive="leaf")
 
 
 @pytest.mark.parametrize(
@@ -106,24 +106,24 @@ def test_what_is_not_known_is_not_promised() -> None:
 def test_a_level_that_cannot_be_survived_is_refused(count: int, options: dict[str, str], said: str) -> None:
     leaf = racks(count)
     with pytest.raises(UsageError, match=rf"^checkpoint\.parity\.survive: .*{said}") as refused:
-        choose_sets(list(leaf), {"leaf": leaf}, **options)  # type: ignore[arg-type]
+        choose_erasure_sets(list(leaf), {"leaf": leaf}, **options)  # type: ignore[arg-type]
     assert "\n" not in str(refused.value)
 
 
 def test_one_node_and_scheme_none_have_no_parity() -> None:
-    one = choose_sets(["n0"], {})
+    one = choose_erasure_sets(["n0"], {})
     assert (one.sets, one.scheme, one.of("n0")) == ((), "none", None)
     assert "there is one node" in one.statement
-    assert "scheme is none" in choose_sets(["n0", "n1"], {}, scheme="none").statement
+    assert "scheme is none" in choose_erasure_sets(["n0", "n1"], {}, scheme="none").statement
     assert not one.survives({"n0"})
     assert one.survives({"elsewhere"})
 
 
 def test_a_scheme_that_the_number_of_nodes_changes_says_so() -> None:
-    two = choose_sets(["n0", "n1"], {}, scheme="rs")
+    two = choose_erasure_sets(["n0", "n1"], {}, scheme="rs")
     assert (two.scheme, two.parity) == ("partner", (1,))
     assert "rs was asked for" in two.statement
-    five = choose_sets([f"n{n}" for n in range(5)], {}, scheme="partner")
+    five = choose_erasure_sets([f"n{n}" for n in range(5)], {}, scheme="partner")
     assert (five.scheme, sorted(map(len, five.sets))) == ("xor", [2, 3])
 
 
@@ -139,7 +139,7 @@ def test_the_statement_is_exact(seed: int) -> None:
     spine: Racks = {node: f"s{int(str(leaf[node])[1:]) % 2}" for node in nodes}
     levels = {"leaf": leaf, "spine": spine}
     scheme = draw.choice(["auto", "partner", "xor", "rs"])
-    chosen = choose_sets(nodes, levels, scheme=scheme, set_size=draw.randint(2, 8))  # type: ignore[arg-type]
+    chosen = choose_erasure_sets(nodes, levels, scheme=scheme, set_size=draw.randint(2, 8))  # type: ignore[arg-type]
     lost = [set(some) for size in range(count + 1) for some in itertools.combinations(nodes, size)]
     truth = {frozenset(some): is_survived(chosen, some) for some in lost}
     assert all(chosen.survives(some) == truth[frozenset(some)] for some in lost)

@@ -12,20 +12,20 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.flush.durable_tier import DurableStation
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.flush.durable_tier import DurableTier
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.layout import GIB, TIB
-from hpcrun.checkpoint.lustre.lfs import Lfs, LfsError, Quota
+from hpcrun.checkpoint.lustre.lfs import LfsClient, LfsError, LustreQuota
 from hpcrun.checkpoint.lustre.storage import (
-    SaveNeed,
-    Storage,
+    CheckpointStorage,
+    SaveRequirement,
     StoragePlan,
-    check_plain,
-    check_quota,
-    mount_of,
+    check_quota_space,
+    check_total_space,
+    find_mount,
+    make_storage_plan,
     parse_mounts,
-    storage_plan,
 )
 from hpcrun.process import Completed
 from hpcrun.specs.checkpoint import DurableSpec
@@ -47,15 +47,17 @@ def warned() -> list[str]:
     return []
 
 
-def storage(lustre: Emulated, warned: list[str], **spec: Any) -> Storage:
-    return Storage(lustre.mount, DurableSpec.model_validate(spec), warned.append, mountinfo=lustre.mountinfo)
+def storage(lustre: Emulated, warned: list[str], **spec: Any) -> CheckpointStorage:
+    return CheckpointStorage(
+        lustre.mount, DurableSpec.model_validate(spec), warned.append, mountinfo=lustre.mountinfo
+    )
 
 
 def look(lustre: Emulated, save: float = 100, **more: Any) -> StoragePlan:
     """A save of so many GiB, one file a node."""
     spec = DurableSpec.model_validate(more.pop("spec", {}))
-    values: dict[str, Any] = {"nodes": 4, "keep": 2, "lfs": Lfs(timeout_s=30)} | more
-    return storage_plan(
+    values: dict[str, Any] = {"nodes": 4, "keep": 2, "lfs": LfsClient(timeout_s=30)} | more
+    return make_storage_plan(
         lustre.mount / "runs" / "new", spec, save_bytes=int(save * GIB), mountinfo=lustre.mountinfo, **values
     )
 
@@ -74,7 +76,7 @@ def test_the_file_system_of_a_path_is_that_of_the_deepest_and_last_mount() -> No
     )
     assert [mount.kind for mount in parse_mounts(text)] == ["ext4", "autofs", "lustre", "nfs4"]
     assert parse_mounts(text)[3].point == Path("/lus two")
-    assert mount_of(Path("/nowhere"), Path("/no/such/file")).kind == ""
+    assert find_mount(Path("/nowhere"), Path("/no/such/file")).kind == ""
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_a_path_below_a_mount(tmp_path: Path, path: str, kind: str) -> None:
         "31 21 0:41 / /lus rw - lustre 10.0.0.1@o2ib:/fs rw\n"
         "32 21 0:42 / /lus\\040two rw - nfs4 server:/x rw\n"
     )
-    assert mount_of(Path(path), file).kind == kind
+    assert find_mount(Path(path), file).kind == kind
 
 
 def test_a_large_file_is_laid_out_before_its_first_byte_and_the_layout_recorded(
@@ -150,16 +152,16 @@ def test_osts_that_fill_up_between_the_look_and_the_making_are_left_out(
     lustre: Emulated, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lustre.set(osts=[ost(0, free=GIB), *[ost(n) for n in range(1, 6)]])
-    real, tried = Lfs.create, list[str]()
+    real, tried = LfsClient.create, list[str]()
 
-    def create(self: Lfs, file: Path, arguments: Any) -> None:
+    def create(self: LfsClient, file: Path, arguments: Any) -> None:
         # The first OSTs that were chosen take nothing, though nothing was to be seen of that.
         tried.append(arguments[-1])
         if len(tried) == 1:
             raise LfsError("No space left on device", errno.ENOSPC)
         real(self, file, arguments)
 
-    monkeypatch.setattr(Lfs, "create", create)
+    monkeypatch.setattr(LfsClient, "create", create)
     facts = storage(lustre, warned, stripes=2).prepare_file(lustre.mount / "data-00000.bin", 53 * GIB)
     assert (tried, facts["layout"][0]["osts"], warned) == (["1,2", "3,4"], (3, 4), [])
 
@@ -213,11 +215,11 @@ def test_whatever_lfs_does_saves_go_on_as_on_any_file_system_with_one_warning(
     lustre: Emulated, warned: list[str], break_it: Any
 ) -> None:
     break_it(lustre)
-    place = Storage(
+    place = CheckpointStorage(
         lustre.mount,
         DurableSpec(),
         warned.append,
-        lfs=Lfs(timeout_s=0.3 if break_it is hangs else 30),
+        lfs=LfsClient(timeout_s=0.3 if break_it is hangs else 30),
         mountinfo=lustre.mountinfo,
     )
     for number in range(3):
@@ -302,7 +304,7 @@ def test_one_full_ost_is_no_refusal_but_all_of_them_are(lustre: Emulated) -> Non
 
 
 def test_quotas_soft_hard_and_inexact() -> None:
-    need = SaveNeed(GIB, 10, 3)
+    need = SaveRequirement(GIB, 10, 3)
 
     def found(**values: Any) -> list[tuple[str, str]]:
         row = {
@@ -314,7 +316,9 @@ def test_quotas_soft_hard_and_inexact() -> None:
             "hard_inodes": None,
             "is_exact": True,
         }
-        return [(one.level, one.text) for one in check_quota("user", Quota(**(row | values)), need)]
+        return [
+            (one.level, one.text) for one in check_quota_space("user", LustreQuota(**(row | values)), need)
+        ]
 
     assert [level for level, _ in found()] == ["ok", "ok"]
     assert found(soft_bytes=2 * GIB)[0] == (
@@ -330,7 +334,10 @@ def test_quotas_soft_hard_and_inexact() -> None:
 
 def test_a_file_system_that_does_not_count_inodes_says_so() -> None:
     found = os.statvfs_result((4096, 4096, 100, 100, 100, 0, 0, 0, 0, 255))
-    assert [(one.level, one.text.partition(":")[0]) for one in check_plain(found, SaveNeed(4096, 5, 3))] == [
+    assert [
+        (one.level, one.text.partition(":")[0])
+        for one in check_total_space(found, SaveRequirement(4096, 5, 3))
+    ] == [
         ("ok", "space"),
         ("unknown", "inodes"),
     ]
@@ -373,29 +380,29 @@ def test_every_command_line_that_is_given_is_legal(
                     storage(lustre, warned, **spec).prepare_file(file, size, 4, writers)
                     storage(lustre, warned, **spec).retry_file(file, size, 4, writers)
     calls = lustre.get("calls")
-    assert {call[0] for call in calls} == set(lfsgrammar.VERBS)
+    assert {call[0] for call in calls} == set(lfsgrammar.LFS_VERBS)
     for call in calls:
-        lfsgrammar.parse(call)
+        lfsgrammar.parse_lfs_command(call)
     assert warned == []
 
 
-def station(lustre: Emulated, **options: Any) -> DurableStation:
+def station(lustre: Emulated, **options: Any) -> DurableTier:
     """The durable level on the emulated Lustre, every file striped."""
     spec = DurableSpec(keep_default_below="0")
-    place = Storage(lustre.mount / "checkpoints", spec, mountinfo=lustre.mountinfo)
+    place = CheckpointStorage(lustre.mount / "checkpoints", spec, mountinfo=lustre.mountinfo)
     told = {
         "prepare_file": place.prepare_file,
         "retry_file": place.retry_file,
         "layout_facts": place.layout_facts,
     } | options
-    return DurableStation(lustre.mount / "checkpoints", keep=2, **told)
+    return DurableTier(lustre.mount / "checkpoints", keep=2, **told)
 
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct: bool) -> None:
     facts = station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
     (saved,) = saved_steps(lustre.mount / "checkpoints")
-    told = Generation(saved).manifest.layout["data-00000.bin"]
+    told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["asked"] == ["-c", "1", "-S", "4M", "-i", "-1"]
     assert told["layout"][0]["osts"] == [0]
     assert ("direct_bytes" in told) is direct
@@ -404,11 +411,11 @@ def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct
 
 def test_of_a_progressive_layout_what_the_file_has_grown_into_is_told(lustre: Emulated) -> None:
     lustre.set(default=[RAID0 | {"end": 4096}, RAID0 | {"end": 1 << 30, "stripes": 2}, RAID0])
-    place = Storage(lustre.mount, DurableSpec(), mountinfo=lustre.mountinfo)
+    place = CheckpointStorage(lustre.mount, DurableSpec(), mountinfo=lustre.mountinfo)
     hooks: dict[str, Any] = {"prepare_file": place.prepare_file, "layout_facts": place.layout_facts}
     station(lustre, **hooks).store(load_of(2, range(2), 2, 0))
     (saved,) = saved_steps(lustre.mount / "checkpoints")
-    told = Generation(saved).manifest.layout["data-00000.bin"]
+    told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert [one["osts"] for one in told["layout"]] == [[0], [1, 2], []]
 
 
@@ -430,7 +437,7 @@ def test_an_ost_that_is_full_in_the_middle_of_a_save_is_left_for_another(
     monkeypatch.setattr(os, "pwrite", full)
     station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
     (saved,) = saved_steps(lustre.mount / "checkpoints")
-    told = Generation(saved).manifest.layout["data-00000.bin"]
+    told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["layout"][0]["osts"] == [1]
     assert "OST 0 avoided: out of space in this save" in told["reasons"]
     assert whole_steps(lustre.mount / "checkpoints") == ([2], [])

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.format import HEADER_BYTES
-from hpcrun.checkpoint.levels import parse_holding
-from hpcrun.checkpoint.lustre.storage import mount_of
+from hpcrun.checkpoint.levels import parse_inventory_entry
+from hpcrun.checkpoint.lustre.storage import find_mount
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.killed_writer import whole_steps
@@ -48,7 +48,7 @@ def start(tmp_path: Path, run: RunDir) -> Iterator[MakeHost]:
 
 def prove(holding: dict[str, Any], step: int) -> None:
     """Every part that is told of is there, with the right bytes at the right places."""
-    held = parse_holding(json.loads(json.dumps(holding)))
+    held = parse_inventory_entry(json.loads(json.dumps(holding)))
     assert held.stamp.step == step
     for one in held.parts:
         data = Path(one.path).read_bytes()[one.at :][: one.part.size_bytes]
@@ -284,7 +284,7 @@ def test_a_full_disk_of_the_node_does_not_keep_a_save_from_the_run_directory(
 def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: MakeHost, run: RunDir) -> None:
     host = start()
     (rank,) = ranks_of(host, (0,), 1)
-    pays = mount_of(run.checkpoints).kind in ("ext4", "xfs")
+    pays = find_mount(run.checkpoints).kind in ("ext4", "xfs")
     for attempt, asked, expected in ((1, None, pays), (2, False, False), (3, True, True)):
         host.configure(attempt, durable={"direct": asked})
         rank.save(attempt, ["durable"], attempt=attempt)

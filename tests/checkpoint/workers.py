@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.flush.arena import SOCKET, arena_folder, map_slot
-from hpcrun.checkpoint.flush.json_lines import connect
-from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.flush.arena import SOCKET_NAME, locate_arena, map_slot
+from hpcrun.checkpoint.flush.json_lines import connect_unix_socket
+from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of
@@ -77,7 +77,7 @@ class Host(Talk):
     @property
     def arena(self) -> Path:
         """Its folder."""
-        return arena_folder(self.root, self.run.run_id, self.node)
+        return locate_arena(self.root, self.run.run_id, self.node)
 
     def holdings(self) -> list[dict[str, Any]]:
         """All that the node has."""
@@ -109,7 +109,7 @@ class Rank(Talk):
     def __init__(self, host: Host, rank: int, ranks: Sequence[int], world_size: int, file: int = 0) -> None:
         self.rank, self.ranks, self.world_size = rank, tuple(ranks), world_size
         self.pieces, self.plan = plans_of(ranks, world_size, file)[tuple(ranks).index(rank)]
-        self._socket = connect(host.arena, SOCKET)
+        self._socket = connect_unix_socket(host.arena, SOCKET_NAME)
         super().__init__(self._socket.fileno())
         host.ranks.append(self)
         self.slots: list[str] = []
@@ -145,13 +145,15 @@ class Rank(Talk):
         view.release()
         memory.close()
 
-    def tell_filled(self, slot: int, step: int, levels: Sequence[str], attempt: int = 1) -> Stamp:
+    def tell_filled(self, slot: int, step: int, levels: Sequence[str], attempt: int = 1) -> GenerationId:
         """The bytes are in place."""
         stamp = stamp_of(step, self.world_size, attempt)
         self.say(do="filled", slot=slot, key="k", stamp=asdict(stamp), levels=list(levels))
         return stamp
 
-    def save(self, step: int, levels: Sequence[str], published: int | None = None, attempt: int = 1) -> Stamp:
+    def save(
+        self, step: int, levels: Sequence[str], published: int | None = None, attempt: int = 1
+    ) -> GenerationId:
         """All of it."""
         claimed = self.claim(step, published, attempt)
         assert claimed["kind"] == "claimed", claimed

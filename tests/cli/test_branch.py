@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun import process
-from hpcrun.checkpoint.flush.arena import arena_folder
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.objects.catalogue import copy_place
+from hpcrun.checkpoint.flush.arena import locate_arena
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.objects.catalogue import generation_key_prefix
 from hpcrun.errors import UsageError
 from hpcrun.runs.run_state import read_run_state, read_run_states
 from hpcrun.specs.identity import Place, read_identity
@@ -100,9 +100,9 @@ def test_nothing_is_shared_by_runs_of_one_name(tmp_path: Path) -> None:
     find_run(str(made.path), use="act")
     assert made.id == run.id
     for one, other in (
-        (arena_folder(tmp_path, run.run_id, "n"), arena_folder(tmp_path, made.run_id, "n")),
-        (LocalStation("/x", run.run_id, "n").folder, LocalStation("/x", made.run_id, "n").folder),
-        (copy_place(run.run_id, 1, "0"), copy_place(made.run_id, 1, "0")),
+        (locate_arena(tmp_path, run.run_id, "n"), locate_arena(tmp_path, made.run_id, "n")),
+        (LocalTier("/x", run.run_id, "n").folder, LocalTier("/x", made.run_id, "n").folder),
+        (generation_key_prefix(run.run_id, 1, "0"), generation_key_prefix(made.run_id, 1, "0")),
     ):
         assert one != other
     assert RunDir(tmp_path / "c/saves").run_id != RunDir(tmp_path / "d/saves").run_id, (

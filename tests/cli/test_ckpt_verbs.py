@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hpcrun import process
-from hpcrun.checkpoint.format import Piece
+from hpcrun.checkpoint.format import ChunkSpec
 from hpcrun.cli import ckpt_repair
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
@@ -118,7 +118,7 @@ def test_verify_names_the_damage_and_an_older_whole_save(saved_run: RunDir) -> N
 
 
 def test_diff_tells_by_how_much(saved_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def content(piece: Piece, step: int) -> bytes:
+    def content(piece: ChunkSpec, step: int) -> bytes:
         count = piece.size_bytes // 4
         first = piece.offsets[0] if piece.offsets else 0
         row = piece.shape[1] if len(piece.shape) > 1 else 1
@@ -149,7 +149,7 @@ def test_diff_tells_by_how_much(saved_run: RunDir, monkeypatch: pytest.MonkeyPat
 def test_diff_of_columns_puts_tensors_together(saved_run: RunDir) -> None:
     """Chunks that are no rows: the bytes of a row come from several of them."""
     shape = (3, 2, 4)
-    columns = [[Piece("model.x", "uint8", shape, (0, 0, 2 * r), (3, 2, 2))] for r in range(2)]
+    columns = [[ChunkSpec("model.x", "uint8", shape, (0, 0, 2 * r), (3, 2, 2))] for r in range(2)]
     save(saved_run.checkpoints, 6, shares=columns)
     with pytest.MonkeyPatch.context() as patched:
         whole = bytearray(24)
@@ -159,7 +159,7 @@ def test_diff_of_columns_puts_tensors_together(saved_run: RunDir) -> None:
                 at = row * 4 + piece.offsets[2]
                 whole[at : at + 2] = content[2 * row : 2 * row + 2]
         patched.setattr(generations, "content_of", lambda _piece, _step: bytes(whole))
-        save(saved_run.checkpoints, 7, shares=[[Piece("model.x", "uint8", shape, (0, 0, 0), shape)]])
+        save(saved_run.checkpoints, 7, shares=[[ChunkSpec("model.x", "uint8", shape, (0, 0, 0), shape)]])
     assert run("diff", saved_run.path, 6, 7).stdout == "all 1 tensors are equal\n"
     assert [one["what"] for one in told("diff", saved_run.path, 4, 6)["differences"]] == [
         *["only in the first"] * 4,

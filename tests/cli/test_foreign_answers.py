@@ -8,7 +8,13 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from hpcrun.checkpoint.lustre.lfs import LfsError, parse_df, parse_layout, parse_project, parse_quota
+from hpcrun.checkpoint.lustre.lfs import (
+    LfsError,
+    parse_getstripe,
+    parse_lfs_df,
+    parse_lfs_project,
+    parse_lfs_quota,
+)
 from hpcrun.cli.doctor import app as doctor
 from hpcrun.cli.fabric import app as fabric
 from hpcrun.cli.tune import app as tune
@@ -86,7 +92,7 @@ def test_a_topology_that_ends_too_early_is_not_taken_for_a_whole_one(cut: str, t
 def test_tools_of_lustre_and_of_the_driver_that_say_something_else() -> None:
     for content in FOREIGN.values():
         text = content.decode(errors="replace")
-        for parse in (parse_df, parse_layout, parse_project, parse_quota):
+        for parse in (parse_lfs_df, parse_getstripe, parse_lfs_project, parse_lfs_quota):
             with pytest.raises(LfsError):
                 parse(text)
         assert [one.verdict for one in judge_gpus(parse_gpu_health(text), 8)] == ["unknown"]

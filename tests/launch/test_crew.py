@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from hpcrun import process
-from hpcrun.checkpoint.flush.arena import SHM, arena_folder
+from hpcrun.checkpoint.flush.arena import SHM, locate_arena
 from hpcrun.launch.agents import agent_pool as crews
 from hpcrun.launch.agents.agent_nodes import AgentNodes
 from hpcrun.launch.agents.agent_pool import AgentPool
@@ -363,7 +363,7 @@ def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_bac
     agent = place.agent("n01", **batch)
     nodes = place.lead("n01")
     (pid,) = place.launch(nodes, 1, "n01")
-    arena = arena_folder(SHM, place.run.run_id, "n01")
+    arena = locate_arena(SHM, place.run.run_id, "n01")
     nodes.send_to_worker("n01", {"do": "inventory", "id": 1})
 
     def told() -> list[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.launch import final_save as last
 from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
 from hpcrun.launch.final_save import (
@@ -70,7 +70,7 @@ def test_only_the_newest_saves_count() -> None:
 
 
 def test_the_deepest_level_that_fits() -> None:
-    takes: dict[Level, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
+    takes: dict[CheckpointLevel, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
     assert [deepest_reachable_level(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
         *(None, "memory", "memory", "durable", "object")
     ]

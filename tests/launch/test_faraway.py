@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("fsspec", reason="pip install 'hpcrun-slurm[s3]'")
 
-from hpcrun.checkpoint.objects.catalogue import list_saves
-from hpcrun.checkpoint.objects.store import open_store
-from hpcrun.checkpoint.objects.upload import upload
+from hpcrun.checkpoint.objects.catalogue import list_whole_copies
+from hpcrun.checkpoint.objects.store import open_object_store
+from hpcrun.checkpoint.objects.upload import upload_save
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
@@ -34,8 +34,8 @@ class Far:
         self.events: list[dict[str, Any]] = []
         for step in (5, 10):
             saved = save(self.run.checkpoints, step)
-            with open_store(self.url) as store:
-                upload(store, self.run.run_id, saved)
+            with open_object_store(self.url) as store:
+                upload_save(store, self.run.run_id, saved)
 
     def prepare(self, number: int, url: str = "") -> None:
         section = CheckpointSpec.model_validate({"object": {"url": url or self.url}})
@@ -71,7 +71,7 @@ def test_where_nothing_is_left_the_newest_copy_is_brought_home(far: Far) -> None
 
 def test_a_damaged_copy_leads_to_the_one_before(far: Far) -> None:
     shutil.rmtree(far.run.checkpoints)
-    (copy,) = [one for one in list_saves(far.url, far.run.run_id) if one.saved.step == 10]
+    (copy,) = [one for one in list_whole_copies(far.url, far.run.run_id) if one.saved.step == 10]
     (path,) = Path(copy.url.removeprefix("local://")).glob("data-*.bin.*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.levels import HeldPart, Holding
+from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
@@ -20,10 +20,10 @@ from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, s
 assert site  # the fixture
 
 
-def guest(step: int, number: int, node: str = "spare") -> Holding:
+def guest(step: int, number: int, node: str = "spare") -> InventoryEntry:
     """A part that a spare has copied."""
     path = f"/arena/{node}/guest-{stamp(step).generation}-{number}.bin"
-    return Holding(stamp(step), "memory", node, (HeldPart(number, path, 0, part(step, number)),))
+    return InventoryEntry(stamp(step), "memory", node, (HeldPart(number, path, 0, part(step, number)),))
 
 
 def seal(site: Site, step: int) -> None:

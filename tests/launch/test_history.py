@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.policy.failure_rates import Seen
+from hpcrun.checkpoint.policy.failure_rates import FailureHistory
 from hpcrun.runs.history import (
     count_attempt_failures,
     count_run_failures,
@@ -24,7 +24,7 @@ from hpcrun.specs.shipped import shipped
 from tests.launch.test_ledger import Run, relaunched, requeued, undisturbed
 
 
-def seen_by(run: Run, nodes: int = 4) -> Seen:
+def seen_by(run: Run, nodes: int = 4) -> FailureHistory:
     attempts = build_timelines(run.events, run.metrics)
     return count_attempt_failures(attempts, {one.number: nodes for one in attempts})
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.commit import set_aside
+from hpcrun.checkpoint.commit import quarantine_generation
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import HeldParity, HeldPart, Holding, Member, Stamp
-from hpcrun.checkpoint.restore_plan import RestorePlan, parse_plan
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import GenerationId, HeldParity, HeldPart, InventoryEntry, SetMember
+from hpcrun.checkpoint.restore_plan import RestorePlan, parse_restore_plan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.agents.local_workers import LocalWorkers
@@ -38,22 +38,22 @@ NODES = ("a", "b", "c")
 PROGRAM = Path(__file__).with_name("drain_program.py")
 
 
-def stamp(step: int) -> Stamp:
-    return Stamp(f"{step:032x}", step, 8 * step, 3, 1)
+def stamp(step: int) -> GenerationId:
+    return GenerationId(f"{step:032x}", step, 8 * step, 3, 1)
 
 
 def part(step: int, number: int) -> Part:
     return Part(number, 0, 4096, 3000, 900, f"{step:08x}{number:08x}")
 
 
-def held(step: int, number: int, level: Any = "memory") -> Holding:
+def held(step: int, number: int, level: Any = "memory") -> InventoryEntry:
     one = HeldPart(number, f"/arena/{NODES[number]}", 0, part(step, number))
-    return Holding(stamp(step), level, NODES[number], (one,))
+    return InventoryEntry(stamp(step), level, NODES[number], (one,))
 
 
-def parity(step: int, number: int) -> Holding:
-    members = tuple(Member(node, ((n, part(step, n)),)) for n, node in enumerate(NODES))
-    return Holding(
+def parity(step: int, number: int) -> InventoryEntry:
+    members = tuple(SetMember(node, ((n, part(step, n)),)) for n, node in enumerate(NODES))
+    return InventoryEntry(
         stamp(step), "parity", NODES[number], (), HeldParity("/p", members, 1, number, ("0" * 16,))
     )
 
@@ -76,7 +76,7 @@ class Site:
     def tell(self, attempt: Any, event: str, **more: Any) -> None:
         self.events.append({"event": event, "attempt": attempt.number, **more})
 
-    def holds(self, *holdings: Holding) -> None:
+    def holds(self, *holdings: InventoryEntry) -> None:
         """From now on these are in the memory of the nodes that they name."""
         for node in self.nodes.names:
             own = [one.as_json() for one in holdings if one.node == node]
@@ -86,7 +86,7 @@ class Site:
         attempt = self.run.attempt(number).create()
         self.environ = self.keeper.prepare(attempt, Placement(nodes), {})
         told = json.loads(attempt.restore.read_text()) if attempt.restore.exists() else None
-        return None if told is None else parse_plan(told)
+        return None if told is None else parse_restore_plan(told)
 
     def orders(self, node: str, verb: str) -> list[dict[str, Any]]:
         self.keeper._workers.inventory([node])  # the answer comes after all that was ordered before
@@ -289,13 +289,13 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
 
 def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together(site: Site) -> None:
     saved = save(site.run.checkpoints, 20, files=3, ranks=3)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    owner = Stamp(saved.generation, 20, saved.position, 3, 1)
+    owner = GenerationId(saved.generation, 20, saved.position, 3, 1)
 
-    def kept(number: int) -> Holding:
+    def kept(number: int) -> InventoryEntry:
         one = HeldPart(number, f"/arena/{NODES[number]}", 0, parts[number])
-        return Holding(owner, "memory", NODES[number], (one,))
+        return InventoryEntry(owner, "memory", NODES[number], (one,))
 
     site.holds(kept(0), kept(1))
     plan = site.prepare(2)
@@ -323,11 +323,11 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
 
 def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) -> None:
     saved = save(site.run.checkpoints, 20, files=3, ranks=3)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    owner = Stamp(saved.generation, 20, saved.position, 3, 1)
+    owner = GenerationId(saved.generation, 20, saved.position, 3, 1)
     held_parts = [HeldPart(n, f"/arena/{NODES[n]}", 0, parts[n]) for n in (0, 1)]
-    site.holds(*(Holding(owner, "memory", NODES[one.number], (one,)) for one in held_parts))
+    site.holds(*(InventoryEntry(owner, "memory", NODES[one.number], (one,)) for one in held_parts))
     record_load_failure(site.run, saved.generation)  # a third part was in memory, and damaged
     plan = site.prepare(2)
     assert plan is not None
@@ -335,7 +335,7 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     unrestored = {"generation": saved.generation, "why": "a byte"}
     site.run.attempt(2).unrestored.write_text(json.dumps(unrestored))
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
-    set_aside(saved.path)
+    quarantine_generation(saved.path)
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.levels) == (owner, ("memory", "durable"))

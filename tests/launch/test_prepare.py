@@ -66,8 +66,8 @@ def lustre(site: Site, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     emulated = Emulated(site.path)
     monkeypatch.setenv("PATH", emulated.path)
     monkeypatch.setenv("HPCRUN_ROOT", str(emulated.mount / "runs"))
-    true = storage.mount_of
-    monkeypatch.setattr(storage, "mount_of", lambda path, _: true(path, emulated.mountinfo))
+    true = storage.find_mount
+    monkeypatch.setattr(storage, "find_mount", lambda path, _: true(path, emulated.mountinfo))
     return emulated
 
 
@@ -97,11 +97,11 @@ def test_a_file_system_that_does_not_answer_does_not_hold_a_job_up(
 ) -> None:
     never = threading.Event()
 
-    def hang(path: Path, _: Path) -> storage.Mount:
+    def hang(path: Path, _: Path) -> storage.MountEntry:
         never.wait(60)
         raise OSError(5, "gone")
 
-    monkeypatch.setattr(storage, "mount_of", hang)
+    monkeypatch.setattr(storage, "find_mount", hang)
     prepared = prepare_job(site.job, until="plan")
     told = plan_save_storage_in_time(prepared.spec, prepared.plan, lustre.mount, most_s=0.01)
     never.set()

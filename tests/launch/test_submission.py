@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.lustre.storage import Finding as StorageFinding
-from hpcrun.checkpoint.lustre.storage import StoragePlan
-from hpcrun.checkpoint.parity.sets import choose_sets
+from hpcrun.checkpoint.lustre.storage import StorageFinding, StoragePlan
+from hpcrun.checkpoint.parity.sets import choose_erasure_sets
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE
@@ -1007,7 +1006,7 @@ def test_or_started_when_it_can(slurm: Fake, tmp_path: Path) -> None:
 def test_a_loss_that_so_few_nodes_cannot_survive_is_refused(slurm: Fake) -> None:
     (told,) = findings(ask(JOB + SURVIVE))
     with pytest.raises(UsageError) as late:
-        choose_sets(["n1"], {"leaf": {"n1": "l1"}}, survive="leaf")
+        choose_erasure_sets(["n1"], {"leaf": {"n1": "l1"}}, survive="leaf")
     assert str(late.value) in told
     two = ["resources.nodes=2", "parallel.dp_shard=2"]
     assert dry_run(ask(JOB + SURVIVE, *two), lambda _: None).refused == ()

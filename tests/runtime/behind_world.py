@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hpcrun.checkpoint.compare import differences
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.compare import compare_generations
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime.async_checkpoint import SavesBehind
 from hpcrun.runtime.control import Control, connect
@@ -70,8 +70,8 @@ def equal(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     desk.direct.save(2, 20, state)
     found = []
     if control.rank == 0:
-        with Generation(desk.saved(1)) as one, Generation(desk.saved(2)) as other:
-            found = [one.name for one in differences(one, other)] + list(one.damages())
+        with GenerationReader(desk.saved(1)) as one, GenerationReader(desk.saved(2)) as other:
+            found = [one.name for one in compare_generations(one, other)] + list(one.damages())
     again = empty_like(whole, mesh, Shard(0))
     (root / "other").mkdir(exist_ok=True)
     if control.rank == 0:

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.flush.durable_tier import DurableStation
-from hpcrun.checkpoint.format import Piece
-from hpcrun.checkpoint.levels import Load, SealedPart, Stamp, Stored
-from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal
+from hpcrun.checkpoint.flush.durable_tier import DurableTier
+from hpcrun.checkpoint.format import ChunkSpec
+from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart, StoreResult
+from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal_part
 from hpcrun.errors import SiteError
 
 
@@ -23,7 +23,7 @@ class StandIn:
     patience_s = 0.2
 
     def __init__(self, folder: Path, checkpoints: Path) -> None:
-        self.folder, self.station = folder, DurableStation(checkpoints, keep=5)
+        self.folder, self.tier = folder, DurableTier(checkpoints, keep=5)
         self.said: list[dict[str, Any]] = []
         self.stores = threading.Event()
         self.stores.set()
@@ -108,7 +108,7 @@ class _Rank:
         return {"kind": "reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
 
     def plan(self, told: dict[str, Any]) -> dict[str, Any]:
-        pieces = [Piece(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
+        pieces = [ChunkSpec(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
         self.plans[told["key"]] = plan_slot(told["rank"], pieces, told["file"], told["start"])
         return {"kind": "planned"}
 
@@ -133,31 +133,31 @@ class _Rank:
         self.worker.stores.set()
 
     def filled(self, told: dict[str, Any]) -> None:
-        slot, stamp = told["slot"], Stamp(**told["stamp"])
+        slot, stamp = told["slot"], GenerationId(**told["stamp"])
         self.busy[slot] = stamp.generation
         plan = self.plans[told["key"]]
         image = bytearray(self.paths[slot].read_bytes())
-        part = seal(memoryview(image)[: plan.layout.size_bytes], bytes.fromhex(stamp.generation), plan)
+        part = seal_part(memoryview(image)[: plan.layout.size_bytes], bytes.fromhex(stamp.generation), plan)
         with self.paths[slot].open("r+b") as file:
             file.write(image)
         self.sealed[slot] = stamp.generation
         self.tell({"kind": "sealed", "generation": stamp.generation})
         whole = SealedPart(told["rank"], part, memoryview(image)[: part.size_bytes], str(self.paths[slot]))
-        self.worker._thread(self.store, slot, Load(stamp, (whole,)), told["levels"])
+        self.worker._thread(self.store, slot, NodeShards(stamp, (whole,)), told["levels"])
 
-    def store(self, slot: int, load: Load, levels: list[str]) -> None:
+    def store(self, slot: int, load: NodeShards, levels: list[str]) -> None:
         self.worker.stores.wait(20)
         problem = None
         if "durable" in levels and self.worker._server is not None:
             try:
                 with self.worker.one_by_one:
-                    self.worker.station.store(load)
+                    self.worker.tier.store(load)
             except (OSError, SiteError) as error:
                 problem = str(error)
         self.busy.pop(slot, None)
         try:
             for level in levels:
-                stored = Stored(load.stamp, level, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
+                stored = StoreResult(load.stamp, level, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
                 self.tell({"kind": "stored", **{**vars(stored), "stamp": vars(load.stamp)}})
         except OSError:
             return

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import data_files, direct_checkpoint
@@ -111,7 +111,7 @@ def replicas(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh
     saver.save(1, 10, state)
     newest = saver.newest()
     assert newest is not None
-    with Generation(newest) as generation:
+    with GenerationReader(newest) as generation:
         counts = [0] * control.size
         for name, tensor in generation.manifest.tensors.items():
             if name.startswith("model."):
@@ -138,7 +138,7 @@ def steady(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) 
         saver.save(4, 0, state | extra)
         newest = saver.newest()
         assert newest is not None
-        with Generation(newest) as generation:
+        with GenerationReader(newest) as generation:
             told.append([*sizes, "model.extra" in generation.manifest.tensors])
     return told
 
@@ -210,7 +210,7 @@ def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceM
     newest = saver.newest()
     assert newest is not None
     if control.rank == 0:
-        with Generation(newest) as generation:
+        with GenerationReader(newest) as generation:
             part = generation.manifest.parts[-1]
             # The last rank's random state is read by no other rank.
             place = generation.manifest.tensors[f"rng.{control.size - 1}"].chunks[0][1]

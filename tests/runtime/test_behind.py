@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
-from hpcrun.checkpoint.generation import Generation  # noqa: E402
+from hpcrun.checkpoint.generation import GenerationReader  # noqa: E402
 from hpcrun.runtime import worker_client  # noqa: E402
 from hpcrun.runtime.async_checkpoint import SavesBehind  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
@@ -38,7 +38,7 @@ class Bench:
 
     def loaded(self, step: int) -> dict[str, Any]:
         (saved,) = [one for one in saved_steps(self.checkpoints) if one.step == step]
-        with Generation(saved) as generation:
+        with GenerationReader(saved) as generation:
             assert not list(generation.damages())
             state = {
                 name: torch.empty(one.shape, dtype=getattr(torch, one.dtype))

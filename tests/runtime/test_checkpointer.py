@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 import hpcrun  # noqa: E402
-from hpcrun.checkpoint.generation import Generation  # noqa: E402
+from hpcrun.checkpoint.generation import GenerationReader  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.specs.job import JobSpec  # noqa: E402
 from hpcrun.specs.load import render_job  # noqa: E402
@@ -60,7 +60,7 @@ def test_a_state_of_any_shape_comes_back_in_place(directory: Path) -> None:
 
 def test_tensors_that_are_one_are_stored_once_and_loaded_apart_as_well(directory: Path) -> None:
     (saved,) = [one for one in saved_steps(directory / "checkpoints") if one.step == 2]
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         names = sorted(generation.manifest.tensors)
     assert names == [
         *("hpcrun.0", "list.0.moment", "list.1"),

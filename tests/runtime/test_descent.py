@@ -20,7 +20,7 @@ from typer.testing import CliRunner  # noqa: E402
 import hpcrun  # noqa: E402
 import hpcrun.runtime.checkpointer  # noqa: E402 - each start is forked, and need not import it
 from hpcrun.checkpoint import commit, writer_lease  # noqa: E402
-from hpcrun.checkpoint.writer_lease import Lease  # noqa: E402
+from hpcrun.checkpoint.writer_lease import WriterLease  # noqa: E402
 from hpcrun.cli.ckpt import app  # noqa: E402
 from hpcrun.errors import SiteError, UsageError  # noqa: E402
 from hpcrun.specs.descent import line_of  # noqa: E402
@@ -208,7 +208,7 @@ def test_a_second_writer_is_refused_with_who_and_where_and_a_dead_one_is_followe
 
 def foreign(place: Path, **changes: Any) -> None:
     """A record of a writer on another host."""
-    path = place / writer_lease.NAME
+    path = place / writer_lease.WRITER_RECORD_NAME
     told = json.loads(path.read_text())
     path.write_text(json.dumps(told | {"host": "elsewhere", "boot": "another"} | changes))
 
@@ -216,12 +216,12 @@ def foreign(place: Path, **changes: Any) -> None:
 def test_a_writer_on_another_host_is_judged_by_its_beats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer_lease, "SILENT_S", 0.3)
-    monkeypatch.setattr(writer_lease, "_LOOK_S", 0.05)
-    monkeypatch.setattr(writer_lease, "BEAT_S", 0.05)
-    ours = Lease(tmp_path, ("run x", 1))
+    monkeypatch.setattr(writer_lease, "HEARTBEAT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(writer_lease, "_RECORD_POLL_S", 0.05)
+    monkeypatch.setattr(writer_lease, "HEARTBEAT_S", 0.05)
+    ours = WriterLease(tmp_path, ("run x", 1))
     try:
-        Lease(tmp_path, ("run x", 2)).release()
+        WriterLease(tmp_path, ("run x", 2)).release()
         for _ in range(200):  # its thread has to look first
             if ours.lost_to:
                 break
@@ -230,15 +230,15 @@ def test_a_writer_on_another_host_is_judged_by_its_beats(
             ours.check()
     finally:
         ours.release()
-    silent = Lease(tmp_path)
+    silent = WriterLease(tmp_path)
     silent._end.set()  # as if it was killed
     silent._thread.join()
     foreign(tmp_path)
-    Lease(tmp_path).release()  # it was watched for a while
-    beating = Lease(tmp_path)
+    WriterLease(tmp_path).release()  # it was watched for a while
+    beating = WriterLease(tmp_path)
     foreign(tmp_path, token=beating._own.token)
     with pytest.raises(UsageError, match="is saving there"):
-        Lease(tmp_path)
+        WriterLease(tmp_path)
     beating.release()
 
 
@@ -331,9 +331,11 @@ def test_an_error_names_the_file_the_file_system_and_what_to_do(
                 if where == "write":
                     patch.setattr("hpcrun.checkpoint.part_writer.os.pwritev", failing(number))
                 elif where == "mkdir":
-                    patch.setattr("hpcrun.runtime.direct_checkpoint.begin", failing(number, tmp_path / "x"))
+                    patch.setattr(
+                        "hpcrun.runtime.direct_checkpoint.begin_generation", failing(number, tmp_path / "x")
+                    )
                 else:
-                    patch.setattr("hpcrun.checkpoint.commit.write_file", failing(number))
+                    patch.setattr("hpcrun.checkpoint.commit.write_synced_file", failing(number))
                 with pytest.raises(SiteError, match=rf"{name}\) on /.* \(.+\); .+") as caught:
                     saves.save(1, state_of())
             assert str(tmp_path) in str(caught.value)
@@ -355,7 +357,7 @@ def test_what_fails_after_a_commit_is_not_the_failure_of_the_save(
 
     with hpcrun.Checkpointer(tmp_path, memory=0, keep=1) as saves:
         saves.save(1, state_of(1.0))
-        monkeypatch.setattr(commit, "remove", failing(13))
+        monkeypatch.setattr(commit, "delete_generation", failing(13))
         assert saves.save(2, state_of(2.0))
         assert "step-00000001: is no longer wanted, but cannot be deleted" in capfd.readouterr().err
         monkeypatch.setattr(commit, "sync_directory", unsynced)

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from typer.testing import CliRunner, Result
 
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.verify import damages
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.verify import find_generation_damages
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import HpcrunError
 from hpcrun.runtime.control import connect
@@ -93,8 +93,8 @@ def refused(*arguments: str | Path | int) -> str:
 
 
 def read_all(saved: Saved) -> dict[str, Tensor]:
-    with Generation(saved) as generation:
-        assert damages(generation, 1) == []
+    with GenerationReader(saved) as generation:
+        assert find_generation_damages(generation, 1) == []
         state = {
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             for name, tensor in generation.manifest.tensors.items()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.lustre.storage import Storage
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.lustre.storage import CheckpointStorage
 from hpcrun.errors import SiteError
 from hpcrun.runtime import data_files
 from hpcrun.runtime.control import connect
@@ -29,7 +29,9 @@ WIDE = DurableSpec(keep_default_below="0", stripes=2)
 def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     emulated = Emulated(tmp_path)
     monkeypatch.setenv("PATH", emulated.path)
-    monkeypatch.setattr(data_files, "Storage", partial(Storage, mountinfo=emulated.mountinfo))
+    monkeypatch.setattr(
+        data_files, "CheckpointStorage", partial(CheckpointStorage, mountinfo=emulated.mountinfo)
+    )
     return emulated
 
 
@@ -37,7 +39,7 @@ def save(root: Path) -> dict[str, Any]:
     """Save a step; what its manifest says of its one data file."""
     Checkpointer(root, connect(None), attempt=1, keep=1, durable=WIDE).save(2, 8, STATE)
     (saved,) = saved_steps(root)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         found: dict[str, Any] = generation.manifest.layout["data-00000.bin"]
     loaded = {"model.x": torch.zeros(1000)}
     Checkpointer(root, connect(None), attempt=2, keep=1).restore(loaded, {"model.x": (1000,)})

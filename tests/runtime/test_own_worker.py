@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[train]'")
 
 import hpcrun  # noqa: E402
-from hpcrun.checkpoint.flush.arena import SHM, folders_of  # noqa: E402
+from hpcrun.checkpoint.flush.arena import SHM, find_arenas  # noqa: E402
 from hpcrun.errors import SiteError  # noqa: E402
 from hpcrun.specs.rundir import RunDir  # noqa: E402
 from hpcrun.specs.saves import saved_steps  # noqa: E402
@@ -34,7 +34,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arenas(directory: Path) -> list[Path]:
-    return list(folders_of(SHM, RunDir(directory).run_id))
+    return list(find_arenas(SHM, RunDir(directory).run_id))
 
 
 def test_the_memory_of_a_killed_script_is_stored_and_freed_or_freed_by_the_next(

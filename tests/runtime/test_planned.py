@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.format import parse_manifest
-from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
-from hpcrun.checkpoint.parity.peers import Credentials, PeerServer, Shelf
-from hpcrun.checkpoint.restore_plan import RestorePlan, Source
+from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
+from hpcrun.checkpoint.parity.peers import PartServer, PeerCredentials, PeerServer
+from hpcrun.checkpoint.restore_plan import PartSource, RestorePlan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.direct_checkpoint import Checkpointer, Restored
@@ -41,8 +41,8 @@ class Place:
         manifest = parse_manifest((saved / "manifest.json").read_bytes())
         self.slot = path / "slot-0-0.bin"
         (saved / "data-00000.bin").rename(self.slot)
-        self.stamp = Stamp(manifest.generation.hex(), 7, 56, 1, 1)
-        self.source = Source(0, "here", str(self.slot), 0, manifest.parts[0], "memory")
+        self.stamp = GenerationId(manifest.generation.hex(), 7, 56, 1, 1)
+        self.source = PartSource(0, "here", str(self.slot), 0, manifest.parts[0], "memory")
         self.plan = RestorePlan(
             self.stamp, ("memory",), (self.source,), lost_steps=2, passed_over=("9: bad",)
         )
@@ -82,9 +82,9 @@ def test_a_plan_of_parts_in_memory(place: Place) -> None:
 
 
 def test_a_part_on_another_node_comes_from_its_worker(place: Place) -> None:
-    server = PeerServer("127.0.0.1", Credentials(place.run.id, "there", SECRET))
+    server = PeerServer("127.0.0.1", PeerCredentials(place.run.id, "there", SECRET))
     held = HeldPart(0, str(place.slot), 0, place.source.part)
-    Shelf(server, lambda: [Holding(place.stamp, "memory", "there", (held,))])
+    PartServer(server, lambda: [InventoryEntry(place.stamp, "memory", "there", (held,))])
     peers = {"secret": SECRET, "nodes": {"there": [server.address, server.port]}}
     write_json(place.attempt.peers, peers)
     away = replace(place.plan, sources=(replace(place.source, node="there", path="/nowhere"),))

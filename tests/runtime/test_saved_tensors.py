@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.runtime.control import connect
 from hpcrun.runtime.direct_checkpoint import Checkpointer
 from hpcrun.runtime.export import export_hf
@@ -46,7 +46,7 @@ VIEWS = {
 def test_a_view_is_saved_as_its_own_elements(tmp_path: Path, view: Tensor) -> None:
     Checkpointer(tmp_path, connect(None), attempt=1, keep=1).save(1, 1, {"model.x": view})
     (saved,) = saved_steps(tmp_path)
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         assert generation.manifest.tensors["model.x"].size_bytes == view.numel() * 4
     # Into memory that lies as strangely.
     state = {"model.x": torch.zeros(tuple(reversed(view.shape))).permute(tuple(reversed(range(view.dim()))))}
@@ -74,7 +74,7 @@ def test_tied_weights_are_stored_once_everywhere_and_come_back_tied(tmp_path: Pa
     assert torch.equal(theirs.lm_head.weight, state["model.embed_tokens.weight"])
     (tmp_path / "again").mkdir()
     again = import_hf(tmp_path / "hf", tmp_path / "again" / "checkpoints", job, None).saved
-    with Generation(again) as generation:
+    with GenerationReader(again) as generation:
         assert "model.lm_head.weight" not in generation.manifest.tensors
 
 

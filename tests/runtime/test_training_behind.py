@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.compare import differences
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.part_record import parse_checked, render_checked
+from hpcrun.checkpoint.compare import compare_generations
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_lines
@@ -66,8 +66,8 @@ def test_saves_behind_training_change_no_bit_and_are_gone_on_from(tmp_path: Path
     assert "step 8: saved after" in told
     last = [saved_steps(run / "checkpoints")[-1] for run in (direct, behind)]
     assert [saved.step for saved in saved_steps(behind / "checkpoints")] == [4, 8]
-    with Generation(last[0]) as one, Generation(last[1]) as other:
-        assert not [different.name for different in differences(one, other)]
+    with GenerationReader(last[0]) as one, GenerationReader(last[1]) as other:
+        assert not [different.name for different in compare_generations(one, other)]
         assert not list(other.damages())
     longer = ("--resume", str(behind), "train.steps=10")
     _, lines, _ = train(tmp_path, "behind", *longer)
@@ -107,7 +107,7 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     newest = saved_steps(first.run.checkpoints)[-1]
     assert newest.step == first.step
     _lose_on_disk(tmp_path / "disk", newest.generation, 1)
-    with Generation(newest) as generation:
+    with GenerationReader(newest) as generation:
         part = generation.manifest.parts[0]
     path = newest.path / f"data-{part.file:05d}.bin"
     data = bytearray(path.read_bytes())
@@ -131,9 +131,9 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
 def _lose_on_disk(disk: Path, generation: str, number: int) -> None:
     """As if the part, the last one in its file, had been on a node that is gone."""
     (record,) = disk.rglob(f"*.{generation}.json")
-    told = parse_checked(json.loads(record.read_text()))
+    told = parse_checksummed(json.loads(record.read_text()))
     told["parts"] = [one for one in told["parts"] if one["number"] != number]
     os.truncate(
         record.with_suffix(".bin"), max(one["at"] + one["part"]["size_bytes"] for one in told["parts"])
     )
-    record.write_text(render_checked(told))
+    record.write_text(render_checksummed(told))

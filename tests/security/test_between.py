@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES
-from hpcrun.checkpoint.parity.peers import Credentials, PeerError, Peers, PeerServer, Reply
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerError, PeerReply, PeerServer
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.connection import (
     AgentIdentity,
@@ -207,16 +207,16 @@ CONTENT = bytes(range(256)) * (FRAME_BYTES // 256) + b"more"
 def server() -> Iterator[PeerServer]:
     asked: list[str] = []
 
-    def echo(request: dict[str, Any]) -> Reply:
+    def echo(request: dict[str, Any]) -> PeerReply:
         asked.append(request["word"])
-        return Reply({"asked": list(asked)})
+        return PeerReply({"asked": list(asked)})
 
     def read(at: int, into: memoryview) -> None:
         into[:] = CONTENT[at : at + len(into)]
 
-    made = PeerServer(HERE, Credentials(RUN, "n1", SECRET))
+    made = PeerServer(HERE, PeerCredentials(RUN, "n1", SECRET))
     made.on("echo", echo)
-    made.on("bytes", lambda request: Reply({}, len(CONTENT), read))
+    made.on("bytes", lambda request: PeerReply({}, len(CONTENT), read))
     yield made
     made.close()
 
@@ -230,7 +230,7 @@ def test_requests_between_nodes_are_the_ones_that_were_made(server: PeerServer, 
         "repeat": lambda data: data + data,
         "invent": lambda data: data[:header] + data[header:].replace(b"good", b"evil"),
     }
-    with Peers(Credentials(RUN, "n0", SECRET), {"n1": (HERE, between.port)}) as peers:
+    with PeerClient(PeerCredentials(RUN, "n0", SECRET), {"n1": (HERE, between.port)}) as peers:
         between.tamper = changes[change]
         with contextlib.suppress(PeerError):
             peers.ask("n1", {"do": "echo", "word": "good"})
@@ -259,7 +259,7 @@ def test_bytes_between_nodes_are_those_that_were_sent(server: PeerServer, at: in
 
     between.tamper_back = flip
     into = memoryview(bytearray(len(CONTENT)))
-    with Peers(Credentials(RUN, "n0", SECRET), {"n1": (HERE, between.port)}) as peers:
+    with PeerClient(PeerCredentials(RUN, "n0", SECRET), {"n1": (HERE, between.port)}) as peers:
         with pytest.raises(PeerError, match=r"n1 \(127\.0\.0\.1:\d+\): (what came|bytes were damaged)"):
             peers.read("n1", {"do": "bytes"}, into)
         between.tamper_back = lambda data: data

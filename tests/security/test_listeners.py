@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from hpcrun.authentication import fresh_nonce
-from hpcrun.checkpoint.flush.json_lines import connect
-from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Reply
+from hpcrun.checkpoint.flush.json_lines import connect_unix_socket
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerReply, PeerServer
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launch.agents import connection
 from hpcrun.launch.agents.connection import (
@@ -196,9 +196,9 @@ class AtPeers:
     """A drain worker's end for other nodes."""
 
     def __init__(self) -> None:
-        self.server = PeerServer(HERE, Credentials(RUN, "n1", SECRET))
-        self.server.on("echo", lambda request: Reply({"said": request["word"]}))
-        self.peers = Peers(Credentials(RUN, "n0", SECRET), {"n1": (HERE, self.server.port)})
+        self.server = PeerServer(HERE, PeerCredentials(RUN, "n1", SECRET))
+        self.server.on("echo", lambda request: PeerReply({"said": request["word"]}))
+        self.peers = PeerClient(PeerCredentials(RUN, "n0", SECRET), {"n1": (HERE, self.server.port)})
         self.serves()
 
     def open(self) -> socket.socket:
@@ -210,12 +210,12 @@ class AtPeers:
     def right(self, one: socket.socket) -> bytes:
         one.settimeout(20)
         nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
-        proof = Credentials(RUN, "n0", SECRET).proof("asking", "n0", "n1", nonces)
+        proof = PeerCredentials(RUN, "n0", SECRET).proof("asking", "n0", "n1", nonces)
         return json.dumps({"node": "n0", "nonce": nonces[1], "proof": proof}).encode() + b"\n"
 
     def serves(self) -> None:
         assert self.peers.ask("n1", {"do": "echo", "word": "a"})["said"] == "a"
-        with Peers(Credentials(RUN, "n2", SECRET), {"n1": (HERE, self.server.port)}) as another:
+        with PeerClient(PeerCredentials(RUN, "n2", SECRET), {"n1": (HERE, self.server.port)}) as another:
             assert another.ask("n1", {"do": "echo", "word": "b"})["said"] == "b"
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class AtArena:
         return len(list(Path(f"/proc/{self.host.process.pid}/fd").iterdir()))
 
     def open(self) -> socket.socket:
-        return connect(self.socket.parent, self.socket.name)
+        return connect_unix_socket(self.socket.parent, self.socket.name)
 
     def attend(self) -> None:
         pass

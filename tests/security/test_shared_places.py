@@ -14,15 +14,21 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.flush.arena import Arena, arena_folder, find_folder, make_folder, remove_folder
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.flush.stale_memory import clean_up
+from hpcrun.checkpoint.flush.arena import (
+    Arena,
+    find_arena,
+    locate_arena,
+    make_arena_folder,
+    remove_arena_folder,
+)
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import Holding
-from hpcrun.checkpoint.objects.store import open_store
-from hpcrun.checkpoint.part_check import prove_part
-from hpcrun.checkpoint.restore.outside_copies import holdings_here
-from hpcrun.checkpoint.restore.sources import HeldCopy
+from hpcrun.checkpoint.levels import InventoryEntry
+from hpcrun.checkpoint.objects.store import open_object_store
+from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
+from hpcrun.checkpoint.restore.sources import NodeCopy
 from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.health import probes
@@ -95,23 +101,23 @@ def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_level(
     def use() -> None:
         before = precious("n1/slot-0-0.bin", "n1/slot-0-0.json", "n1/guest-x", "r/n1/file", "run.json")
         said: list[str] = []
-        assert find_folder(SHM, "r", "n1") is None
-        remove_folder(arena_folder(SHM, "r", "n1"))
-        assert clean_up(SHM, lambda _: False) == {}
-        assert holdings_here("r", None) == []
+        assert find_arena(SHM, "r", "n1") is None
+        remove_arena_folder(locate_arena(SHM, "r", "n1"))
+        assert clean_up_stale_memory(SHM, lambda _: False) == {}
+        assert find_local_inventory("r", None) == []
         assert is_same(before)
-        folder = make_folder(SHM, Path("/runs/r"), "r", "n1", said.append)
+        folder = make_arena_folder(SHM, Path("/runs/r"), "r", "n1", said.append)
         assert re.fullmatch(rf"hpcrun-{VICTIM}\.[0-9a-f]{{16}}", folder.parents[1].name)
         assert len(said) == 1
         assert said[0].startswith(f"{TOP}: ")
         assert f"{folder.parents[1]} is used instead" in said[0]
         # The next worker, the next attempt, the agent and the clean-up find the same.
-        assert make_folder(SHM, Path("/runs/r"), "r", "n1", said.append) == folder
-        assert arena_folder(SHM, "r", "n1") == folder
+        assert make_arena_folder(SHM, Path("/runs/r"), "r", "n1", said.append) == folder
+        assert locate_arena(SHM, "r", "n1") == folder
         Arena(folder).reserve({0: 4096}, 1, lambda _: False)
-        assert list(clean_up(SHM, lambda _: False)) == [folder.parent]
-        folder = make_folder(SHM, Path("/runs/r"), "r", "n1")
-        remove_folder(arena_folder(SHM, "r", "n1"))
+        assert list(clean_up_stale_memory(SHM, lambda _: False)) == [folder.parent]
+        folder = make_arena_folder(SHM, Path("/runs/r"), "r", "n1")
+        remove_arena_folder(locate_arena(SHM, "r", "n1"))
         assert not folder.parents[1].exists()
         assert is_same(before)
         assert os.path.lexists(TOP)
@@ -170,10 +176,10 @@ BASE = Path("/tmp/hpcrun")
 
 def forged(folder: Path, step: int) -> None:
     """A save as one of the run would be, only newer."""
-    LocalStation(str(folder.parents[1]), folder.parent.name, folder.name).store(load_of(step, (0,), 1, 0))
+    LocalTier(str(folder.parents[1]), folder.parent.name, folder.name).store(load_of(step, (0,), 1, 0))
 
 
-def steps(found: list[Holding]) -> list[int]:
+def steps(found: list[InventoryEntry]) -> list[int]:
     return [one.stamp.step for one in found]
 
 
@@ -202,16 +208,16 @@ def test_a_forged_save_on_a_nodes_disk_counts_for_nothing(kind: str, sticky: boo
     def use() -> None:
         before = precious("n1/step-00000009.00ff.bin", "n1/step-00000009.00ff.json")
         said: list[str] = []
-        station = LocalStation(str(BASE), "r", "n1", say=said.append)
-        assert station.holdings() == holdings_here("r", str(BASE)) == []
+        station = LocalTier(str(BASE), "r", "n1", say=said.append)
+        assert station.holdings() == find_local_inventory("r", str(BASE)) == []
         station.retain(["none"])
         station.store(load_of(2, (0,), 1, 0))
         station.store(load_of(4, (0,), 1, 0))
         assert station.folder.stat().st_uid == VICTIM
         assert len(said) == (kind != "another name")
         assert all("is used instead" in text and str(BASE / "r") in text for text in said)
-        again = LocalStation(str(BASE), "r", "n1")
-        assert steps(again.holdings()) == steps(holdings_here("r", str(BASE))) == [2, 4]
+        again = LocalTier(str(BASE), "r", "n1")
+        assert steps(again.holdings()) == steps(find_local_inventory("r", str(BASE))) == [2, 4]
         again.retain([])
         assert again.holdings() == []
         assert is_same(before)
@@ -227,7 +233,7 @@ def test_a_directory_swapped_after_it_was_looked_at_gives_nothing() -> None:
         BASE.chmod(0o777)
 
     def save() -> None:
-        LocalStation(str(BASE), "r", "n1").store(load_of(2, (0,), 1, 0))
+        LocalTier(str(BASE), "r", "n1").store(load_of(2, (0,), 1, 0))
 
     def swap() -> None:
         os.umask(0)
@@ -244,18 +250,18 @@ def test_a_directory_swapped_after_it_was_looked_at_gives_nothing() -> None:
         back, there = os.pipe()
 
         def use() -> None:
-            (held,) = LocalStation(str(BASE), "r", "n1").holdings()
+            (held,) = LocalTier(str(BASE), "r", "n1").holdings()
             os.write(writer, b".")
             os.read(back, 1)
             with pytest.raises(DamagedError, match="belongs to user"):
-                prove_part(held.parts[0], bytes.fromhex(held.stamp.generation))
-            copy = HeldCopy(held)
+                verify_part(held.parts[0], bytes.fromhex(held.stamp.generation))
+            copy = NodeCopy(held)
             assert not copy.read(0, held.parts[0].part, 0, memoryview(bytearray(64)))
-            assert LocalStation(str(BASE), "r", "n1").holdings() == []
+            assert LocalTier(str(BASE), "r", "n1").holdings() == []
             # Saves of another run of ours, put under this run's name, are not this run's.
-            LocalStation("/tmp/mine", "other", "n1").store(load_of(8, (0,), 1, 0))
+            LocalTier("/tmp/mine", "other", "n1").store(load_of(8, (0,), 1, 0))
             Path("/tmp/mine/other").rename("/tmp/mine/r")
-            assert LocalStation("/tmp/mine", "r", "n1").holdings() == []
+            assert LocalTier("/tmp/mine", "r", "n1").holdings() == []
 
         victim = os.fork()
         if victim == 0:
@@ -275,7 +281,7 @@ def test_a_directory_swapped_after_it_was_looked_at_gives_nothing() -> None:
 
 def test_levels_that_others_may_write_and_files_of_others_are_not_saves() -> None:
     def use() -> None:
-        station = LocalStation("/tmp/mine", "r", "n1")
+        station = LocalTier("/tmp/mine", "r", "n1")
         facts = station.store(load_of(2, (0,), 1, 0))
         folder = station.folder
         assert steps(station.holdings()) == [2]
@@ -296,7 +302,7 @@ def test_levels_that_others_may_write_and_files_of_others_are_not_saves() -> Non
 def test_the_base_is_made_for_its_owner_alone_whatever_the_umask() -> None:
     def use() -> None:
         os.umask(0)
-        LocalStation("/tmp/a/b/c", "r", "n1").store(load_of(2, (0,), 1, 0))
+        LocalTier("/tmp/a/b/c", "r", "n1").store(load_of(2, (0,), 1, 0))
         for path in (Path("/tmp/a"), *Path("/tmp/a").rglob("*")):
             assert not path.stat().st_mode & 0o077, path
 
@@ -311,7 +317,7 @@ def test_a_store_in_a_shared_directory_follows_no_planted_names() -> None:
     def use() -> None:
         before = precious("step/file", "step/other")
         os.umask(0)
-        with open_store("file:///tmp/mine/store") as mine:
+        with open_object_store("file:///tmp/mine/store") as mine:
             mine.write("r/step/file", b"own")
             assert mine.read("r/step/file") == b"own"
             assert list(mine.list("r/")) == ["r/step/file"]
@@ -321,11 +327,11 @@ def test_a_store_in_a_shared_directory_follows_no_planted_names() -> None:
             for key in ("r/step/link", "r/open/file"):
                 with pytest.raises(SiteError, match=r"is a link|others can write it"):
                     mine.write(key, b"new")
-        with open_store("file:///tmp/shared") as own:
+        with open_object_store("file:///tmp/shared") as own:
             uses: list[Callable[[], object]] = [
                 lambda: own.write("r/step/file", b"new"),
                 lambda: own.delete("r/step/file"),
-                lambda: own.drop("r/step/"),
+                lambda: own.delete_prefix("r/step/"),
                 lambda: own.read("r/step/file"),
                 lambda: own.list("r/step/"),
             ]

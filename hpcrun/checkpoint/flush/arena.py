@@ -28,56 +28,56 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.flush.shm_capacity import Room, find_room, gib
-from hpcrun.checkpoint.format import PART_ALIGN, padded
-from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
+from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity, format_gib, measure_shm_capacity
+from hpcrun.checkpoint.format import PART_ALIGN, align_size
+from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, is_sheltered
 
 SHM = Path("/dev/shm")
-SOCKET = "drain.sock"
-RUN_RECORD = "run.json"
+SOCKET_NAME = "drain.sock"
+RUN_RECORD_NAME = "run.json"
 """Says in the folder of a run where that run's directory is."""
-_SLOT = re.compile(r"slot-([0-9]+)-([0-9]+)\.bin")
+_SLOT_NAME = re.compile(r"slot-([0-9]+)-([0-9]+)\.bin")
 _BLOCK_BYTES = 16 << 20
 _MADV_POPULATE_WRITE = 23
 
 SlotState = Literal["free", "claimed", "filled", "sealed"]
 
 
-def arena_folder(root: Path, run_id: str, node: str) -> Path:
+def locate_arena(root: Path, run_id: str, node: str) -> Path:
     """Where a node's arena of a run lies, or usually would; NODE is the agent's name of it."""
-    return find_folder(root, run_id, node) or usual_folder(root, run_id, node)
+    return find_arena(root, run_id, node) or default_arena_folder(root, run_id, node)
 
 
-def usual_folder(root: Path, run_id: str, node: str) -> Path:
+def default_arena_folder(root: Path, run_id: str, node: str) -> Path:
     """Where a node's arena of a run lies unless others have taken the name; to be shown, not to be used."""
-    return root / _top() / run_name(run_id) / node
+    return root / _user_folder_name() / escape_run_id(run_id) / node
 
 
-def find_folder(root: Path, run_id: str, node: str) -> Path | None:
+def find_arena(root: Path, run_id: str, node: str) -> Path | None:
     """The folder of a node's arena, every level of which is ours; None where there is none."""
-    found = (folder for folder in folders_of(root, run_id) if folder.name == node)
+    found = (folder for folder in find_arenas(root, run_id) if folder.name == node)
     return next(found, None)
 
 
-def folders_of(root: Path, run_id: str) -> Iterator[Path]:
+def find_arenas(root: Path, run_id: str) -> Iterator[Path]:
     """The arenas of a run that are here, a folder a node, every level of which is ours."""
-    name = run_name(run_id)
-    for top in tops_of(root):
+    name = escape_run_id(run_id)
+    for top in find_user_folders(root):
         with contextlib.suppress(OSError, UntrustedFileError), top.folder(name) as run:
             for node in run.names():
                 with contextlib.suppress(OSError, UntrustedFileError), run.folder(node) as folder:
                     yield folder.path
 
 
-def run_name(run_id: str) -> str:
+def escape_run_id(run_id: str) -> str:
     """A run's id as the name of one level."""
     return run_id.replace("/", "+")
 
 
-def make_folder(
+def make_arena_folder(
     root: Path, run: Path, run_id: str, node: str, say: Callable[[str], None] = lambda text: None
 ) -> Path:
     """The folder of a node's arena, made if need be; `say` is told why it has not its usual name.
@@ -90,19 +90,27 @@ def make_folder(
                 raise SiteError(
                     f"{root}: others can rename what is in it; have the admin run: chmod +t {root}"
                 )
-            there = find_folder(root, run_id, node)
-            top = base.stand_in(_top(), say) if there is None else base.folder(there.parents[1].name)
-            with top, top.folder(run_name(run_id), make=True) as own, own.folder(node, make=True) as folder:
+            there = find_arena(root, run_id, node)
+            top = (
+                base.stand_in(_user_folder_name(), say)
+                if there is None
+                else base.folder(there.parents[1].name)
+            )
+            with (
+                top,
+                top.folder(escape_run_id(run_id), make=True) as own,
+                own.folder(node, make=True) as folder,
+            ):
                 for one in (top, own, folder):
                     os.fchmod(one.fileno(), 0o700)
-                if not own.has(RUN_RECORD):
-                    own.write_whole(RUN_RECORD, f"{json.dumps(str(run))}\n".encode())
+                if not own.has(RUN_RECORD_NAME):
+                    own.write_whole(RUN_RECORD_NAME, f"{json.dumps(str(run))}\n".encode())
                 return folder.path
     except UntrustedFileError as error:
         raise SiteError(str(error)) from None
 
 
-def open_folder(folder: Path) -> Folder:
+def open_arena_folder(folder: Path) -> Folder:
     """An arena's folder as it was found or made; SiteError where it is not ours any more."""
     try:
         return Folder.below(folder.parents[2], *folder.parts[-3:])
@@ -110,19 +118,19 @@ def open_folder(folder: Path) -> Folder:
         raise SiteError(str(error)) from None
 
 
-def _top() -> str:
+def _user_folder_name() -> str:
     return f"hpcrun-{os.getuid()}"
 
 
-def tops_of(root: Path) -> Iterator[Folder]:
+def find_user_folders(root: Path) -> Iterator[Folder]:
     """This user's folders in shared memory: the usual one, and those that stand in for it."""
     with contextlib.suppress(OSError), Folder.below(root) as base:
         if is_sheltered(base.status()):
-            yield from base.candidates(_top())
+            yield from base.candidates(_user_folder_name())
 
 
 @dataclass
-class Slot:
+class ArenaSlot:
     """The memory of one state of one rank."""
 
     rank: int
@@ -169,32 +177,32 @@ class Arena:
     """The slots of a node. What an earlier worker or attempt has left is found again."""
 
     folder: Path
-    room: Callable[[Path], Room] = find_room
-    slots: dict[int, list[Slot]] = field(default_factory=dict)
+    room: Callable[[Path], ShmCapacity] = measure_shm_capacity
+    slots: dict[int, list[ArenaSlot]] = field(default_factory=dict)
     """Of each rank of this attempt, in the order in which it knows them."""
-    old: list[Slot] = field(default_factory=list)
+    old: list[ArenaSlot] = field(default_factory=list)
     """Slots that are in use by no rank, and hold something."""
-    give_way: Callable[[Callable[[Stamp], bool]], None] = lambda _may_drop: None
+    evict_replicas: Callable[[Callable[[GenerationId], bool]], None] = lambda _may_drop: None
     """Lets go of what else is here of states that may be dropped."""
 
     def __post_init__(self) -> None:
-        self.files = open_folder(self.folder)
+        self.files = open_arena_folder(self.folder)
         try:
             for name in self.files.names():
-                if match := _SLOT.fullmatch(name):
-                    self.old.append(_reopen(self.files, name, int(match[1])))
+                if match := _SLOT_NAME.fullmatch(name):
+                    self.old.append(_reopen_slot(self.files, name, int(match[1])))
         except UntrustedFileError as error:
             raise SiteError(str(error)) from None
 
     @property
-    def is_there(self) -> bool:
+    def folder_exists(self) -> bool:
         """Whether its folder still is: some systems clear /dev/shm when a user's last session ends."""
         try:
             return os.path.samestat(self.folder.lstat(), self.files.status())
         except OSError:
             return False
 
-    def every(self) -> Iterator[Slot]:
+    def every(self) -> Iterator[ArenaSlot]:
         """All slots there are."""
         for slots in self.slots.values():
             yield from slots
@@ -204,40 +212,42 @@ class Arena:
         self,
         sizes: dict[int, int],
         count: int,
-        may_drop: Callable[[Stamp], bool],
+        may_drop: Callable[[GenerationId], bool],
         parity_bytes: int = 0,
-    ) -> dict[int, list[Slot]]:
+    ) -> dict[int, list[ArenaSlot]]:
         """Slots for all ranks of the node, `count` each, or one where two do not fit; SiteError where none.
 
         Slots that fit are kept with what they hold. `may_drop` says whether a state is also kept elsewhere,
         and may make room. `parity_bytes`: what is to stay free for parity, that which is there included.
         """
-        fitting = self._sort_out(sizes, count)
+        fitting = self._select_fitting_slots(sizes, count)
         kept = [one for one in self.files.names() if one.startswith("parity-") and one.endswith(".bin")]
         there = sum(self.files.status_of(one).st_size for one in kept)
         beside = max(0, parity_bytes - there)
         for may_empty in (False, True):
             if may_empty:
                 self._drop(lambda slot: slot.record is None or may_drop(slot.record.stamp))
-                self.give_way(may_drop)
+                self.evict_replicas(may_drop)
             room = self.room(self.folder)
             for each in range(count, 0, -1):
                 wanted = {rank: max(0, each - len(fitting[rank])) for rank in sizes}
-                size = sum(padded(sizes[rank], PART_ALIGN) * number for rank, number in wanted.items())
-                if size + beside <= room.size_bytes and self._make_all(sizes, wanted, fitting):
+                size = sum(align_size(sizes[rank], PART_ALIGN) * number for rank, number in wanted.items())
+                if size + beside <= room.size_bytes and self._make_slots(sizes, wanted, fitting):
                     self.slots = fitting
                     return fitting
-        held = f"; {gib(sum(s.size_bytes for s in self.old))} hold states of before" if self.old else ""
-        parity = f" and parity {gib(parity_bytes)}" if parity_bytes else ""
+        held = (
+            f"; {format_gib(sum(s.size_bytes for s in self.old))} hold states of before" if self.old else ""
+        )
+        parity = f" and parity {format_gib(parity_bytes)}" if parity_bytes else ""
         self.old += [slot for slots in fitting.values() for slot in slots]
         raise SiteError(
-            f"{self.folder}: one state of this node's ranks is {gib(sum(sizes.values()))}{parity}, there is"
-            f" room for {room}{held}; ask for more memory (--mem), or set checkpoint.memory=0"
+            f"{self.folder}: one state of this node's ranks is {format_gib(sum(sizes.values()))}{parity},"
+            f" there is room for {room}{held}; ask for more memory (--mem), or set checkpoint.memory=0"
         )
 
-    def _sort_out(self, sizes: dict[int, int], count: int) -> dict[int, list[Slot]]:
+    def _select_fitting_slots(self, sizes: dict[int, int], count: int) -> dict[int, list[ArenaSlot]]:
         """The slots that can be used on, by rank; the others are old, and those that hold nothing go."""
-        fitting: dict[int, list[Slot]] = {rank: [] for rank in sizes}
+        fitting: dict[int, list[ArenaSlot]] = {rank: [] for rank in sizes}
         every, self.slots, self.old = list(self.every()), {}, []
         for slot in every:
             mine = fitting.get(slot.rank)
@@ -250,14 +260,14 @@ class Arena:
         self._drop(lambda slot: slot.record is None)
         return fitting
 
-    def _make_all(
-        self, sizes: dict[int, int], wanted: dict[int, int], fitting: dict[int, list[Slot]]
+    def _make_slots(
+        self, sizes: dict[int, int], wanted: dict[int, int], fitting: dict[int, list[ArenaSlot]]
     ) -> bool:
         """Make the slots that are missing; False, with nothing made, where the space is not there."""
-        made: list[Slot] = []
+        made: list[ArenaSlot] = []
         try:
             for rank in [rank for rank, number in wanted.items() for _ in range(number)]:
-                made.append(self._make(rank, padded(sizes[rank], PART_ALIGN)))
+                made.append(self._make(rank, align_size(sizes[rank], PART_ALIGN)))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFAULT):
                 raise
@@ -268,7 +278,7 @@ class Arena:
             fitting[slot.rank].append(slot)
         return True
 
-    def _make(self, rank: int, size_bytes: int) -> Slot:
+    def _make(self, rank: int, size_bytes: int) -> ArenaSlot:
         """A new slot with all its pages: no copy into it can fail for want of one."""
         number = 0
         while self.files.has(name := f"slot-{rank}-{number}.bin"):
@@ -282,9 +292,9 @@ class Arena:
             raise
         finally:
             os.close(descriptor)
-        return Slot(rank, self.files, name, size_bytes, memory)
+        return ArenaSlot(rank, self.files, name, size_bytes, memory)
 
-    def _drop(self, needless: Callable[[Slot], bool]) -> None:
+    def _drop(self, needless: Callable[[ArenaSlot], bool]) -> None:
         """Give back the memory of old slots."""
         for slot in [slot for slot in self.old if not slot.in_flight and needless(slot)]:
             slot.empty()
@@ -297,8 +307,8 @@ class Arena:
         generation: str,
         published: str | None,
         attempt: int,
-        is_elsewhere: Callable[[Stamp], bool],
-    ) -> Slot | str:
+        is_elsewhere: Callable[[GenerationId], bool],
+    ) -> ArenaSlot | str:
         """A slot for a rank's next state, emptied; or why there is none now.
 
         `published`: the newest generation that all nodes are known to have, restored or sealed. It never
@@ -311,7 +321,7 @@ class Arena:
             if slot.state == "claimed":  # for a save that the ranks have not gone on with
                 slot.empty()
         why = []
-        for slot in sorted(mine, key=_age):
+        for slot in sorted(mine, key=_slot_age):
             if slot.in_flight or slot.state == "filled":
                 why.append(f"{slot.path.name} is on its way to the next level")
                 continue
@@ -334,20 +344,20 @@ class Arena:
                 slot.empty()
         self._drop(lambda slot: slot.record is None)
 
-    def holdings(self, node: str) -> list[Holding]:
+    def holdings(self, node: str) -> list[InventoryEntry]:
         """What is sealed here, by generation, the newest last."""
-        found: dict[Stamp, list[HeldPart]] = {}
+        found: dict[GenerationId, list[HeldPart]] = {}
         for slot in self.every():
             if (record := slot.record) is not None:
                 one = HeldPart(record.number, str(slot.path), 0, record.part)
                 found.setdefault(record.stamp, []).append(one)
         return [
-            Holding(stamp, "memory", node, tuple(sorted(parts, key=lambda part: part.number)))
+            InventoryEntry(stamp, "memory", node, tuple(sorted(parts, key=lambda part: part.number)))
             for stamp, parts in sorted(found.items(), key=lambda one: one[0].step)
         ]
 
 
-def _age(slot: Slot) -> tuple[int, int]:
+def _slot_age(slot: ArenaSlot) -> tuple[int, int]:
     """Empty slots first, then the oldest state."""
     stamp = slot.record.stamp if slot.record is not None else None
     return (stamp.attempt, stamp.step) if stamp is not None else (-1, -1)
@@ -374,7 +384,7 @@ def map_slot(path: Path) -> mmap.mmap:
     return memory
 
 
-def _reopen(files: Folder, name: str, rank: int) -> Slot:
+def _reopen_slot(files: Folder, name: str, rank: int) -> ArenaSlot:
     """A slot that is there already; UntrustedFileError where it is not ours."""
     descriptor = files.open(name, os.O_RDWR)
     try:
@@ -383,7 +393,7 @@ def _reopen(files: Folder, name: str, rank: int) -> Slot:
         memory = mmap.mmap(descriptor, 0) if size else mmap.mmap(-1, 1)
     finally:
         os.close(descriptor)
-    slot = Slot(rank, files, name, size, memory)
+    slot = ArenaSlot(rank, files, name, size, memory)
     try:
         record = parse_part_record(json.loads(files.read(slot.record_path.name)))
     except (FileNotFoundError, ValueError, UntrustedFileError):
@@ -393,7 +403,7 @@ def _reopen(files: Folder, name: str, rank: int) -> Slot:
     return slot
 
 
-def remove_folder(folder: Path) -> None:
+def remove_arena_folder(folder: Path) -> None:
     """Remove a node's arena; also the run's and the user's folder, where nothing else is in them.
 
     What is not ours stays, and so does what a link leads to.
@@ -403,7 +413,7 @@ def remove_folder(folder: Path) -> None:
         with base.folder(top) as ours:
             with ours.folder(run) as of_run:
                 of_run.remove_tree(node)
-                if of_run.names() == [RUN_RECORD]:
-                    of_run.unlink(RUN_RECORD)
+                if of_run.names() == [RUN_RECORD_NAME]:
+                    of_run.unlink(RUN_RECORD_NAME)
             ours.remove_empty(run)
         base.remove_empty(top)

@@ -26,28 +26,34 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from hpcrun.checkpoint.commit import Draft, commit, draft_of, remove_leftovers, retire
-from hpcrun.checkpoint.flush.stall_watch import Watch
+from hpcrun.checkpoint.commit import (
+    GenerationDraft,
+    apply_retention,
+    commit_generation,
+    locate_draft,
+    remove_unfinished_saves,
+)
+from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.format import (
     HEADER_BYTES,
     Part,
-    collect,
-    file_name,
+    collect_tensors,
+    compute_structure_digest,
+    data_file_name,
     render_tensors,
-    structure_digest,
 )
-from hpcrun.checkpoint.generation import read_tail
-from hpcrun.checkpoint.levels import Holding, Level, Load, SealedPart, Stamp
+from hpcrun.checkpoint.generation import read_part_tail
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, InventoryEntry, NodeShards, SealedPart
 from hpcrun.checkpoint.lustre.direct import write_file_direct
-from hpcrun.checkpoint.part_record import parse_checked, render_checked
-from hpcrun.checkpoint.part_writer import open_shared, write_image
+from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
+from hpcrun.checkpoint.part_writer import open_shared_file, write_image
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import write_whole
 from hpcrun.specs.saves import Saved, read_save
 
-_LEADER = "failed-00000.json"
+_LEADER_FAILED = "failed-00000.json"
 """Once it is there the worker that holds part 0 will not commit any more."""
-_HASHES = re.compile(rb',"[0-9a-f]{16}"\]')
+_HASH_PATTERN = re.compile(rb',"[0-9a-f]{16}"\]')
 
 PrepareFile = Callable[[Path, int, int], dict[str, Any]]
 """(path, size_bytes, nodes that write at once), before a file's first byte.
@@ -66,34 +72,34 @@ def no_preparation(path: Path, size_bytes: int, writers: int) -> dict[str, Any]:
     return {}
 
 
-def no_other_place(path: Path, size_bytes: int, writers: int) -> dict[str, Any] | None:
+def no_retry(path: Path, size_bytes: int, writers: int) -> dict[str, Any] | None:
     """For file systems that are full as a whole."""
     return None
 
 
-def no_layout(path: Path) -> dict[str, Any]:
+def no_layout_facts(path: Path) -> dict[str, Any]:
     """For file systems that tell nothing of a file that was written."""
     return {}
 
 
 @dataclass(frozen=True)
-class Patience:
+class CommitTimeouts:
     """How long a worker waits for others, and how often it looks."""
 
-    others_s: float = 900.0
+    peer_timeout_s: float = 900.0
     """For the parts of all nodes, or for the commit."""
-    shown_s: float = 120.0
+    visibility_timeout_s: float = 120.0
     """For what others are known to have done: a network file system shows names and sizes late."""
-    first_s: float = 0.02
+    first_poll_s: float = 0.02
     most_s: float = 1.0
 
 
-class _InVainError(SiteError):
+class _WaitTimeoutError(SiteError):
     """Others have not done their share in time; nothing is wrong with what was written here."""
 
 
 @dataclass
-class _Told:
+class _PartRecords:
     """What workers say of their shares."""
 
     parts: dict[int, Part]
@@ -101,7 +107,7 @@ class _Told:
     """Of each part, a digest of what its tail lists but for the hashes."""
     layout: dict[str, Any]
 
-    def add(self, told: dict[str, Any] | None, stamp: Stamp) -> bool:
+    def add(self, told: dict[str, Any] | None, stamp: GenerationId) -> bool:
         """Take in a record; False where it is none of this generation."""
         if told is None or told.get("stamp") != asdict(stamp):
             return False
@@ -111,10 +117,10 @@ class _Told:
         return True
 
 
-class DurableStation:
+class DurableTier:
     """Writes a node's share of a generation to the run directory, and has a part in committing it."""
 
-    level: Level = "durable"
+    level: CheckpointLevel = "durable"
 
     def __init__(
         self,
@@ -124,13 +130,13 @@ class DurableStation:
         keep_every: int = 0,
         direct: bool = False,
         prepare_file: PrepareFile = no_preparation,
-        retry_file: RetryFile = no_other_place,
-        layout_facts: Callable[[Path], dict[str, Any]] = no_layout,
-        patience: Patience = Patience(),
+        retry_file: RetryFile = no_retry,
+        layout_facts: Callable[[Path], dict[str, Any]] = no_layout_facts,
+        patience: CommitTimeouts = CommitTimeouts(),
         hurry: threading.Event | None = None,
         written: Callable[[int], None] = lambda count: None,
         say: Callable[[str], None] = lambda text: None,
-        watch: Watch | None = None,
+        watch: StallWatch | None = None,
         file_system: str = "",
     ) -> None:
         """`hurry`: once it is set, nobody is waited for any more. `written` gets the bytes of each write.
@@ -138,7 +144,7 @@ class DurableStation:
         `say`: what went wrong after a commit, and is none of its failure. `watch` is told what this is at,
         and on which file system.
         """
-        self._watch, self._on = watch or Watch(), f" on {file_system}" if file_system else ""
+        self._watch, self._on = watch or StallWatch(), f" on {file_system}" if file_system else ""
         self._checkpoints, self._keep, self._keep_every = checkpoints, keep, keep_every
         self._direct, self._prepare, self._patience = direct, prepare_file, patience
         self._retry, self._layout_facts = retry_file, layout_facts
@@ -147,7 +153,7 @@ class DurableStation:
         self._known: tuple[dict[int, str], str, str] | None = None
         """Shapes of all parts, with the manifest's tensors and the digest that came of them."""
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         """Write, and wait until the generation is committed; SiteError or OSError where it will not be."""
         draft, stamp = self._draft(load.stamp), load.stamp
         self._watch.at(f"{draft.aside}{self._on}")
@@ -159,7 +165,7 @@ class DurableStation:
         try:
             if leads:
                 # Its leader is here, and goes on.
-                remove_leftovers(
+                remove_unfinished_saves(
                     self._checkpoints, stamp.attempt, of_ranks=False, of_workers=True, spare=draft.aside
                 )
             for folder in (self._checkpoints, draft.aside):
@@ -172,13 +178,13 @@ class DurableStation:
                 self._await_commit(draft, stamp)
         except (OSError, SiteError) as error:
             self._give_up(draft, stamp, numbers, error)
-            if is_told and isinstance(error, _InVainError):
+            if is_told and isinstance(error, _WaitTimeoutError):
                 # Together with what nodes hold, what was written may be all there is of this generation; the
                 # next save here makes room.
                 raise
             if leads:
-                _empty(draft.aside)
-            elif not is_told or (draft.aside / _LEADER).exists():
+                _clear_draft(draft.aside)
+            elif not is_told or (draft.aside / _LEADER_FAILED).exists():
                 # Else the leader may be committing these very files now.
                 for file in {one.part.file for one in load.parts}:
                     _unlink(draft.file(file))
@@ -187,9 +193,9 @@ class DurableStation:
 
     def prove(self) -> None:
         """Write and remove a file in the run directory; OSError where that cannot be."""
-        prove_writable(self._checkpoints)
+        check_writable(self._checkpoints)
 
-    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
         """Tell the others that these parts will not come."""
         draft = self._draft(stamp)
         if not self._is_committed(draft):
@@ -197,7 +203,7 @@ class DurableStation:
                 draft.aside.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._give_up(draft, stamp, numbers, SiteError(why))
 
-    def holdings(self) -> Sequence[Holding]:
+    def holdings(self) -> Sequence[InventoryEntry]:
         """Nothing: all nodes see the run directory alike."""
         return ()
 
@@ -205,13 +211,13 @@ class DurableStation:
         """Delete what is not to be kept, if a commit was made here; which that is the job says, not these."""
         if self._has_committed:
             self._has_committed = False
-            for problem in retire(self._checkpoints, self._keep, keep_every=self._keep_every):
+            for problem in apply_retention(self._checkpoints, self._keep, keep_every=self._keep_every):
                 self._say(problem)
 
-    def _draft(self, stamp: Stamp) -> Draft:
-        return draft_of(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
+    def _draft(self, stamp: GenerationId) -> GenerationDraft:
+        return locate_draft(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
 
-    def _write(self, draft: Draft, load: Load) -> dict[str, Any]:
+    def _write(self, draft: GenerationDraft, load: NodeShards) -> dict[str, Any]:
         """This node's parts at their places, synced, and then the record of them."""
         layout: dict[str, Any] = {}
         writers = -(-load.stamp.world_size // len(load.parts))
@@ -232,19 +238,19 @@ class DurableStation:
                 facts, written = facts | again, self._write_file(path, parts)
             seconds += time.monotonic() - began
             if facts := facts | written | self._layout_facts(path):
-                layout[file_name(file)] = facts
+                layout[data_file_name(file)] = facts
         told = {
             "stamp": asdict(load.stamp),
-            "parts": [[one.number, _shape(one), *astuple(one.part)] for one in load.parts],
+            "parts": [[one.number, _tail_digest(one), *astuple(one.part)] for one in load.parts],
             "layout": layout,
         }
         self._watch.at(f"{draft.aside}{self._on}")
-        write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checked(told))
+        write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checksummed(told))
         return {"written_s": round(seconds, 6)} | ({"layout": layout} if layout else {})
 
     def _write_file(self, path: Path, parts: Sequence[SealedPart]) -> dict[str, Any]:
         """A file's parts, synced; what is to be said of how."""
-        descriptor = open_shared(path)
+        descriptor = open_shared_file(path)
         try:
             if self._direct:
                 done = write_file_direct(
@@ -260,17 +266,17 @@ class DurableStation:
             os.close(descriptor)
         return {}
 
-    def _commit(self, draft: Draft, stamp: Stamp) -> None:
+    def _commit(self, draft: GenerationDraft, stamp: GenerationId) -> None:
         """When the records of all parts are there; the records themselves do not stay."""
         told = self._await_parts(draft, stamp)
         parts = [told.parts[number] for number in range(stamp.world_size)]
         self._await_files(draft, parts)
         if self._known is None or self._known[0] != told.shapes:
-            tensors = collect(
-                read_tail(draft.file(part.file), part, number, draft.generation)
+            tensors = collect_tensors(
+                read_part_tail(draft.file(part.file), part, number, draft.generation)
                 for number, part in enumerate(parts)
             )
-            self._known = (told.shapes, render_tensors(tensors), structure_digest(tensors))
+            self._known = (told.shapes, render_tensors(tensors), compute_structure_digest(tensors))
         self._watch.at(f"{draft.final}{self._on}")
         newer = read_save(draft.final)
         if isinstance(newer, Saved) and newer.attempt > stamp.attempt:
@@ -278,7 +284,7 @@ class DurableStation:
         for path in [*draft.aside.glob("parts-*.json"), *draft.aside.glob("failed-*.json")]:
             path.unlink(missing_ok=True)
         facts: dict[str, int] = {key: getattr(stamp, key) for key in ("step", "position", "world_size")}
-        commit(
+        commit_generation(
             replace(draft, layout=told.layout),
             parts,
             *self._known[1:],
@@ -291,64 +297,66 @@ class DurableStation:
         )
         self._has_committed = True
 
-    def _await_parts(self, draft: Draft, stamp: Stamp) -> _Told:
+    def _await_parts(self, draft: GenerationDraft, stamp: GenerationId) -> _PartRecords:
         """Of all nodes together."""
-        read, whole = set[str](), _Told({}, {}, {})
-        for _ in self._looks(f"the parts of all {stamp.world_size} ranks of step {stamp.step}"):
-            names = _names(draft.aside)
+        read, whole = set[str](), _PartRecords({}, {}, {})
+        for _ in self._poll_until_timeout(f"the parts of all {stamp.world_size} ranks of step {stamp.step}"):
+            names = _list_names(draft.aside)
             for name in names - read:
-                if name.startswith("parts-") and whole.add(_read(draft.aside / name), stamp):
+                if name.startswith("parts-") and whole.add(_read_share_record(draft.aside / name), stamp):
                     read.add(name)
             if whole.parts.keys() == set(range(stamp.world_size)):
                 break
             for name in names:
                 if name.startswith("failed-"):
-                    _check_failed(draft.aside / name, stamp)
+                    _raise_if_failed(draft.aside / name, stamp)
         return whole
 
-    def _await_files(self, draft: Draft, parts: Sequence[Part]) -> None:
+    def _await_files(self, draft: GenerationDraft, parts: Sequence[Part]) -> None:
         """In their full sizes; opening a file is what makes a network file system ask its server."""
         wanted = dict[int, int]()
         for part in parts:
             wanted[part.file] = max(wanted.get(part.file, 0), part.start + part.size_bytes)
-        for _ in self._looks(f"all bytes in {draft.aside}", self._patience.shown_s):
-            wanted = {file: size for file, size in wanted.items() if _size(draft.file(file)) != size}
+        for _ in self._poll_until_timeout(f"all bytes in {draft.aside}", self._patience.visibility_timeout_s):
+            wanted = {file: size for file, size in wanted.items() if _file_size(draft.file(file)) != size}
             if not wanted:
                 break
 
-    def _await_commit(self, draft: Draft, stamp: Stamp) -> None:
+    def _await_commit(self, draft: GenerationDraft, stamp: GenerationId) -> None:
         vanished: float | None = None
-        for _ in self._looks(f"step {stamp.step} to be committed by the node of rank 0"):
+        for _ in self._poll_until_timeout(f"step {stamp.step} to be committed by the node of rank 0"):
             if self._is_committed(draft):
                 break
-            _check_failed(draft.aside / _LEADER, stamp)
+            _raise_if_failed(draft.aside / _LEADER_FAILED, stamp)
             if draft.aside.exists():
                 vanished = None
                 continue
             vanished = time.monotonic() if vanished is None else vanished
-            if time.monotonic() - vanished > self._patience.shown_s:
+            if time.monotonic() - vanished > self._patience.visibility_timeout_s:
                 raise SiteError(f"{draft.aside}: was removed before it was committed")
 
-    def _looks(self, what: str, most_s: float | None = None) -> Iterator[None]:
+    def _poll_until_timeout(self, what: str, most_s: float | None = None) -> Iterator[None]:
         """A turn for each look at what others have done; SiteError when it has been too long."""
-        most_s = self._patience.others_s if most_s is None else most_s
+        most_s = self._patience.peer_timeout_s if most_s is None else most_s
         deadline = time.monotonic() + most_s
-        pause = self._patience.first_s
+        pause = self._patience.first_poll_s
         self._watch.at(what)
         while True:
             yield
             if time.monotonic() > deadline:
-                raise _InVainError(f"waited {most_s:g} s in vain for {what}")
+                raise _WaitTimeoutError(f"waited {most_s:g} s in vain for {what}")
             if self._hurry.wait(pause):
                 yield
-                raise _InVainError(f"no longer waiting for {what}: the attempt is over")
+                raise _WaitTimeoutError(f"no longer waiting for {what}: the attempt is over")
             pause = min(2 * pause, self._patience.most_s)
 
-    def _is_committed(self, draft: Draft) -> bool:
+    def _is_committed(self, draft: GenerationDraft) -> bool:
         saved = read_save(draft.final)
         return isinstance(saved, Saved) and saved.generation == draft.generation.hex()
 
-    def _give_up(self, draft: Draft, stamp: Stamp, numbers: Sequence[int], error: Exception) -> None:
+    def _give_up(
+        self, draft: GenerationDraft, stamp: GenerationId, numbers: Sequence[int], error: Exception
+    ) -> None:
         """Say so, for all who wait; where even that cannot be written, they wait in vain."""
         if self._is_committed(draft):
             return
@@ -356,13 +364,13 @@ class DurableStation:
         told = {
             "generation": stamp.generation,
             "why": why if why.startswith("node ") else f"node {node}: {why}",
-            "in_vain": isinstance(error, _InVainError),
+            "in_vain": isinstance(error, _WaitTimeoutError),
         }
         with contextlib.suppress(OSError):
-            write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checked(told))
+            write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checksummed(told))
 
 
-def prove_writable(checkpoints: Path) -> None:
+def check_writable(checkpoints: Path) -> None:
     """Write and remove a small file where saves will lie; OSError where that cannot be."""
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryFile(dir=checkpoints, prefix=".prove-") as file:
@@ -371,13 +379,13 @@ def prove_writable(checkpoints: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _shape(one: SealedPart) -> str:
+def _tail_digest(one: SealedPart) -> str:
     """A digest of what a part's tail lists but for the hashes: equal as long as the structure is."""
     begin = one.part.tail_at + HEADER_BYTES
-    return xxh3_128_hexdigest(_HASHES.sub(b"]", one.image[begin : begin + one.part.tail_bytes]))
+    return xxh3_128_hexdigest(_HASH_PATTERN.sub(b"]", one.image[begin : begin + one.part.tail_bytes]))
 
 
-def _size(path: Path) -> int | None:
+def _file_size(path: Path) -> int | None:
     """Of a file, as its server has it; None where it is not there (yet)."""
     try:
         with path.open("rb") as file:
@@ -388,7 +396,7 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _names(folder: Path) -> set[str]:
+def _list_names(folder: Path) -> set[str]:
     """What is in a folder; nothing where a network file system cannot say now."""
     try:
         return {path.name for path in folder.iterdir()}
@@ -398,23 +406,23 @@ def _names(folder: Path) -> set[str]:
         return set()
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_share_record(path: Path) -> dict[str, Any] | None:
     """A record that proves itself; None where there is none (yet)."""
     with contextlib.suppress(OSError, ValueError):
-        return parse_checked(json.loads(path.read_text(encoding="utf-8")))
+        return parse_checksummed(json.loads(path.read_text(encoding="utf-8")))
     return None
 
 
-def _check_failed(path: Path, stamp: Stamp) -> None:
+def _raise_if_failed(path: Path, stamp: GenerationId) -> None:
     """SiteError where a worker says that a generation is lost."""
-    told = _read(path)
+    told = _read_share_record(path)
     if told is not None and told.get("generation") == stamp.generation:
-        raise (_InVainError if told.get("in_vain") else SiteError)(str(told.get("why")))
+        raise (_WaitTimeoutError if told.get("in_vain") else SiteError)(str(told.get("why")))
 
 
-def _empty(aside: Path) -> None:
+def _clear_draft(aside: Path) -> None:
     """Remove all but the words about what failed."""
-    for name in _names(aside):
+    for name in _list_names(aside):
         if not name.startswith("failed-"):
             _unlink(aside / name)
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from hpcrun.files import Folder
 
-_MOST_BYTES = 256 << 20
+_MAX_BUFFERED_BYTES = 256 << 20
 """A plan of a million pieces still fits; whoever sends more, or takes nothing of so much, is gone."""
 
 
-class Lines:
+class JsonLineStream:
     """What comes in by one descriptor and goes out by another, or by the same."""
 
     def __init__(self, reading: int, writing: int) -> None:
@@ -29,7 +29,7 @@ class Lines:
         self.is_closed = False
 
     @property
-    def waits(self) -> bool:
+    def has_pending_output(self) -> bool:
         """Something could not be sent yet."""
         return bool(self._outgoing) and not self.is_closed
 
@@ -39,7 +39,7 @@ class Lines:
             try:
                 while data := os.read(self.reading, 1 << 20):
                     self._incoming += data
-                    if len(self._incoming) > _MOST_BYTES:
+                    if len(self._incoming) > _MAX_BUFFERED_BYTES:
                         break
                 self.is_closed = True
             except BlockingIOError:
@@ -48,7 +48,7 @@ class Lines:
                 self.is_closed = True
         *lines, rest = self._incoming.split(b"\n")
         self._incoming = rest
-        return [_value(line) for line in lines if line.strip()]
+        return [_parse_json_line(line) for line in lines if line.strip()]
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; that the other side is gone is noticed where its messages are read."""
@@ -61,7 +61,7 @@ class Lines:
             while self._outgoing:
                 del self._outgoing[: os.write(self.writing, self._outgoing[: 1 << 20])]
         except BlockingIOError:
-            self.is_closed |= len(self._outgoing) > _MOST_BYTES
+            self.is_closed |= len(self._outgoing) > _MAX_BUFFERED_BYTES
         except OSError:
             self._outgoing.clear()
 
@@ -74,11 +74,11 @@ class Lines:
             self.flush()
 
 
-def connect(folder: Path, name: str) -> socket.socket:
+def connect_unix_socket(folder: Path, name: str) -> socket.socket:
     """To the Unix socket of this name in a folder; OSError where nobody listens."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _short_name(folder) as short:
+        with _short_socket_path(folder) as short:
             connection.connect(f"{short}/{name}")
     except OSError:
         connection.close()
@@ -86,7 +86,7 @@ def connect(folder: Path, name: str) -> socket.socket:
     return connection
 
 
-def listen(files: Folder, name: str) -> socket.socket:
+def listen_unix_socket(files: Folder, name: str) -> socket.socket:
     """Never waiting, open to this user alone; what stood under this name is removed."""
     files.unlink(name)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -97,7 +97,7 @@ def listen(files: Folder, name: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _short_name(folder: Path) -> Iterator[str]:
+def _short_socket_path(folder: Path) -> Iterator[str]:
     """A socket's path may have 107 bytes at most, and names of runs and nodes are long."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -106,7 +106,7 @@ def _short_name(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _value(line: bytes | bytearray) -> Any:
+def _parse_json_line(line: bytes | bytearray) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

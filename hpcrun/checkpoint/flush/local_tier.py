@@ -19,24 +19,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.flush.arena import run_name
-from hpcrun.checkpoint.flush.stall_watch import Watch
-from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
-from hpcrun.checkpoint.levels import HeldPart, Holding, Level, Load, Stamp
-from hpcrun.checkpoint.part_record import parse_checked, render_checked
+from hpcrun.checkpoint.flush.arena import escape_run_id
+from hpcrun.checkpoint.flush.stall_watch import StallWatch
+from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards
+from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.checkpoint.part_writer import write_image
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder, UntrustedFileError, make_directories
 from hpcrun.local_identity import expand_path
 
-_ASIDE = ".aside"
-_PROOF = ".prove"
+_ASIDE_SUFFIX = ".aside"
+_PROBE_NAME = ".prove"
 
 
-class LocalStation:
+class LocalTier:
     """Keeps sealed parts on the node's own disk."""
 
-    level: Level = "local"
+    level: CheckpointLevel = "local"
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class LocalStation:
             )
         self._base, self._run_id, self._node = Path(expanded), run_id, node
         self._written, self._say, self._is_told = written, say, False
-        self._watch = Watch()
+        self._watch = StallWatch()
 
-    def watched(self, watch: Watch) -> LocalStation:
+    def with_watch(self, watch: StallWatch) -> LocalTier:
         """This, telling a watch what it is at."""
         self._watch = watch
         return self
@@ -69,13 +69,13 @@ class LocalStation:
     def folder(self) -> Path:
         """Where saves of this node lie, or usually would."""
         found = (files.path for files in self._folders())
-        return next(found, self._base / run_name(self._run_id) / self._node)
+        return next(found, self._base / escape_run_id(self._run_id) / self._node)
 
     def nodes(self) -> list[str]:
         """The nodes of which there may be saves here."""
         return sorted({name for run in self._runs() for name in run.names()})
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         """Copy the parts into one file; their hashes are in them."""
         self._watch.at(f"{self._base} (checkpoint.local)")
         try:
@@ -88,17 +88,17 @@ class LocalStation:
         """Write and remove a file there; OSError or SiteError where that cannot be."""
         try:
             with self._made() as files:
-                files.write_whole(_PROOF, b"\0")
-                files.unlink(_PROOF)
+                files.write_whole(_PROBE_NAME, b"\0")
+                files.unlink(_PROBE_NAME)
         except UntrustedFileError as error:
             raise SiteError(f"checkpoint.local: {error}") from None
 
-    def _store(self, load: Load, files: Folder) -> dict[str, Any]:
+    def _store(self, load: NodeShards, files: Folder) -> dict[str, Any]:
         for leftover in files.names():
-            if leftover.endswith(_ASIDE):
+            if leftover.endswith(_ASIDE_SUFFIX):
                 files.unlink(leftover)
         stem = f"step-{load.stamp.step:08d}.{load.stamp.generation}"
-        target, aside = f"{stem}.bin", f"{stem}{_ASIDE}"
+        target, aside = f"{stem}.bin", f"{stem}{_ASIDE_SUFFIX}"
         held, position = [], 0
         try:
             descriptor = files.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -106,21 +106,21 @@ class LocalStation:
                 for one in load.parts:
                     write_image(descriptor, one.image, position, self._written)
                     held.append(HeldPart(one.number, target, position, one.part))
-                    position += padded(one.part.size_bytes, PART_ALIGN)
+                    position += align_size(one.part.size_bytes, PART_ALIGN)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             files.rename(aside, target)
             parts = [asdict(part) for part in held]
             told = {"run": self._run_id, "stamp": asdict(load.stamp), "parts": parts}
-            files.write_whole(f"{stem}.json", render_checked(told).encode())
+            files.write_whole(f"{stem}.json", render_checksummed(told).encode())
         except OSError:
             for name in (aside, target):
                 files.unlink(name)
             raise
         return {"path": str(files.path / target)}
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[InventoryEntry]:
         """What lies here whole, as far as names and sizes tell, the newest last."""
         found = [
             self._holding(files, name)
@@ -130,13 +130,13 @@ class LocalStation:
         ]
         return sorted((one for one in found if one is not None), key=lambda one: one.stamp.step)
 
-    def _holding(self, files: Folder, record: str) -> Holding | None:
+    def _holding(self, files: Folder, record: str) -> InventoryEntry | None:
         name = f"{record.removesuffix('.json')}.bin"
         try:
-            told = parse_checked(json.loads(files.read(record)))
+            told = parse_checksummed(json.loads(files.read(record)))
             size = files.size_of(name)
             parts = [HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]]
-            stamp = Stamp(**told["stamp"])
+            stamp = GenerationId(**told["stamp"])
         except (OSError, UntrustedFileError, ValueError, KeyError, TypeError):
             return None
         if told.get("run") != self._run_id or not parts:
@@ -144,7 +144,7 @@ class LocalStation:
         if size != max(one.at + one.part.size_bytes for one in parts):
             return None
         path = str(files.path / name)
-        return Holding(
+        return InventoryEntry(
             stamp, "local", self._node, tuple(HeldPart(one.number, path, one.at, one.part) for one in parts)
         )
 
@@ -173,7 +173,7 @@ class LocalStation:
     def _runs(self) -> Iterator[Folder]:
         """The directories of this run: the usual one, and those that stand in for it."""
         with contextlib.suppress(OSError), Folder.below(self._base) as base:
-            yield from base.candidates(run_name(self._run_id))
+            yield from base.candidates(escape_run_id(self._run_id))
 
     def _folders(self) -> Iterator[Folder]:
         """The directories of this node in them."""
@@ -186,7 +186,7 @@ class LocalStation:
             if run.has(self._node):
                 return run.folder(self._node)
         make_directories(self._base)
-        with Folder.below(self._base) as base, base.stand_in(run_name(self._run_id), self._tell) as run:
+        with Folder.below(self._base) as base, base.stand_in(escape_run_id(self._run_id), self._tell) as run:
             return run.folder(self._node, make=True)
 
     def _tell(self, text: str) -> None:

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcrun.checkpoint.flush.tiers import Surroundings
-from hpcrun.checkpoint.levels import Holding
-from hpcrun.checkpoint.parity.parity_tier import ParityStation
-from hpcrun.checkpoint.parity.peers import Credentials, Peers, PeerServer, Shelf
+from hpcrun.checkpoint.flush.tiers import TierContext
+from hpcrun.checkpoint.levels import InventoryEntry
+from hpcrun.checkpoint.parity.parity_tier import ParityTier
+from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.restore_plan import parse_rebuild
+from hpcrun.checkpoint.restore_plan import parse_rebuild_order
 from hpcrun.errors import SiteError
 
 
-class Neighbourhood:
+class PeerService:
     """Open as soon as the host has named an address to listen at and the run's secret."""
 
-    def __init__(self, around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> None:
+    def __init__(self, around: TierContext, holdings: Callable[[], Sequence[InventoryEntry]]) -> None:
         self.address, self.port = "", 0
         self._holdings, self._arena = holdings, around.arena
         self._door: tuple[str, bytes] | None = None
         self._problem = ""
         self._server: PeerServer | None = None
-        self._peers: Peers | None = None
-        self._station: ParityStation | None = None
-        self._station_for: tuple[object, ...] | None = None
+        self._peers: PeerClient | None = None
+        self._parity_tier: ParityTier | None = None
+        self._parity_tier_key: tuple[object, ...] | None = None
 
-    def reconfigure(self, around: Surroundings) -> None:
+    def reconfigure(self, around: TierContext) -> None:
         """The set, the peers or the attempt are others now."""
         door = (around.address, around.secret)
         if door != self._door:
@@ -40,17 +40,17 @@ class Neighbourhood:
                     self._problem = str(error)
             self._door = door
         if self._peers is not None:
-            self._peers.know(around.peers)
+            self._peers.update_addresses(around.peers)
 
-    def station(self, around: Surroundings) -> ParityStation | None:
+    def tier(self, around: TierContext) -> ParityTier | None:
         """The station of an attempt's set, the same one for as long as these are the same."""
         if around.set is None or not around.parity:
             return None
         if self._server is None or self._peers is None:
             raise SiteError(self._problem)
         wanted = (around.attempt, around.set, around.parity)
-        if self._station is None or wanted != self._station_for:
-            self._station = ParityStation(
+        if self._parity_tier is None or wanted != self._parity_tier_key:
+            self._parity_tier = ParityTier(
                 around.arena,
                 around.node,
                 around.set,
@@ -59,27 +59,27 @@ class Neighbourhood:
                 self._server,
                 hurry=around.hurry,
             )
-            self._station_for = wanted
-        return self._station
+            self._parity_tier_key = wanted
+        return self._parity_tier
 
-    def rebuild(self, order: Mapping[str, Any]) -> Holding:
+    def rebuild(self, order: Mapping[str, Any]) -> InventoryEntry:
         """Make again what an order asks for; SiteError where that cannot be."""
-        peers = self._way()
+        peers = self._require_peers()
         try:
-            wanted = parse_rebuild(order.get("order", {}))
+            wanted = parse_rebuild_order(order.get("order", {}))
         except ValueError as error:
             raise SiteError(str(error)) from None
         return rebuild_members(wanted, peers, wanted.node, self._arena)
 
     def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
         """What another node answers; SiteError where it does not, or says no."""
-        return self._way().ask(node, request, wait_s)
+        return self._require_peers().ask(node, request, wait_s)
 
     def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
         """Fill a buffer with what another node was asked for; SiteError unless it gets all of it."""
-        self._way().read(node, request, into)
+        self._require_peers().read(node, request, into)
 
-    def _way(self) -> Peers:
+    def _require_peers(self) -> PeerClient:
         if self._peers is None:
             raise SiteError(self._problem)
         return self._peers
@@ -90,14 +90,14 @@ class Neighbourhood:
             self._server.close()
         if self._peers is not None:
             self._peers.close()
-        self._server = self._peers = self._station = None
+        self._server = self._peers = self._parity_tier = None
         self.address, self.port = "", 0
 
-    def _open(self, around: Surroundings) -> None:
-        who = Credentials(around.run.id, around.node, around.secret.hex())
+    def _open(self, around: TierContext) -> None:
+        who = PeerCredentials(around.run.id, around.node, around.secret.hex())
         most = around.spec.parity.bandwidth_MBps
         bytes_per_s = most * 1e6 if most is not None else None
         self._server = PeerServer(around.address, who, bytes_per_s=bytes_per_s)
-        self._peers = Peers(who, around.peers)
-        Shelf(self._server, self._holdings, around.pacer.await_calm)
+        self._peers = PeerClient(who, around.peers)
+        PartServer(self._server, self._holdings, around.throttle.await_idle)
         self.address, self.port = self._server.address, self._server.port

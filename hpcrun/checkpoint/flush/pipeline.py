@@ -18,63 +18,74 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcrun.checkpoint.flush.arena import Arena, Slot
-from hpcrun.checkpoint.flush.stall_watch import Watch
-from hpcrun.checkpoint.flush.throttle import Pacer
-from hpcrun.checkpoint.flush.tiers import TakesMemory, Withdraws
-from hpcrun.checkpoint.format import PART_ALIGN, Part, padded
-from hpcrun.checkpoint.levels import LEVELS, Holding, Level, Load, SealedPart, Stamp, Station, Stored
-from hpcrun.checkpoint.os_errors import explain
+from hpcrun.checkpoint.flush.arena import Arena, ArenaSlot
+from hpcrun.checkpoint.flush.stall_watch import StallWatch
+from hpcrun.checkpoint.flush.throttle import Throttle
+from hpcrun.checkpoint.flush.tiers import SupportsAbandon, UsesNodeMemory
+from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
+from hpcrun.checkpoint.levels import (
+    CHECKPOINT_LEVELS,
+    CheckpointLevel,
+    GenerationId,
+    InventoryEntry,
+    NodeShards,
+    SealedPart,
+    StoreResult,
+    Tier,
+)
+from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.part_record import PartRecord
-from hpcrun.checkpoint.seal import SlotPlan, seal
+from hpcrun.checkpoint.seal import SlotPlan, seal_part
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved, read_save, saved_steps
 
-_KEEPS_WHOLE: frozenset[Level] = frozenset({"local", "durable", "object"})
+_WHOLE_COPY_LEVELS: frozenset[CheckpointLevel] = frozenset({"local", "durable", "object"})
 """Levels that have a node's parts themselves, and not only what others need to make them again."""
-_OWN: tuple[Level, ...] = ("local", "parity")
+_NODE_OWNED_LEVELS: tuple[CheckpointLevel, ...] = ("local", "parity")
 """Levels that each node cleans up for itself."""
-_TIDY: tuple[Level, ...] = (*_OWN, "durable")
+_PRUNED_LEVELS: tuple[CheckpointLevel, ...] = (*_NODE_OWNED_LEVELS, "durable")
 """Levels where old states are deleted when a new one is stored: afterwards, nobody waits for that."""
-_BEHIND = "left behind: a newer save was due"
+_SUPERSEDED = "left behind: a newer save was due"
 
 
-class Listener:
+class PipelineListener:
     """Who hears of what became of a save; the methods are called in the worker's own thread."""
 
-    def sealed(self, rank: int, stamp: Stamp) -> None:
+    def sealed(self, rank: int, stamp: GenerationId) -> None:
         """A rank's part is sealed."""
 
-    def all_sealed(self, stamp: Stamp, size_bytes: int) -> None:
+    def all_sealed(self, stamp: GenerationId, size_bytes: int) -> None:
         """The parts of all ranks of the node are."""
 
-    def stored(self, stored: Stored, ranks: Sequence[int]) -> None:
+    def stored(self, stored: StoreResult, ranks: Sequence[int]) -> None:
         """What came of a load at a level."""
 
-    def failed(self, stamp: Stamp, ranks: Sequence[int], why: str) -> None:
+    def failed(self, stamp: GenerationId, ranks: Sequence[int], why: str) -> None:
         """A generation goes nowhere from here."""
 
-    def stalled(self, stamp: Stamp, level: Level, ranks: Sequence[int], what: str, seconds: float) -> None:
+    def stalled(
+        self, stamp: GenerationId, level: CheckpointLevel, ranks: Sequence[int], what: str, seconds: float
+    ) -> None:
         """A load at a level has not got on for so long."""
 
 
 @dataclass
-class _Gathering:
+class _SealingGeneration:
     """A generation of which some ranks' parts are not sealed yet."""
 
-    stamp: Stamp
-    levels: list[Level]
-    slots: dict[int, Slot] = field(default_factory=dict)
+    stamp: GenerationId
+    levels: list[CheckpointLevel]
+    slots: dict[int, ArenaSlot] = field(default_factory=dict)
     rested_s: float = 0.0
 
 
 @dataclass
-class _Journey:
+class _Transfer:
     """A load on its way."""
 
-    load: Load
-    levels: list[Level]
-    slots: list[Slot]
+    load: NodeShards
+    levels: list[CheckpointLevel]
+    slots: list[ArenaSlot]
     why_not: str = ""
     """Set when it goes no further than it has come."""
     is_copied: bool = False
@@ -85,30 +96,30 @@ class _Journey:
     """Between pieces of its work, until now."""
 
 
-class Drain:
+class FlushPipeline:
     """Seals what ranks have filled, and takes it from station to station."""
 
-    def __init__(self, arena: Arena, listener: Listener, wake: Callable[[], None]) -> None:
+    def __init__(self, arena: Arena, listener: PipelineListener, wake: Callable[[], None]) -> None:
         """`wake` is called in other threads, whenever `settle` has something to do."""
         self.arena, self._listener, self._wake = arena, listener, wake
-        self.pacer, self.watch = Pacer(), Watch()
-        self._at: tuple[Stamp, Level] | None = None
+        self.throttle, self.watch = Throttle(), StallWatch()
+        self._at: tuple[GenerationId, CheckpointLevel] | None = None
         """What the watch is about."""
         self.ranks: tuple[int, ...] = ()
         """Of this node, in this attempt."""
         self.published: str | None = None
         self._degraded_for = ""
-        self._stations: Mapping[Level, Station] = {}
-        self._missing: Mapping[Level, str] = {}
+        self._tiers: Mapping[CheckpointLevel, Tier] = {}
+        self._missing: Mapping[CheckpointLevel, str] = {}
         self._checkpoints: Path | None = None
         self._hurry = threading.Event()
         self._outcomes = SimpleQueue[Callable[[], None]]()
-        self._sealer = ThreadPoolExecutor(1, "seal")
-        self._carrier = ThreadPoolExecutor(1, "drain")
-        self._copier = ThreadPoolExecutor(1, "copy")
-        self._gathering: dict[str, _Gathering] = {}
-        self._journeys: list[_Journey] = []
-        self._copies: list[_Journey] = []
+        self._seal_executor = ThreadPoolExecutor(1, "seal")
+        self._transfer_executor = ThreadPoolExecutor(1, "drain")
+        self._upload_executor = ThreadPoolExecutor(1, "copy")
+        self._being_sealed: dict[str, _SealingGeneration] = {}
+        self._transfers: list[_Transfer] = []
+        self._copies: list[_Transfer] = []
         self._to_release: set[str] | None = None
         """What stays, of all that is to be let go of and has not been yet."""
         self._kept: set[str] = set()
@@ -118,8 +129,8 @@ class Drain:
 
     def configure(
         self,
-        stations: Mapping[Level, Station],
-        missing: Mapping[Level, str],
+        stations: Mapping[CheckpointLevel, Tier],
+        missing: Mapping[CheckpointLevel, str],
         checkpoints: Path,
         hurry: threading.Event,
     ) -> None:
@@ -127,25 +138,25 @@ class Drain:
         if hurry is not self._hurry:
             self._hurry.set()
             self.hasten()
-            self.pacer.forget()
-            self._give_up_journeys(self._journeys, "the attempt is over")
-            for gathering in list(self._gathering.values()):
+            self.throttle.forget()
+            self._give_up_transfers(self._transfers, "the attempt is over")
+            for gathering in list(self._being_sealed.values()):
                 self.fail(gathering.stamp, "the attempt is over")
             self.published = None
-        self._stations, self._missing = stations, missing
+        self._tiers, self._missing = stations, missing
         self._checkpoints, self._hurry = checkpoints, hurry
 
     @property
-    def levels(self) -> list[Level]:
+    def levels(self) -> list[CheckpointLevel]:
         """Those below memory that it has stations for."""
-        return [level for level in LEVELS if level in self._stations]
+        return [level for level in CHECKPOINT_LEVELS if level in self._tiers]
 
-    def reserve(self, sizes: dict[int, int], count: int) -> dict[int, list[Slot]]:
+    def reserve(self, sizes: dict[int, int], count: int) -> dict[int, list[ArenaSlot]]:
         """Slots for the node's ranks, with room for what stations keep in memory; SiteError: none fit."""
-        block = sum(padded(size, PART_ALIGN) for size in sizes.values())
-        takers = [one for one in self._stations.values() if isinstance(one, TakesMemory)]
+        block = sum(align_size(size, PART_ALIGN) for size in sizes.values())
+        takers = [one for one in self._tiers.values() if isinstance(one, UsesNodeMemory)]
         beside = sum(one.memory_bytes(block) for one in takers)
-        return self.arena.reserve(sizes, count, self.is_elsewhere, beside)
+        return self.arena.reserve(sizes, count, self.is_kept_elsewhere, beside)
 
     def settle(self) -> None:
         """Take note of what the other threads have done."""
@@ -159,7 +170,7 @@ class Drain:
         if at is not None and (stuck := self.watch.stuck()) is not None:
             self._listener.stalled(*at, self.ranks, *stuck)
         if not self._is_busy:
-            self.pacer.relax()
+            self.throttle.resume_throttling()
 
     @property
     def is_at_tier(self) -> bool:
@@ -168,7 +179,7 @@ class Drain:
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._journeys or self._gathering)
+        return bool(self._transfers or self._being_sealed)
 
     @property
     def is_storing(self) -> bool:
@@ -178,30 +189,32 @@ class Drain:
     def hasten(self) -> None:
         """Somebody waits for what is on its way."""
         if self._is_busy:
-            self.pacer.hasten()
+            self.throttle.hasten()
 
-    def fill(self, slot: Slot, plan: SlotPlan, stamp: Stamp, levels: list[Level]) -> None:
+    def fill(
+        self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId, levels: list[CheckpointLevel]
+    ) -> None:
         """A rank has copied its bytes into a slot that it had claimed."""
         if stamp.generation in self._failed:
             slot.empty()
             self._listener.failed(stamp, (slot.rank,), "another rank of this node has no part of it")
             return
         slot.state, slot.in_flight = "filled", True
-        if stamp.generation not in self._gathering:
-            self.pacer.save_begins()
-            self._gathering[stamp.generation] = _Gathering(stamp, levels)
-        sealing = self._sealer.submit(self._seal, slot, plan, stamp)
+        if stamp.generation not in self._being_sealed:
+            self.throttle.begin_save()
+            self._being_sealed[stamp.generation] = _SealingGeneration(stamp, levels)
+        sealing = self._seal_executor.submit(self._seal, slot, plan, stamp)
         self._when_done(sealing, lambda: self._sealed(slot, plan, stamp, sealing))
 
-    def _seal(self, slot: Slot, plan: SlotPlan, stamp: Stamp) -> tuple[Part, float]:
+    def _seal(self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId) -> tuple[Part, float]:
         """In a thread of its own; the part, and how long it rested."""
-        self.pacer.start()
+        self.throttle.start()
         image = slot.image(plan.layout.size_bytes)
-        part = seal(image, bytes.fromhex(stamp.generation), plan, self.pacer.rest)
-        return part, self.pacer.rested_s
+        part = seal_part(image, bytes.fromhex(stamp.generation), plan, self.throttle.rest)
+        return part, self.throttle.rested_s
 
-    def _sealed(self, slot: Slot, plan: SlotPlan, stamp: Stamp, sealing: Future[Any]) -> None:
-        gathering = self._gathering.get(stamp.generation)
+    def _sealed(self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId, sealing: Future[Any]) -> None:
+        gathering = self._being_sealed.get(stamp.generation)
         error = sealing.exception()
         if error is None:
             try:
@@ -220,10 +233,10 @@ class Drain:
         gathering.slots[slot.rank] = slot
         gathering.rested_s += sealing.result()[1]
         if gathering.slots.keys() >= set(self.ranks):
-            del self._gathering[stamp.generation]
-            self._set_out(gathering)
+            del self._being_sealed[stamp.generation]
+            self._start_transfer(gathering)
 
-    def _set_out(self, gathering: _Gathering) -> None:
+    def _start_transfer(self, gathering: _SealingGeneration) -> None:
         slots = [gathering.slots[rank] for rank in sorted(gathering.slots)]
         parts = []
         for slot in slots:
@@ -231,101 +244,107 @@ class Drain:
             record = slot.record
             image = slot.image(record.part.size_bytes).toreadonly()
             parts.append(SealedPart(record.number, record.part, image, str(slot.path)))
-        load = Load(gathering.stamp, tuple(parts))
-        self._listener.all_sealed(load.stamp, _size(load))
-        levels: list[Level] = [
-            level for level in LEVELS[1:] if level in gathering.levels and level != "object"
+        load = NodeShards(gathering.stamp, tuple(parts))
+        self._listener.all_sealed(load.stamp, _shards_size(load))
+        levels: list[CheckpointLevel] = [
+            level for level in CHECKPOINT_LEVELS[1:] if level in gathering.levels and level != "object"
         ]
         is_copied = "object" in gathering.levels
-        journey = _Journey(load, levels, slots, is_copied=is_copied, rested_s=gathering.rested_s)
-        self._journeys.append(journey)
-        going = self._carrier.submit(self._go, journey, self._stations, self._missing)
+        journey = _Transfer(load, levels, slots, is_copied=is_copied, rested_s=gathering.rested_s)
+        self._transfers.append(journey)
+        going = self._transfer_executor.submit(self._run_transfer, journey, self._tiers, self._missing)
         self._when_done(going, lambda: self._arrived(journey, going))
 
-    def _copy(self, journey: _Journey) -> None:
+    def _copy(self, journey: _Transfer) -> None:
         """On to the object store; of several that wait for it only the newest."""
-        self._give_up_journeys(self._copies, "left out: a newer copy is due")
+        self._give_up_transfers(self._copies, "left out: a newer copy is due")
         load = journey.load
         parts = tuple(replace(one, image=memoryview(b"")) for one in load.parts)
         why_not = "" if journey.is_durable else "only what is in the run directory is copied, and this is not"
-        copy = _Journey(Load(load.stamp, parts), ["object"], [], why_not)
+        copy = _Transfer(NodeShards(load.stamp, parts), ["object"], [], why_not)
         self._copies.append(copy)
-        going = self._copier.submit(self._go, copy, self._stations, self._missing)
+        going = self._upload_executor.submit(self._run_transfer, copy, self._tiers, self._missing)
         self._when_done(going, lambda: self._copied(copy, going))
 
-    def _copied(self, copy: _Journey, going: Future[None]) -> None:
+    def _copied(self, copy: _Transfer, going: Future[None]) -> None:
         self._copies.remove(copy)
         if (error := going.exception()) is not None:
-            stored = Stored(copy.load.stamp, "object", 0.0, 0, f"{type(error).__name__}: {error}")
+            stored = StoreResult(copy.load.stamp, "object", 0.0, 0, f"{type(error).__name__}: {error}")
             self._listener.stored(stored, self.ranks)
 
-    def fail(self, stamp: Stamp, why: str) -> None:
+    def fail(self, stamp: GenerationId, why: str) -> None:
         """A generation that cannot become whole on this node; also other nodes are told."""
-        gathering = self._gathering.pop(stamp.generation, None)
+        gathering = self._being_sealed.pop(stamp.generation, None)
         for slot in gathering.slots.values() if gathering is not None else ():
             slot.in_flight = False
         self._failed.add(stamp.generation)
         self._listener.failed(stamp, self.ranks, why)
-        self.withdraw(stamp, self.ranks, why, gathering.levels if gathering is not None else LEVELS)
+        self.withdraw(
+            stamp, self.ranks, why, gathering.levels if gathering is not None else CHECKPOINT_LEVELS
+        )
 
     def withdraw(
-        self, stamp: Stamp, numbers: Sequence[int], why: str, levels: Sequence[Level] = LEVELS
+        self,
+        stamp: GenerationId,
+        numbers: Sequence[int],
+        why: str,
+        levels: Sequence[CheckpointLevel] = CHECKPOINT_LEVELS,
     ) -> None:
         """Tell other nodes, wherever they wait for them, that these parts will not come."""
         for level in levels:
-            station = self._stations.get(level)
-            if numbers and station is not None and isinstance(station, Withdraws):
-                self._carrier.submit(station.abandon, stamp, sorted(numbers), why)
+            station = self._tiers.get(level)
+            if numbers and station is not None and isinstance(station, SupportsAbandon):
+                self._transfer_executor.submit(station.abandon, stamp, sorted(numbers), why)
 
     def lose(self, rank: int) -> None:
         """A rank is gone: what it has begun to fill is garbage, and what others wait for will not come."""
         for slot in self.arena.slots.get(rank, []):
             if slot.state == "claimed":
                 slot.empty()
-        for gathering in list(self._gathering.values()):
+        for gathering in list(self._being_sealed.values()):
             if not any(slot.generation == gathering.stamp.generation for slot in self._filled(rank)):
                 self.fail(gathering.stamp, f"rank {rank} is gone")
 
-    def _filled(self, rank: int) -> list[Slot]:
+    def _filled(self, rank: int) -> list[ArenaSlot]:
         return [slot for slot in self.arena.slots.get(rank, []) if slot.state in ("filled", "sealed")]
 
     def degrade(self, generation: str) -> None:
         """Once for each save that is due and finds no slot: the oldest load goes no further."""
         if generation != self._degraded_for:
             self._degraded_for = generation
-            self._give_up_journeys(self._journeys[:1], _BEHIND)
+            self._give_up_transfers(self._transfers[:1], _SUPERSEDED)
 
-    def _give_up_journeys(self, journeys: Sequence[_Journey], why: str) -> None:
+    def _give_up_transfers(self, journeys: Sequence[_Transfer], why: str) -> None:
         for journey in journeys:
             journey.why_not = journey.why_not or why
 
     def release(self, generations: set[str]) -> None:
         """Let go of everything that this node holds, but for these generations and what is on its way."""
-        kept = generations | {one.load.stamp.generation for one in self._journeys} | set(self._gathering)
+        kept = generations | {one.load.stamp.generation for one in self._transfers} | set(self._being_sealed)
         self.arena.release(kept)
         self._to_release = kept
-        self._carrier.submit(self._release)
+        self._transfer_executor.submit(self._release)
 
     def _release(self) -> None:
         """After what is on its way; where the worker ends before that, at its end."""
         kept, self._to_release = self._to_release, None
-        for level in _OWN if kept is not None else ():
-            if (station := self._stations.get(level)) is not None:
+        for level in _NODE_OWNED_LEVELS if kept is not None else ():
+            if (station := self._tiers.get(level)) is not None:
                 with contextlib.suppress(OSError, SiteError):
                     station.retain(kept or ())
 
-    def holdings(self, node: str) -> list[Holding]:
+    def holdings(self, node: str) -> list[InventoryEntry]:
         """All that this node has, at its levels."""
         found = self.arena.holdings(node)
-        for station in self._stations.values():
+        for station in self._tiers.values():
             found += station.holdings()
         return found
 
-    def is_elsewhere(self, stamp: Stamp) -> bool:
+    def is_kept_elsewhere(self, stamp: GenerationId) -> bool:
         """Whether a state would still be there without this node's memory, or a newer one is."""
         if stamp.generation in self._kept:
             return True
-        local = self._stations.get("local")
+        local = self._tiers.get("local")
         held = local.holdings() if local is not None else ()
         if any(one.stamp.generation == stamp.generation for one in held):
             return True
@@ -341,22 +360,27 @@ class Drain:
     def close(self) -> None:
         """End after what cannot be left half done."""
         self._hurry.set()
-        self.pacer.hasten()
+        self.throttle.hasten()
         why = "the worker ends"
-        self._give_up_journeys([*self._journeys, *self._copies], why)
-        self._sealer.shutdown(cancel_futures=True)
+        self._give_up_transfers([*self._transfers, *self._copies], why)
+        self._seal_executor.shutdown(cancel_futures=True)
         self.settle()  # what was just sealed sets out
-        self._give_up_journeys(self._journeys, why)
-        self._carrier.shutdown(cancel_futures=True)
-        self._copier.shutdown(cancel_futures=True)
+        self._give_up_transfers(self._transfers, why)
+        self._transfer_executor.shutdown(cancel_futures=True)
+        self._upload_executor.shutdown(cancel_futures=True)
         self._release()
         self.settle()
 
-    def _go(self, journey: _Journey, stations: Mapping[Level, Station], missing: Mapping[Level, str]) -> None:
+    def _run_transfer(
+        self,
+        journey: _Transfer,
+        stations: Mapping[CheckpointLevel, Tier],
+        missing: Mapping[CheckpointLevel, str],
+    ) -> None:
         """In a thread of its own: from station to station; one that fails does not hold up the others."""
         load = journey.load
         for level in journey.levels:
-            self.pacer.start()
+            self.throttle.start()
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
             station = stations.get(level)
             if station is None:
@@ -367,40 +391,40 @@ class Drain:
                 try:
                     facts = station.store(load)
                 except OSError as error:
-                    problem = explain(error, self._checkpoints or Path())
+                    problem = explain_os_error(error, self._checkpoints or Path())
                 except SiteError as error:
                     problem = str(error)
                 finally:
                     if level != "object":
                         self._at = None
                         self.watch.done()
-            elif isinstance(station, Withdraws):
+            elif isinstance(station, SupportsAbandon):
                 station.abandon(load.stamp, [one.number for one in load.parts], problem)
-            seconds = time.monotonic() - began - self.pacer.rested_s
-            journey.rested_s += self.pacer.rested_s
+            seconds = time.monotonic() - began - self.throttle.rested_s
+            journey.rested_s += self.throttle.rested_s
             if journey.rested_s:
                 facts = facts | {"rested_s": round(journey.rested_s, 6)}
             journey.is_durable |= level == "durable" and problem is None
-            stored = Stored(load.stamp, level, seconds, _size(load), problem, facts)
+            stored = StoreResult(load.stamp, level, seconds, _shards_size(load), problem, facts)
             self._post(partial(self._note, stored))
-            if level in _TIDY and station is not None and problem is None:
+            if level in _PRUNED_LEVELS and station is not None and problem is None:
                 with contextlib.suppress(OSError, SiteError):  # it is tried again after the next
-                    station.retain(self._worth_keeping(station.holdings(), load.stamp))
+                    station.retain(self._generations_to_keep(station.holdings(), load.stamp))
 
-    def _worth_keeping(self, held: Sequence[Holding], stamp: Stamp) -> set[str]:
+    def _generations_to_keep(self, held: Sequence[InventoryEntry], stamp: GenerationId) -> set[str]:
         """The newest published generation and what is newer; where none is published, the newest two."""
         stamps = sorted((one.stamp for one in held), key=lambda one: (one.attempt, one.step))
         names = [one.generation for one in stamps]
         first = names.index(self.published) if self.published in names else max(0, len(names) - 2)
         return {stamp.generation, *names[first:]}
 
-    def _note(self, stored: Stored) -> None:
-        if stored.problem is None and stored.level in _KEEPS_WHOLE:
+    def _note(self, stored: StoreResult) -> None:
+        if stored.problem is None and stored.level in _WHOLE_COPY_LEVELS:
             self._kept.add(stored.stamp.generation)
         self._listener.stored(stored, self.ranks)
 
-    def _arrived(self, journey: _Journey, going: Future[None]) -> None:
-        self._journeys.remove(journey)
+    def _arrived(self, journey: _Transfer, going: Future[None]) -> None:
+        self._transfers.remove(journey)
         for slot in journey.slots:
             slot.in_flight = False
         if (error := going.exception()) is not None:
@@ -416,5 +440,5 @@ class Drain:
         self._wake()
 
 
-def _size(load: Load) -> int:
+def _shards_size(load: NodeShards) -> int:
     return sum(one.part.size_bytes for one in load.parts)

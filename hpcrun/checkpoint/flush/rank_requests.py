@@ -16,21 +16,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.flush.arena import Slot
-from hpcrun.checkpoint.flush.pipeline import Drain, Listener
-from hpcrun.checkpoint.format import Piece
-from hpcrun.checkpoint.levels import LEVELS, Level, Stamp, Stored
+from hpcrun.checkpoint.flush.arena import ArenaSlot
+from hpcrun.checkpoint.flush.pipeline import FlushPipeline, PipelineListener
+from hpcrun.checkpoint.format import ChunkSpec
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId, StoreResult
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot
 from hpcrun.errors import SiteError
 
-Send = Callable[[dict[str, Any]], None]
+SendMessage = Callable[[dict[str, Any]], None]
 
 
 @dataclass
-class _Rank:
+class _ConnectedRank:
     """A rank that is connected."""
 
-    send: Send
+    send: SendMessage
     wish: tuple[int, int, tuple[int, ...]] | None = None
     """Bytes, slots, all ranks of the node: not decided yet."""
     plans: dict[str, SlotPlan] = field(default_factory=dict)
@@ -38,20 +38,20 @@ class _Rank:
     """The generation that it could not have a slot for."""
 
 
-class Desk(Listener):
+class RankRequestHandler(PipelineListener):
     """Serves the ranks of a node, and tells the host what came of it."""
 
-    def __init__(self, tell_host: Send) -> None:
+    def __init__(self, tell_host: SendMessage) -> None:
         self._tell_host = tell_host
-        self._ranks: dict[int, _Rank] = {}
-        self._drain: Drain | None = None
+        self._ranks: dict[int, _ConnectedRank] = {}
+        self._drain: FlushPipeline | None = None
         self._attempt = 0
 
-    def open(self, drain: Drain, attempt: int) -> None:
+    def open(self, drain: FlushPipeline, attempt: int) -> None:
         """From now on there is an arena, and this is the attempt."""
         self._drain, self._attempt = drain, attempt
 
-    def hear(self, message: Any, send: Send) -> int | None:
+    def hear(self, message: Any, send: SendMessage) -> int | None:
         """Do what a rank asks; its number, where it has said it."""
         try:
             rank = int(message["rank"])
@@ -61,7 +61,7 @@ class Desk(Listener):
             if known is not None and known.send is not send:
                 self.leave(rank, known.send)  # it has come again before its end was noticed
             if known is None or known.send is not send:
-                known = self._ranks[rank] = _Rank(send)
+                known = self._ranks[rank] = _ConnectedRank(send)
             handle = {
                 "reserve": self._reserve,
                 "plan": self._plan,
@@ -80,7 +80,7 @@ class Desk(Listener):
             return None
         return rank
 
-    def leave(self, rank: int, send: Send) -> None:
+    def leave(self, rank: int, send: SendMessage) -> None:
         """A connection has ended; a rank that has come again meanwhile is not gone."""
         known = self._ranks.get(rank)
         if known is not None and known.send is send:
@@ -88,7 +88,9 @@ class Desk(Listener):
             if self._drain is not None:
                 self._drain.lose(rank)
 
-    def _reserve(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+    def _reserve(
+        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         ranks = tuple(sorted(map(int, message["ranks"])))
         if rank not in ranks or int(message["slots"]) < 1:
             raise ValueError(f"rank {rank} asks for {message['slots']} slots beside ranks {list(ranks)}")
@@ -114,17 +116,17 @@ class Desk(Listener):
             self._ranks[one].wish = None
             self._ranks[one].send(answer)
 
-    def _plan(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
-        pieces = [Piece(n, d, tuple(w), tuple(o), tuple(s)) for n, d, w, o, s in message["pieces"]]
+    def _plan(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+        pieces = [ChunkSpec(n, d, tuple(w), tuple(o), tuple(s)) for n, d, w, o, s in message["pieces"]]
         plan = plan_slot(rank, pieces, int(message["file"]), int(message["start"]))
         known.plans[str(message["key"])] = plan
         known.send({"kind": "planned", "key": message["key"], "size_bytes": plan.layout.size_bytes})
 
-    def _claim(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+    def _claim(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
         generation, published = str(message["generation"]), message["published"]
         if published is not None:
             drain.published = str(published)
-        slot = drain.arena.claim(rank, generation, published, self._attempt, drain.is_elsewhere)
+        slot = drain.arena.claim(rank, generation, published, self._attempt, drain.is_kept_elsewhere)
         if isinstance(slot, str):
             known.refused = generation
             known.send({"kind": "busy", "generation": generation, "why": slot})
@@ -133,47 +135,55 @@ class Desk(Listener):
         number = drain.arena.slots[rank].index(slot)
         known.send({"kind": "claimed", "generation": generation, "slot": number, "path": str(slot.path)})
 
-    def _filled(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
-        stamp = Stamp(**message["stamp"])
-        levels = [level for level in LEVELS if level in message["levels"]]
-        if unknown := set(message["levels"]) - set(LEVELS):
-            raise ValueError(f"unknown levels {', '.join(sorted(unknown))}; known: {', '.join(LEVELS)}")
+    def _filled(
+        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
+        stamp = GenerationId(**message["stamp"])
+        levels = [level for level in CHECKPOINT_LEVELS if level in message["levels"]]
+        if unknown := set(message["levels"]) - set(CHECKPOINT_LEVELS):
+            raise ValueError(
+                f"unknown levels {', '.join(sorted(unknown))}; known: {', '.join(CHECKPOINT_LEVELS)}"
+            )
         slots = drain.arena.slots.get(rank, [])
         slot = slots[int(message["slot"])] if 0 <= int(message["slot"]) < len(slots) else None
         plan = known.plans.get(str(message["key"]))
-        problem = _problem_of(slot, plan, stamp)
+        problem = _find_fill_problem(slot, plan, stamp)
         if problem or slot is None or plan is None:
             # It comes from before this worker, or never was.
             drain.fail(stamp, f"rank {rank}: {problem}")
             return
         drain.fill(slot, plan, stamp, levels)
 
-    def _lost(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
-        stamp = Stamp(**message["stamp"])
+    def _lost(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+        stamp = GenerationId(**message["stamp"])
         for slot in drain.arena.slots.get(rank, []):
             if slot.state == "claimed":
                 slot.empty()
         drain.fail(stamp, f"rank {rank}: {message['why']}")
 
-    def _ping(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+    def _ping(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
         known.send({"kind": "pong"})
 
-    def _hasten(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+    def _hasten(
+        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         drain.hasten()
 
-    def _degrade(self, drain: Drain, rank: int, known: _Rank, message: dict[str, Any]) -> None:
+    def _degrade(
+        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         if known.refused:
             drain.degrade(known.refused)
 
-    def sealed(self, rank: int, stamp: Stamp) -> None:
+    def sealed(self, rank: int, stamp: GenerationId) -> None:
         """Tell the rank."""
         self._send([rank], {"kind": "sealed", "generation": stamp.generation, "step": stamp.step})
 
-    def all_sealed(self, stamp: Stamp, size_bytes: int) -> None:
+    def all_sealed(self, stamp: GenerationId, size_bytes: int) -> None:
         """Tell the host."""
         self._tell_host({"kind": "sealed", **asdict(stamp), "size_bytes": size_bytes})
 
-    def stored(self, stored: Stored, ranks: Sequence[int]) -> None:
+    def stored(self, stored: StoreResult, ranks: Sequence[int]) -> None:
         """Tell the ranks and the host."""
         told = asdict(stored)
         self._tell_host({"kind": "stored", **told})
@@ -183,13 +193,15 @@ class Desk(Listener):
             words = {"generation": stored.stamp.generation, "level": stored.level, "why": stored.problem}
             self._send(ranks, {"kind": "failed", **words})
 
-    def failed(self, stamp: Stamp, ranks: Sequence[int], why: str) -> None:
+    def failed(self, stamp: GenerationId, ranks: Sequence[int], why: str) -> None:
         """Tell the ranks and the host."""
         words = {"generation": stamp.generation, "level": "memory", "why": why}
         self._send(ranks, {"kind": "failed", **words})
         self._tell_host({"kind": "failed", **words, "step": stamp.step, "attempt": stamp.attempt})
 
-    def stalled(self, stamp: Stamp, level: Level, ranks: Sequence[int], what: str, seconds: float) -> None:
+    def stalled(
+        self, stamp: GenerationId, level: CheckpointLevel, ranks: Sequence[int], what: str, seconds: float
+    ) -> None:
         """Tell the ranks, and people."""
         why = f"{what}: nothing has moved for {seconds:.0f} s"
         words = {"generation": stamp.generation, "level": level, "why": why, "seconds": seconds}
@@ -202,7 +214,7 @@ class Desk(Listener):
                 known.send(message)
 
 
-def _problem_of(slot: Slot | None, plan: SlotPlan | None, stamp: Stamp) -> str:
+def _find_fill_problem(slot: ArenaSlot | None, plan: SlotPlan | None, stamp: GenerationId) -> str:
     """Why what was filled cannot be taken; empty where it can."""
     if slot is None:
         return "has no such slot"

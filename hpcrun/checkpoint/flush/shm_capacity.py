@@ -19,33 +19,33 @@ _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True)
-class Room:
+class ShmCapacity:
     """What is free, and what sets that bound."""
 
     size_bytes: int
     bound: str
 
     def __str__(self) -> str:
-        return f"{gib(self.size_bytes)} ({self.bound})"
+        return f"{format_gib(self.size_bytes)} ({self.bound})"
 
 
-def gib(size_bytes: int) -> str:
+def format_gib(size_bytes: int) -> str:
     """A size of memory, for people."""
     return f"{size_bytes / 2**30:.2f} GiB"
 
 
-def find_room(folder: Path, root: Path = Path("/")) -> Room:
+def measure_shm_capacity(folder: Path, root: Path = Path("/")) -> ShmCapacity:
     """How much fits into a folder of shared memory, for this process; `root` for a captured tree."""
     status = os.statvfs(folder)
-    rooms = [Room(status.f_bavail * status.f_frsize, f"free in {folder}"), *_in_cgroups(root)]
-    if (available := _table(root / "proc/meminfo").get("MemAvailable:")) is not None:
-        rooms.append(Room(available * 1024, "memory available on this node"))
+    rooms = [ShmCapacity(status.f_bavail * status.f_frsize, f"free in {folder}"), *_cgroup_capacities(root)]
+    if (available := _read_table(root / "proc/meminfo").get("MemAvailable:")) is not None:
+        rooms.append(ShmCapacity(available * 1024, "memory available on this node"))
     return min(rooms, key=lambda room: room.size_bytes)
 
 
-def _in_cgroups(root: Path) -> Iterator[Room]:
+def _cgroup_capacities(root: Path) -> Iterator[ShmCapacity]:
     """What each cgroup of this process, and each above it, has left."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
             top, names = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -56,27 +56,27 @@ def _in_cgroups(root: Path) -> Iterator[Room]:
         place = Path(path.lstrip("/"))
         for inner in (place, *place.parents):
             # What lies above a container's own root cannot be seen from inside.
-            limit, used = (_number(top / inner / name) for name in names)
+            limit, used = (_read_limit(top / inner / name) for name in names)
             if limit is None or used is None or limit >= _NO_LIMIT:
                 continue
-            told = _table(top / inner / "memory.stat")
+            told = _read_table(top / inner / "memory.stat")
             cached = told.get("total_inactive_file", told.get("inactive_file", 0))
             left = limit - limit // _MARGIN - max(0, used - cached)
-            yield Room(max(0, left), f"memory left in cgroup {top / inner}, limit {gib(limit)}")
+            yield ShmCapacity(max(0, left), f"memory left in cgroup {top / inner}, limit {format_gib(limit)}")
 
 
-def _text(path: Path) -> str:
+def _read_text_or_empty(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8")
     return ""
 
 
-def _number(path: Path) -> int | None:
+def _read_limit(path: Path) -> int | None:
     """None where there is no such file, or no limit ("max")."""
-    text = _text(path).strip()
+    text = _read_text_or_empty(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _table(path: Path) -> dict[str, int]:
-    rows = (line.split() for line in _text(path).splitlines())
+def _read_table(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in _read_text_or_empty(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpcrun.checkpoint.flush.arena import Arena
-from hpcrun.checkpoint.flush.throttle import Pacer
-from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, padded
-from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
-from hpcrun.checkpoint.parity.files import ASIDE, AsideFile
-from hpcrun.checkpoint.part_check import prove_part
+from hpcrun.checkpoint.flush.throttle import Throttle
+from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, align_size
+from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
+from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX, AtomicFile
+from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import Folder, UntrustedFileError
@@ -34,13 +34,13 @@ _PREFIX = "guest-"
 _NAME = re.compile(r"guest-([0-9a-f]{32})-([0-9]+)\.json")
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _PIECE_BYTES = 8 << 20
-_SHARE = 2
+_ROOM_DIVISOR = 2
 """One part in so many of the room is for copies: the spare's own slots must fit when it steps in."""
-_LOOK_S, _PATIENCE_S = 1.0, 600.0
+_PEER_POLL_S, _PEER_IDLE_TIMEOUT_S = 1.0, 600.0
 """How long one question waits for a node to have nothing of its own to store, and all of them together."""
 
 
-class Asks(Protocol):
+class PeerReader(Protocol):
     """The way to other nodes' workers."""
 
     def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
@@ -50,24 +50,24 @@ class Asks(Protocol):
         """Fill a buffer with what a node was asked for; SiteError unless it gets all of it."""
 
 
-def is_guest(path: str) -> bool:
+def is_spare_replica(path: str) -> bool:
     """Whether a part lies there that is another node's."""
     return Path(path).name.startswith(_PREFIX)
 
 
-def guest_holdings(files: Folder, node: str) -> list[Holding]:
+def list_spare_replicas(files: Folder, node: str) -> list[InventoryEntry]:
     """The copies of other nodes' parts that lie whole in an arena."""
-    return _holdings(_find(files), node)
+    return _replica_inventory(_find_replicas(files), node)
 
 
 @dataclass
-class _Order:
+class _CopyOrder:
     """One copying, and whether it has been called off."""
 
     number: int
-    stamp: Stamp
+    stamp: GenerationId
     nodes: tuple[str, ...]
-    asks: Asks
+    peer_reader: PeerReader
     over: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
@@ -75,29 +75,31 @@ class _Order:
             raise SiteError("given up, as something else is to be done")
 
 
-class Guests:
+class SpareReplicaStore:
     """Those of one arena; they are fetched in a thread of its own, all else happens at once."""
 
     def __init__(self, arena: Arena, say: Callable[[dict[str, Any]], None]) -> None:
         """`say` gets the answers to orders, in the other thread. They give way where slots need the room."""
         self._files, self._say, self._room = arena.files, say, arena.room
-        arena.give_way = self._give_way
-        self._pacer, self._lock = Pacer(), threading.Lock()
+        arena.evict_replicas = self._evict
+        self._throttle, self._lock = Throttle(), threading.Lock()
         self._thread = ThreadPoolExecutor(1, "guests")
-        self._order: _Order | None = None
-        self._held = _find(arena.files)
+        self._order: _CopyOrder | None = None
+        self._held = _find_replicas(arena.files)
         for path in map(Path, arena.files.names()):
             is_held = arena.folder / path.with_suffix(".bin") in self._held
-            if path.name.startswith(_PREFIX) and (path.suffix == ASIDE or not is_held):
+            if path.name.startswith(_PREFIX) and (path.suffix == ASIDE_SUFFIX or not is_held):
                 arena.files.unlink(path.name)
 
-    def obey(self, told: Mapping[str, Any], asks: Asks, spread: float) -> None:
+    def obey(self, told: Mapping[str, Any], asks: PeerReader, spread: float) -> None:
         """Begin what an order `copy` asks for, instead of an earlier one; ValueError: no such order."""
-        order = _Order(int(told["id"]), Stamp(**told["stamp"]), tuple(map(str, told["nodes"])), asks)
+        order = _CopyOrder(
+            int(told["id"]), GenerationId(**told["stamp"]), tuple(map(str, told["nodes"])), asks
+        )
         if not _GENERATION.fullmatch(order.stamp.generation):
             raise ValueError(f"{order.stamp.generation} is no generation: 32 hexadecimal digits")
         self.end()
-        self._pacer.spread, self._order = spread, order
+        self._throttle.spread, self._order = spread, order
         self._thread.submit(self._copy, order)
 
     def end(self) -> None:
@@ -109,14 +111,14 @@ class Guests:
     def close(self) -> None:
         """Begin nothing new."""
         self.end()
-        self._pacer.hasten()
+        self._throttle.hasten()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def holdings(self, node: str) -> list[Holding]:
+    def holdings(self, node: str) -> list[InventoryEntry]:
         """What is here whole, the newest last."""
         with self._lock:
             held = dict(self._held)
-        return _holdings(held, node)
+        return _replica_inventory(held, node)
 
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations."""
@@ -130,7 +132,7 @@ class Guests:
         self.end()
         self._let_go(lambda one: one.stamp.generation != generation or one.number not in numbers)
 
-    def _give_way(self, may_drop: Callable[[Stamp], bool]) -> None:
+    def _evict(self, may_drop: Callable[[GenerationId], bool]) -> None:
         self._let_go(lambda record: may_drop(record.stamp))
 
     def _let_go(self, needless: Callable[[PartRecord], bool]) -> None:
@@ -144,12 +146,12 @@ class Guests:
         self._files.unlink(path.with_suffix(".json").name)
         self._files.unlink(path.name)
 
-    def _copy(self, order: _Order) -> None:
+    def _copy(self, order: _CopyOrder) -> None:
         """In the other thread: node after node, until one does not fit or all are here."""
         begin, generation = time.monotonic(), order.stamp.generation
         whole, left, problems = list[str](), list[str](), dict[str, str]()
-        self._pacer.save_begins()
-        self._pacer.start()
+        self._throttle.begin_save()
+        self._throttle.start()
         for node in order.nodes:
             try:
                 (whole if self._copy_share(order, node) else left).append(node)
@@ -175,11 +177,11 @@ class Guests:
             }
         )
 
-    def _copy_share(self, order: _Order, node: str) -> bool:
+    def _copy_share(self, order: _CopyOrder, node: str) -> bool:
         """All that a node's ranks have sealed; False where there is no room for it."""
         order.check()
-        told = order.asks.ask(node, {"do": "share", "generation": order.stamp.generation})
-        if Stamp(**told["stamp"]) != order.stamp:
+        told = order.peer_reader.ask(node, {"do": "share", "generation": order.stamp.generation})
+        if GenerationId(**told["stamp"]) != order.stamp:
             raise ValueError(
                 f"{node}: has another state under the name of generation {order.stamp.generation}"
             )
@@ -197,14 +199,14 @@ class Guests:
     def _path(self, record: PartRecord) -> Path:
         return self._files.path / f"{_PREFIX}{record.stamp.generation}-{record.number}.bin"
 
-    def _make_room(self, records: Iterable[PartRecord], stamp: Stamp) -> bool:
+    def _make_room(self, records: Iterable[PartRecord], stamp: GenerationId) -> bool:
         """Whether so much more fits; older copies give way where it does not fit beside them."""
-        size = sum(padded(one.part.size_bytes, PART_ALIGN) for one in records)
+        size = sum(align_size(one.part.size_bytes, PART_ALIGN) for one in records)
         with self._lock:
-            sizes = {path: padded(one.part.size_bytes, PART_ALIGN) for path, one in self._held.items()}
+            sizes = {path: align_size(one.part.size_bytes, PART_ALIGN) for path, one in self._held.items()}
             old = [path for path, one in self._held.items() if one.stamp != stamp]
             held = sum(sizes.values())
-            most = (self._room(self._files.path).size_bytes + held) // _SHARE
+            most = (self._room(self._files.path).size_bytes + held) // _ROOM_DIVISOR
             if held - sum(sizes[path] for path in old) + size > most:
                 return False
             while held + size > most:
@@ -212,23 +214,23 @@ class Guests:
                 self._drop(old.pop(0))
         return True
 
-    def _copy_part(self, order: _Order, node: str, record: PartRecord) -> None:
+    def _copy_part(self, order: _CopyOrder, node: str, record: PartRecord) -> None:
         path, size = self._path(record), record.part.size_bytes
         buffer = memoryview(bytearray(min(_PIECE_BYTES, size)))
         request = {"do": "part", "generation": order.stamp.generation, "number": record.number}
-        with AsideFile(self._files, path.name, size) as file:
+        with AtomicFile(self._files, path.name, size) as file:
             for at in range(0, size, _PIECE_BYTES):
-                self._await_calm(order, node)
+                self._await_idle(order, node)
                 into = buffer[: size - at]
-                order.asks.read(node, request | {"at": at}, into)
+                order.peer_reader.read(node, request | {"at": at}, into)
                 file.write(at, into)
-                self._pacer.rest()
+                self._throttle.rest()
             held = HeldPart(record.number, str(file.aside), 0, record.part)
             try:
-                prove_part(held, bytes.fromhex(order.stamp.generation))
+                verify_part(held, bytes.fromhex(order.stamp.generation))
             except DamagedError:
                 # Mostly its slot was used again meanwhile, which the node then says itself.
-                order.asks.ask(node, {"do": "share", "generation": order.stamp.generation})
+                order.peer_reader.ask(node, {"do": "share", "generation": order.stamp.generation})
                 raise
             with self._lock:
                 order.check()
@@ -241,20 +243,20 @@ class Guests:
                     self._drop(path)
                     raise
 
-    def _await_calm(self, order: _Order, node: str) -> None:
+    def _await_idle(self, order: _CopyOrder, node: str) -> None:
         """Wait until a node has nothing of its own to store."""
         begin = time.monotonic()
-        request = {"do": "calm", "generation": order.stamp.generation, "wait_s": _LOOK_S}
+        request = {"do": "calm", "generation": order.stamp.generation, "wait_s": _PEER_POLL_S}
         while True:
             order.check()
-            if order.asks.ask(node, request, _LOOK_S)["is_calm"]:
+            if order.peer_reader.ask(node, request, _PEER_POLL_S)["is_calm"]:
                 break
-            self._pacer.start()  # to wait is no work
-            if time.monotonic() - begin > _PATIENCE_S:
-                raise SiteError(f"{node}: stores saves of its own for more than {_PATIENCE_S:g} s")
+            self._throttle.start()  # to wait is no work
+            if time.monotonic() - begin > _PEER_IDLE_TIMEOUT_S:
+                raise SiteError(f"{node}: stores saves of its own for more than {_PEER_IDLE_TIMEOUT_S:g} s")
 
 
-def _find(files: Folder) -> dict[Path, PartRecord]:
+def _find_replicas(files: Folder) -> dict[Path, PartRecord]:
     """The copies with their records, by file."""
     found = {}
     for name in map(_NAME.fullmatch, files.names()):
@@ -272,11 +274,11 @@ def _find(files: Folder) -> dict[Path, PartRecord]:
     return found
 
 
-def _holdings(held: Mapping[Path, PartRecord], node: str) -> list[Holding]:
-    of = dict[Stamp, list[HeldPart]]()
+def _replica_inventory(held: Mapping[Path, PartRecord], node: str) -> list[InventoryEntry]:
+    of = dict[GenerationId, list[HeldPart]]()
     for path, record in held.items():
         of.setdefault(record.stamp, []).append(HeldPart(record.number, str(path), 0, record.part))
     return [
-        Holding(stamp, "memory", node, tuple(sorted(parts, key=lambda one: one.number)))
+        InventoryEntry(stamp, "memory", node, tuple(sorted(parts, key=lambda one: one.number)))
         for stamp, parts in sorted(of.items(), key=lambda one: (one[0].attempt, one[0].step))
     ]

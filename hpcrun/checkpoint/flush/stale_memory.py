@@ -13,52 +13,52 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hpcrun.checkpoint.flush.arena import RUN_RECORD, find_folder, tops_of
+from hpcrun.checkpoint.flush.arena import RUN_RECORD_NAME, find_arena, find_user_folders
 from hpcrun.files import Folder, UntrustedFileError
 
 
-def hold_run(arena: Path) -> Folder:
+def lock_run_memory(arena: Path) -> Folder:
     """Keep the memory of a run from being cleaned up until this is closed, or the process has ended."""
     run = Folder.at(arena.parent)
     fcntl.flock(run.fileno(), fcntl.LOCK_SH)
     return run
 
 
-def is_served(root: Path, run_id: str, node: str) -> bool:
+def has_live_worker(root: Path, run_id: str, node: str) -> bool:
     """Whether a worker lives in the arena of this node."""
-    folder = find_folder(root, run_id, node)
+    folder = find_arena(root, run_id, node)
     if folder is None:
         return False
     with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder) as arena:
-        return not _locks(arena)
+        return not _try_lock(arena)
     return False
 
 
-def is_held(root: Path, run_id: str, node: str) -> bool:
+def is_held_by_script(root: Path, run_id: str, node: str) -> bool:
     """Whether a script that lives uses the memory of this node's run."""
-    folder = find_folder(root, run_id, node)
+    folder = find_arena(root, run_id, node)
     if folder is None:
         return False
     with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder.parent) as run:
-        return not _locks(run)
+        return not _try_lock(run)
     return False
 
 
-def clean_up(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
+def clean_up_stale_memory(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
     """Remove the arenas of runs that are over, by their directories; which folders, and their sizes.
 
     What belongs to others, or does not say which run it is of, is left alone, and so is what a worker serves
     or a script holds: those have no supervisor whose life could be seen.
     """
     found, tops = dict[Path, int](), []
-    for top in tops_of(root):
+    for top in find_user_folders(root):
         tops.append(top.path.name)
         for name in top.names():
             try:
                 with contextlib.ExitStack() as locks:
                     folder = locks.enter_context(top.folder(name))
-                    run = Path(json.loads(folder.read(RUN_RECORD)))
-                    if is_alive(run) or not _takes(folder, locks):
+                    run = Path(json.loads(folder.read(RUN_RECORD_NAME)))
+                    if is_alive(run) or not _try_lock_run(folder, locks):
                         continue
                     size = folder.size_bytes()
                     # Still locked: whoever comes for it now waits, finds it gone, and makes it anew.
@@ -72,18 +72,18 @@ def clean_up(root: Path, is_alive: Callable[[Path], bool]) -> dict[Path, int]:
     return found
 
 
-def _takes(run: Folder, locks: contextlib.ExitStack) -> bool:
+def _try_lock_run(run: Folder, locks: contextlib.ExitStack) -> bool:
     """Lock the folder of a run and all arenas in it, if nobody else has."""
-    if not _locks(run):
+    if not _try_lock(run):
         return False
     for node in run.names():
         with contextlib.suppress(OSError, UntrustedFileError):
-            if not _locks(locks.enter_context(run.folder(node))):
+            if not _try_lock(locks.enter_context(run.folder(node))):
                 return False
     return True
 
 
-def _locks(folder: Folder) -> bool:
+def _try_lock(folder: Folder) -> bool:
     try:
         fcntl.flock(folder.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -10,26 +10,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-FIRST_S = 5.0
+FIRST_STALL_S = 5.0
 """Without a byte written; told again after twice as long, and so on."""
 
 
-class Watch:
+class StallWatch:
     """Of one thread that stores; asked in another."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._what, self._since, self._told_s = "", 0.0, FIRST_S
+        self._what, self._since, self._told_s = "", 0.0, FIRST_STALL_S
 
     def at(self, what: str | Path) -> None:
         """It turns to this now: a file, with its file system, or what it waits for."""
         with self._lock:
-            self._what, self._since, self._told_s = str(what), self._clock(), FIRST_S
+            self._what, self._since, self._told_s = str(what), self._clock(), FIRST_STALL_S
 
-    def moved(self, *_of: object) -> None:
+    def note_progress(self, *_of: object) -> None:
         """It gets on."""
         with self._lock:
-            self._since, self._told_s = self._clock(), FIRST_S
+            self._since, self._told_s = self._clock(), FIRST_STALL_S
 
     def done(self) -> None:
         """It is at nothing."""

@@ -11,51 +11,51 @@ import threading
 import time
 from collections.abc import Callable
 
-LEAST_SHARE = 0.1
+MIN_DUTY_CYCLE = 0.1
 """Of its time that a thread works at least: more rest than that no training would notice."""
-STINT_S = 0.002
+MIN_BURST_S = 0.002
 """What is shorter is not worth a rest."""
-MOST_REST_S = 1.0
+MAX_REST_S = 1.0
 """A write that took long has mostly waited itself, for a disk or a server, and training has not felt it."""
 
 
-def share_for(worked_s: float, interval_s: float | None, spread: float) -> float:
+def compute_duty_cycle(worked_s: float, interval_s: float | None, spread: float) -> float:
     """The share of its time that a thread is to work, for a save that takes so much work.
 
     `interval_s`: from the save before to this one; None: not known yet, so that nothing is put off.
     `spread`: the part of that time over which the work may be spread; 0: no rests.
     """
     room_s = spread * (interval_s or 0.0)
-    return min(1.0, max(LEAST_SHARE, worked_s / room_s)) if room_s > 0 else 1.0
+    return min(1.0, max(MIN_DUTY_CYCLE, worked_s / room_s)) if room_s > 0 else 1.0
 
 
-class _Stint(threading.local):
+class _WorkBurst(threading.local):
     """Of each thread."""
 
     since = 0.0
     rested_s = 0.0
 
 
-class Pacer:
+class Throttle:
     """Keeps the threads of a worker to their shares; all methods may be called in any of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.spread = 0.0
-        """Of the job; see `share_for`."""
+        """Of the job; see `compute_duty_cycle`."""
         self._clock, self._hasty = clock, threading.Event()
-        self._lock, self._stint = threading.Lock(), _Stint()
+        self._lock, self._stint = threading.Lock(), _WorkBurst()
         self._share, self._worked_s = 1.0, 0.0
         self._begun: float | None = None
         self._calm = threading.Event()
         self._calm.set()
 
-    def save_begins(self) -> None:
+    def begin_save(self) -> None:
         """A save is to be stored: what the one before took, and how long ago it was, tell the share."""
         now = self._clock()
         self._calm.clear()
         with self._lock:
             interval_s = None if self._begun is None else now - self._begun
-            self._share = share_for(self._worked_s, interval_s, self.spread)
+            self._share = compute_duty_cycle(self._worked_s, interval_s, self.spread)
             self._begun, self._worked_s = now, 0.0
 
     def forget(self) -> None:
@@ -76,13 +76,13 @@ class Pacer:
         """Called between pieces of work, the smaller the better; waits as long as the share asks for."""
         begin = self._clock()
         worked_s = begin - self._stint.since
-        if worked_s < STINT_S:
+        if worked_s < MIN_BURST_S:
             return
         with self._lock:
             self._worked_s += worked_s
             share = self._share
         if share < 1.0 and not self._hasty.is_set():
-            self._hasty.wait(min(MOST_REST_S, worked_s * (1 / share - 1)))
+            self._hasty.wait(min(MAX_REST_S, worked_s * (1 / share - 1)))
             self._stint.rested_s += self._clock() - begin
         self._stint.since = self._clock()
 
@@ -90,11 +90,11 @@ class Pacer:
         """No more rests: somebody waits."""
         self._hasty.set()
 
-    def relax(self) -> None:
+    def resume_throttling(self) -> None:
         """All that was on its way has come through: nobody waits any more."""
         self._hasty.clear()
         self._calm.set()
 
-    def await_calm(self, seconds: float) -> bool:
+    def await_idle(self, seconds: float) -> bool:
         """Wait until no save is on its way, but no longer than this; whether it is so."""
         return self._calm.wait(seconds)

@@ -10,19 +10,19 @@ from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
-from hpcrun.checkpoint.flush.durable_tier import DurableStation
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.flush.stall_watch import Watch
-from hpcrun.checkpoint.flush.throttle import Pacer
-from hpcrun.checkpoint.levels import Holding, Level, Stamp, Station
-from hpcrun.checkpoint.lustre.storage import Storage
-from hpcrun.checkpoint.objects.object_tier import ObjectStation
+from hpcrun.checkpoint.flush.durable_tier import DurableTier
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.flush.stall_watch import StallWatch
+from hpcrun.checkpoint.flush.throttle import Throttle
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, InventoryEntry, Tier
+from hpcrun.checkpoint.lustre.storage import CheckpointStorage
+from hpcrun.checkpoint.objects.object_tier import ObjectTier
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TierContext:
     """Everything that a station may need to know."""
 
     run: RunDir
@@ -42,27 +42,27 @@ class Surroundings:
     """Of the run: what those who talk to each other prove to know."""
     hurry: threading.Event = field(default_factory=threading.Event)
     """Set when the attempt is over: nobody is waited for any more."""
-    pacer: Pacer = field(default_factory=Pacer)
+    throttle: Throttle = field(default_factory=Throttle)
     """Of this worker: what has to be kept to between writes."""
-    watch: Watch = field(default_factory=Watch)
+    watch: StallWatch = field(default_factory=StallWatch)
     """Of this worker: what its storing is at."""
     address: str = ""
     """Of this node, where its worker listens for the others; empty: it does not."""
     say: Callable[[str], None] = lambda text: None
     """Tells the host a line that is worth a person's attention."""
-    neighbour: Neighbour | None = None
+    peer_service: PeerServiceProtocol | None = None
     """This worker's own side of the talk between nodes."""
 
-    def wrote(self, count: int) -> None:
+    def on_write(self, count: int) -> None:
         """A station has written something: it gets on, and may have to rest."""
-        self.watch.moved()
-        self.pacer.rest(count)
+        self.watch.note_progress()
+        self.throttle.rest(count)
 
 
-def parse_surroundings(told: Mapping[str, Any], arena: Path) -> Surroundings:
+def parse_tier_context(told: Mapping[str, Any], arena: Path) -> TierContext:
     """From the host's order `configure`; ValueError where it makes no sense."""
     try:
-        return Surroundings(
+        return TierContext(
             RunDir(Path(told["run"])),
             str(told["node"]),
             CheckpointSpec.model_validate(told["spec"]),
@@ -79,15 +79,15 @@ def parse_surroundings(told: Mapping[str, Any], arena: Path) -> Surroundings:
 
 
 @runtime_checkable
-class Withdraws(Protocol):
+class SupportsAbandon(Protocol):
     """A station where other nodes wait for this one's parts."""
 
-    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
         """Tell them that these parts will not come."""
 
 
 @runtime_checkable
-class TakesMemory(Protocol):
+class UsesNodeMemory(Protocol):
     """A station that keeps something in the memory of this node, beside the slots."""
 
     def memory_bytes(self, block_bytes: int) -> int:
@@ -95,26 +95,26 @@ class TakesMemory(Protocol):
 
 
 @runtime_checkable
-class Proves(Protocol):
+class SupportsWriteProbe(Protocol):
     """A station that can be tried before there is anything to store."""
 
     def prove(self) -> None:
         """Write and remove next to nothing where saves will go; OSError or SiteError where that fails."""
 
 
-class Neighbour(Protocol):
+class PeerServiceProtocol(Protocol):
     """Answers other nodes' workers, and fetches from them; it has threads of its own."""
 
     address: str
     port: int
 
-    def reconfigure(self, around: Surroundings) -> None:
+    def reconfigure(self, around: TierContext) -> None:
         """The set, the peers or the attempt are others now."""
 
-    def station(self, around: Surroundings) -> Station | None:
+    def tier(self, around: TierContext) -> Tier | None:
         """The station that keeps parity, where this node is in a set; SiteError where it cannot."""
 
-    def rebuild(self, order: Mapping[str, Any]) -> Holding:
+    def rebuild(self, order: Mapping[str, Any]) -> InventoryEntry:
         """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
 
     def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
@@ -127,67 +127,69 @@ class Neighbour(Protocol):
         """Listen no more."""
 
 
-Factory = Callable[[Surroundings], Station | None]
+TierFactory = Callable[[TierContext], Tier | None]
 """None where the job does not ask for this level. OSError or SiteError where the node cannot have it."""
 
-OpenNeighbour = Callable[[Surroundings, Callable[[], Sequence[Holding]]], Neighbour]
+OpenPeerService = Callable[[TierContext, Callable[[], Sequence[InventoryEntry]]], PeerServiceProtocol]
 """Given a way to ask for all that this node holds; called once, with the first `configure`."""
 
 
-def _local(around: Surroundings) -> Station | None:
+def _make_local_tier(around: TierContext) -> Tier | None:
     directory = around.spec.local
     if directory is None:
         return None
-    station = LocalStation(str(directory), around.run.run_id, around.node, around.wrote, around.say)
-    return station.watched(around.watch)
+    station = LocalTier(str(directory), around.run.run_id, around.node, around.on_write, around.say)
+    return station.with_watch(around.watch)
 
 
-_DIRECT = ("ext4", "xfs")
+_DIRECT_IO_FILE_SYSTEMS = ("ext4", "xfs")
 """Where direct writes are as quick as others, as far as that was measured; elsewhere a job asks for them."""
 
 
-def _durable(around: Surroundings) -> Station | None:
-    place, direct = Storage(around.run.checkpoints, around.spec.durable), around.spec.durable.direct
-    return DurableStation(
+def _make_durable_tier(around: TierContext) -> Tier | None:
+    place, direct = CheckpointStorage(around.run.checkpoints, around.spec.durable), around.spec.durable.direct
+    return DurableTier(
         around.run.checkpoints,
         keep=around.spec.keep,
         keep_every=around.spec.keep_every,
-        direct=place.mount.kind in _DIRECT if direct is None else direct,
+        direct=place.mount.kind in _DIRECT_IO_FILE_SYSTEMS if direct is None else direct,
         prepare_file=place.prepare_file,
         retry_file=place.retry_file,
         layout_facts=place.layout_facts,
         hurry=around.hurry,
-        written=around.wrote,
+        written=around.on_write,
         say=around.say,
         watch=around.watch,
         file_system=place.mount.words,
     )
 
 
-def _parity(around: Surroundings) -> Station | None:
-    return None if around.neighbour is None else around.neighbour.station(around)
+def _make_parity_tier(around: TierContext) -> Tier | None:
+    return None if around.peer_service is None else around.peer_service.tier(around)
 
 
-def _object(around: Surroundings) -> Station | None:
+def _make_object_tier(around: TierContext) -> Tier | None:
     spec = around.spec.object
     if spec is None:
         return None
-    return ObjectStation(spec, around.run.run_id, around.run.checkpoints, hurry=around.hurry)
+    return ObjectTier(spec, around.run.run_id, around.run.checkpoints, hurry=around.hurry)
 
 
-def _open_neighbour(around: Surroundings, holdings: Callable[[], Sequence[Holding]]) -> Neighbour:
-    from hpcrun.checkpoint.flush.peer_service import Neighbourhood  # which itself knows of surroundings
+def _open_peer_service(
+    around: TierContext, holdings: Callable[[], Sequence[InventoryEntry]]
+) -> PeerServiceProtocol:
+    from hpcrun.checkpoint.flush.peer_service import PeerService  # which itself knows of surroundings
 
-    return Neighbourhood(around, holdings)
+    return PeerService(around, holdings)
 
 
-FACTORIES: dict[Level, Factory] = {
-    "local": _local,
-    "parity": _parity,
-    "durable": _durable,
-    "object": _object,
+TIER_FACTORIES: dict[CheckpointLevel, TierFactory] = {
+    "local": _make_local_tier,
+    "parity": _make_parity_tier,
+    "durable": _make_durable_tier,
+    "object": _make_object_tier,
 }
 """A level that is missing here is not offered."""
 
-OPEN_NEIGHBOUR: OpenNeighbour | None = _open_neighbour
+OPEN_PEER_SERVICE: OpenPeerService | None = _open_peer_service
 """It listens where the host has named an address and a secret."""

@@ -26,60 +26,73 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hpcrun.checkpoint.flush import tiers
-from hpcrun.checkpoint.flush.arena import SHM, SOCKET, Arena, make_folder, open_folder, remove_folder
-from hpcrun.checkpoint.flush.json_lines import Lines, listen
-from hpcrun.checkpoint.flush.pipeline import Drain
-from hpcrun.checkpoint.flush.rank_requests import Desk
-from hpcrun.checkpoint.flush.spare_replicas import Guests
-from hpcrun.checkpoint.flush.tiers import Factory, Neighbour, OpenNeighbour, Surroundings, parse_surroundings
-from hpcrun.checkpoint.levels import Holding, Level, Station
-from hpcrun.checkpoint.parity.blocks import parity_holdings
-from hpcrun.checkpoint.part_check import Damage, damages_in, without
+from hpcrun.checkpoint.flush.arena import (
+    SHM,
+    SOCKET_NAME,
+    Arena,
+    make_arena_folder,
+    open_arena_folder,
+    remove_arena_folder,
+)
+from hpcrun.checkpoint.flush.json_lines import JsonLineStream, listen_unix_socket
+from hpcrun.checkpoint.flush.pipeline import FlushPipeline
+from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
+from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore
+from hpcrun.checkpoint.flush.tiers import (
+    OpenPeerService,
+    PeerServiceProtocol,
+    TierContext,
+    TierFactory,
+    parse_tier_context,
+)
+from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
+from hpcrun.checkpoint.parity.blocks import list_parity_entries
+from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
 from hpcrun.errors import SiteError
 from hpcrun.files import Folder
 from hpcrun.listeners import take_in_ours
 from hpcrun.specs.rundir import RunDir
 
 _NICE = 10
-_PREDECESSOR_S = 60.0
+_PREDECESSOR_TIMEOUT_S = 60.0
 """For the worker before this one to finish what it must not leave half done."""
-_LAST_WORDS_S = 1.0
-_LOOK_S = 1.0
+_FINAL_FLUSH_S = 1.0
+_STALL_CHECK_S = 1.0
 """Between looks at whether what is being stored gets on."""
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _IOPRIO_WHO_PROCESS, _IOPRIO_IDLE = 1, 3 << 13
 
 
-class Worker:
+class CheckpointWorker:
     """Serves one host, and the ranks of its node."""
 
     def __init__(
         self,
         root: Path,
-        host: Lines,
-        factories: Mapping[Level, Factory] | None = None,
-        open_neighbour: OpenNeighbour | None = None,
+        host: JsonLineStream,
+        factories: Mapping[CheckpointLevel, TierFactory] | None = None,
+        open_neighbour: OpenPeerService | None = None,
     ) -> None:
         """`root`: where arenas lie; the others: what is in `stations`."""
         self._root, self._host = root, host
-        self._factories = tiers.FACTORIES if factories is None else factories
-        self._open_neighbour = open_neighbour or tiers.OPEN_NEIGHBOUR
-        self._desk = Desk(host.send)
-        self._around: Surroundings | None = None
-        self._drain: Drain | None = None
-        self._neighbour: Neighbour | None = None
-        self._guests: Guests | None = None
-        self._served: Folder | None = None
+        self._factories = tiers.TIER_FACTORIES if factories is None else factories
+        self._open_peer_service = open_neighbour or tiers.OPEN_PEER_SERVICE
+        self._rank_requests = RankRequestHandler(host.send)
+        self._context: TierContext | None = None
+        self._drain: FlushPipeline | None = None
+        self._peer_service: PeerServiceProtocol | None = None
+        self._guests: SpareReplicaStore | None = None
+        self._locked_arena: Folder | None = None
         """The arena, with the lock by which others see that it is served."""
         self._orders = ThreadPoolExecutor(1, "orders")
         self._answers = SimpleQueue[dict[str, Any]]()
-        self._damages: Mapping[Damage, str] = {}
+        self._damaged_parts: Mapping[DamagedPart, str] = {}
         """Parts that have not proved themselves: nobody is told of them any more."""
-        self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listening: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._goes_on = True
+        self._selector.register(self._wake_descriptor, selectors.EVENT_READ)
+        self._is_running = True
         self._is_of_script = False
         """A script has started it for itself: there is no agent, and the memory ends with the script."""
 
@@ -88,29 +101,29 @@ class Worker:
         with contextlib.suppress(PermissionError):  # a file never keeps anybody waiting
             self._selector.register(self._host.reading, selectors.EVENT_READ, self._host)
         try:
-            while self._goes_on:
-                self._turn()
+            while self._is_running:
+                self._run_once()
                 self._check_arena()
             if self._is_of_script and self._host.is_closed:
                 self._finish()
         finally:
             self._close()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Caller):
-                waits = selectors.EVENT_WRITE if key.data.lines.waits else 0
+            if isinstance(key.data, _RankConnection):
+                waits = selectors.EVENT_WRITE if key.data.lines.has_pending_output else 0
                 self._selector.modify(key.fileobj, selectors.EVENT_READ | waits, key.data)
         is_at_tier = self._drain is not None and self._drain.is_at_tier
-        timeout = 0.1 if self._host.waits else _LOOK_S if is_at_tier else None
+        timeout = 0.1 if self._host.has_pending_output else _STALL_CHECK_S if is_at_tier else None
         for key, events in self._selector.select(timeout):
-            if key.fileobj == self._woken:
+            if key.fileobj == self._wake_descriptor:
                 with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._woken)
+                    os.eventfd_read(self._wake_descriptor)
             elif key.data is self._host:
-                self._hear_host()
-            elif isinstance(key.data, _Caller):
-                self._hear_rank(key.data, events)
+                self._handle_host_orders()
+            elif isinstance(key.data, _RankConnection):
+                self._handle_rank_messages(key.data, events)
             else:
                 self._welcome()
         self._host.flush()
@@ -125,24 +138,24 @@ class Worker:
         self._selector.unregister(self._host.reading)
         while self._drain is not None and self._drain.is_storing:
             self._drain.hasten()
-            self._turn()
+            self._run_once()
             self._check_arena()
 
     def _check_arena(self) -> None:
         """In an arena that is gone nobody finds this worker; the next one makes it anew."""
-        if self._goes_on and self._drain is not None and not self._drain.arena.is_there:
+        if self._is_running and self._drain is not None and not self._drain.arena.folder_exists:
             raise SiteError(f"{self._drain.arena.folder}: somebody has removed it")
 
-    def _hear_host(self) -> None:
+    def _handle_host_orders(self) -> None:
         for order in self._host.receive():
-            if self._goes_on:
+            if self._is_running:
                 try:
                     self._obey(order)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
                     self._host.send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
                 except (OSError, SiteError) as error:
                     self._host.send({"kind": "error", "why": str(error)})
-        self._goes_on &= not self._host.is_closed
+        self._is_running &= not self._host.is_closed
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order["do"]:
@@ -155,15 +168,17 @@ class Worker:
             case "release":
                 keep = {str(one) for one in order["keep"]}
                 self._opened().release(keep)
-                self._guest_book().retain(keep)
+                self._require_replica_store().retain(keep)
             case "copy":
                 self._copy(order)
             case "dismiss":
-                self._guest_book().dismiss(str(order["generation"]), {int(one) for one in order["numbers"]})
+                self._require_replica_store().dismiss(
+                    str(order["generation"]), {int(one) for one in order["numbers"]}
+                )
             case "ping":
                 self._host.send({"kind": "pong"})
             case "end":
-                self._goes_on = False
+                self._is_running = False
             case verb:
                 raise ValueError(f"unknown verb {verb}")
 
@@ -171,12 +186,14 @@ class Worker:
         """Tell what is here; of generations in doubt only what proves itself, read beside everything else."""
         doubted, held = {str(one) for one in order.get("prove", ())}, self._holdings()
         if not doubted:
-            self._host.send(_inventory(order["id"], held))
+            self._host.send(_inventory_message(order["id"], held))
             return
-        proving = self._orders.submit(damages_in, held, doubted)
+        proving = self._orders.submit(find_damaged_parts, held, doubted)
         proving.add_done_callback(partial(self._proved, order["id"], held))
 
-    def _proved(self, number: Any, held: list[Holding], proving: Future[dict[Damage, str]]) -> None:
+    def _proved(
+        self, number: Any, held: list[InventoryEntry], proving: Future[dict[DamagedPart, str]]
+    ) -> None:
         """In the other thread."""
         if proving.cancelled():
             return
@@ -184,24 +201,24 @@ class Worker:
             self._answers.put({"kind": "error", "why": f"inventory: {error}"})
         else:
             damages = proving.result()
-            self._damages = {**self._damages, **damages}
+            self._damaged_parts = {**self._damaged_parts, **damages}
             for why in damages.values():
                 self._answers.put({"kind": "log", "text": f"damaged, and left out: {why}"})
-            self._answers.put(_inventory(number, without(held, damages)))
-        os.eventfd_write(self._woken, 1)
+            self._answers.put(_inventory_message(number, exclude_damaged_parts(held, damages)))
+        os.eventfd_write(self._wake_descriptor, 1)
 
     def _answer(self, told: dict[str, Any]) -> None:
         """In another thread."""
         self._answers.put(told)
-        os.eventfd_write(self._woken, 1)
+        os.eventfd_write(self._wake_descriptor, 1)
 
     def _copy(self, order: dict[str, Any]) -> None:
-        guests = self._guest_book()
-        if self._neighbour is None or self._around is None:
+        guests = self._require_replica_store()
+        if self._peer_service is None or self._context is None:
             raise ValueError("this worker talks to no other nodes")
-        guests.obey(order, self._neighbour, self._around.spec.spread)
+        guests.obey(order, self._peer_service, self._context.spec.spread)
 
-    def _guest_book(self) -> Guests:
+    def _require_replica_store(self) -> SpareReplicaStore:
         if self._guests is None:
             raise ValueError("configure comes first")
         return self._guests
@@ -215,29 +232,31 @@ class Worker:
         if self._drain is None:
             self._is_of_script = bool(order.get("script"))
             folder = self._make_arena(run, str(order["node"]))
-            self._drain = Drain(Arena(folder), self._desk, partial(os.eventfd_write, self._woken, 1))
-            self._guests = Guests(self._drain.arena, self._answer)
-            self._listening = listen(self._drain.arena.files, SOCKET)
+            self._drain = FlushPipeline(
+                Arena(folder), self._rank_requests, partial(os.eventfd_write, self._wake_descriptor, 1)
+            )
+            self._guests = SpareReplicaStore(self._drain.arena, self._answer)
+            self._listening = listen_unix_socket(self._drain.arena.files, SOCKET_NAME)
             self._selector.register(self._listening, selectors.EVENT_READ)
-        around = parse_surroundings(order, self._drain.arena.folder)
-        around = replace(around, pacer=self._drain.pacer, watch=self._drain.watch, say=self._say)
-        around.pacer.spread = around.spec.spread
-        before = self._around
+        around = parse_tier_context(order, self._drain.arena.folder)
+        around = replace(around, throttle=self._drain.throttle, watch=self._drain.watch, say=self._say)
+        around.throttle.spread = around.spec.spread
+        before = self._context
         if before is not None and (before.run, before.node) != (around.run, around.node):
             raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")
         if before is not None and before.attempt == around.attempt:
             around = replace(around, hurry=before.hurry)
         elif self._guests is not None:
             self._guests.end()
-        if self._open_neighbour is not None:
-            if self._neighbour is None:
-                self._neighbour = self._open_neighbour(around, self._holdings)
-            around = replace(around, neighbour=self._neighbour)
-            self._neighbour.reconfigure(around)
-        found, missing = _make_stations(self._factories, around)
+        if self._open_peer_service is not None:
+            if self._peer_service is None:
+                self._peer_service = self._open_peer_service(around, self._holdings)
+            around = replace(around, peer_service=self._peer_service)
+            self._peer_service.reconfigure(around)
+        found, missing = _make_tiers(self._factories, around)
         self._drain.configure(found, missing, around.run.checkpoints, around.hurry)
-        self._desk.open(self._drain, around.attempt)
-        self._around = around
+        self._rank_requests.open(self._drain, around.attempt)
+        self._context = around
         if before is None:
             self._withdraw(around)
             # A file system that hangs must not keep anybody from what is in memory, nor us from our end.
@@ -245,23 +264,23 @@ class Worker:
         for level, why in missing.items():
             if why:
                 self._host.send({"kind": "log", "text": f"level {level}: {why}"})
-        neighbour = self._neighbour
+        neighbour = self._peer_service
         self._host.send(
             {
                 "kind": "ready",
                 "port": neighbour.port if neighbour is not None else None,
                 "address": neighbour.address if neighbour is not None else None,
-                "socket": str(around.arena / SOCKET),
+                "socket": str(around.arena / SOCKET_NAME),
                 "levels": ["memory", *found],
                 "missing": dict(missing),
             }
         )
 
-    def _prove(self, found: Mapping[Level, Station]) -> None:
+    def _prove(self, found: Mapping[CheckpointLevel, Tier]) -> None:
         """In a thread of its own: whether saves can get to each level, before there are any."""
         problems: dict[str, str] = {}
         for level, station in found.items():
-            if isinstance(station, tiers.Proves):
+            if isinstance(station, tiers.SupportsWriteProbe):
                 try:
                     station.prove()
                 except (OSError, SiteError) as error:
@@ -277,16 +296,16 @@ class Worker:
         """The folder of this node's arena, locked; made anew where it was cleared away before that."""
         while True:
             with contextlib.suppress(FileNotFoundError):
-                folder = make_folder(self._root, run.path, run.run_id, node, self._say)
-                files = open_folder(folder)
-                self._take_over(files)
+                folder = make_arena_folder(self._root, run.path, run.run_id, node, self._say)
+                files = open_arena_folder(folder)
+                self._lock_arena(files)
                 if os.path.samestat(folder.lstat(), files.status()):
-                    self._served = files
+                    self._locked_arena = files
                     return folder
 
-    def _take_over(self, files: Folder) -> None:
+    def _lock_arena(self, files: Folder) -> None:
         """One worker an arena; the one before may still be busy with the end of its work."""
-        deadline = time.monotonic() + _PREDECESSOR_S
+        deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
         while True:
             try:
                 fcntl.flock(files.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -296,7 +315,7 @@ class Worker:
                     raise SiteError(f"{files.path}: another worker serves it; end it first") from None
             time.sleep(0.05)
 
-    def _withdraw(self, around: Surroundings) -> None:
+    def _withdraw(self, around: TierContext) -> None:
         """What a worker before this one had begun in this attempt nobody goes on with."""
         assert self._drain is not None
         for held in self._drain.arena.holdings(around.node):
@@ -306,32 +325,32 @@ class Worker:
                     held.stamp, numbers, "the drain worker was lost; a new one took its place"
                 )
 
-    def _opened(self) -> Drain:
+    def _opened(self) -> FlushPipeline:
         if self._drain is None:
             raise ValueError("configure comes first")
         return self._drain
 
-    def _holdings(self) -> list[Holding]:
+    def _holdings(self) -> list[InventoryEntry]:
         drain = self._opened()
-        node = self._around.node if self._around is not None else ""
+        node = self._context.node if self._context is not None else ""
         found = drain.holdings(node)
         if self._guests is not None:
             found += self._guests.holdings(node)
         if not any(one.level == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
-            found += parity_holdings(drain.arena.files)
-        return without(found, self._damages) if self._damages else found
+            found += list_parity_entries(drain.arena.files)
+        return exclude_damaged_parts(found, self._damaged_parts) if self._damaged_parts else found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
         """Beside everything else: it takes as long as the network does."""
-        if self._neighbour is None:
+        if self._peer_service is None:
             problem = "this worker talks to no other nodes"
             self._host.send({"kind": "rebuilt", "id": order["id"], "problem": problem})
             return
-        rebuilding = self._orders.submit(self._neighbour.rebuild, order)
+        rebuilding = self._orders.submit(self._peer_service.rebuild, order)
         rebuilding.add_done_callback(partial(self._rebuilt, order["id"]))
 
-    def _rebuilt(self, number: Any, rebuilding: Future[Holding]) -> None:
+    def _rebuilt(self, number: Any, rebuilding: Future[InventoryEntry]) -> None:
         """In the other thread."""
         if rebuilding.cancelled():
             return
@@ -342,57 +361,57 @@ class Worker:
     def _welcome(self) -> None:
         assert self._listening is not None
         for connection, _ in take_in_ours(self._listening):
-            self._selector.register(connection, selectors.EVENT_READ, _Caller(connection))
+            self._selector.register(connection, selectors.EVENT_READ, _RankConnection(connection))
 
-    def _hear_rank(self, caller: _Caller, events: int) -> None:
+    def _handle_rank_messages(self, caller: _RankConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             caller.lines.flush()
         for message in caller.lines.receive() if events & selectors.EVENT_READ else ():
-            rank = self._desk.hear(message, caller.send)
+            rank = self._rank_requests.hear(message, caller.send)
             if rank is not None:
                 caller.ranks.add(rank)
         if caller.lines.is_closed:
             self._selector.unregister(caller.connection)
             caller.connection.close()
             for rank in caller.ranks:
-                self._desk.leave(rank, caller.send)
+                self._rank_requests.leave(rank, caller.send)
 
     def _close(self) -> None:
         if self._listening is not None:
             self._listening.close()
-            if self._served is not None:
-                self._served.unlink(SOCKET)
+            if self._locked_arena is not None:
+                self._locked_arena.unlink(SOCKET_NAME)
         if self._guests is not None:
             self._guests.close()
         if self._drain is not None:
             self._drain.close()
-        if self._neighbour is not None:
-            self._neighbour.close()
+        if self._peer_service is not None:
+            self._peer_service.close()
         self._orders.shutdown(wait=False, cancel_futures=True)
         if self._is_of_script and self._drain is not None:
-            remove_folder(self._drain.arena.folder)
-        self._host.flush_all(_LAST_WORDS_S)
+            remove_arena_folder(self._drain.arena.folder)
+        self._host.flush_all(_FINAL_FLUSH_S)
 
 
-class _Caller:
+class _RankConnection:
     """A connection of a rank."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.ranks = connection, set[int]()
-        self.lines = Lines(connection.fileno(), connection.fileno())
+        self.lines = JsonLineStream(connection.fileno(), connection.fileno())
         # One and the same object each time: it is how the desk tells connections apart.
         self.send = self.lines.send
 
 
-def _inventory(number: Any, held: list[Holding]) -> dict[str, Any]:
+def _inventory_message(number: Any, held: list[InventoryEntry]) -> dict[str, Any]:
     return {"kind": "inventory", "id": number, "holdings": [one.as_json() for one in held]}
 
 
-def _make_stations(
-    factories: Mapping[Level, Factory], around: Surroundings
-) -> tuple[dict[Level, Station], dict[Level, str]]:
+def _make_tiers(
+    factories: Mapping[CheckpointLevel, TierFactory], around: TierContext
+) -> tuple[dict[CheckpointLevel, Tier], dict[CheckpointLevel, str]]:
     """Those that the node can have, and for the others why not; empty where the job does not ask for it."""
-    found, missing = dict[Level, Station](), dict[Level, str]()
+    found, missing = dict[CheckpointLevel, Tier](), dict[CheckpointLevel, str]()
     for level, make in factories.items():
         try:
             station = make(around)
@@ -406,7 +425,7 @@ def _make_stations(
     return found, missing
 
 
-def be_modest() -> None:
+def lower_priority() -> None:
     """Training comes first, on cores and on disks."""
     os.nice(_NICE)
     call = _IOPRIO_SET.get(platform.machine())
@@ -420,8 +439,8 @@ def main(root: str = "") -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         # Slurm signals every process of a step; the end of our host is what ends us.
         signal.signal(number, signal.SIG_IGN)
-    be_modest()
-    host = Lines(sys.stdin.fileno(), os.dup(sys.stdout.fileno()))
+    lower_priority()
+    host = JsonLineStream(sys.stdin.fileno(), os.dup(sys.stdout.fileno()))
     # Whatever else prints must not look like an answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    Worker(Path(root) if root else SHM, host).serve()
+    CheckpointWorker(Path(root) if root else SHM, host).serve()

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.checkpoint.format import PART_ALIGN, padded
+from hpcrun.checkpoint.format import PART_ALIGN, align_size
 
 BATCH_BYTES = 16 << 20
 """Of one write; writes end at multiples of it, as stripes do."""
 
 
 @dataclass(frozen=True)
-class Written:
+class DirectWriteResult:
     """How the bytes of a file were written."""
 
     direct_bytes: int
@@ -36,7 +36,7 @@ def write_file_direct(
     images: Sequence[tuple[int, memoryview]],
     *,
     written: Callable[[int], None] = lambda count: None,
-) -> Written:
+) -> DirectWriteResult:
     """Write parts of a file, each at its place, a multiple of PART_ALIGN, and sync it.
 
     `written` is called with the bytes of each write, and may wait to keep a rate. OSError as `write` and
@@ -52,21 +52,21 @@ def write_file_direct(
         why = "O_DIRECT: the file system does not know it"
         descriptor = os.open(path, flags, 0o600)
     try:
-        writer = _Writer(descriptor, why, written)
+        writer = _DirectWriter(descriptor, why, written)
         for start, image in images:
             assert start % PART_ALIGN == 0, f"a part at {start}"
             writer.write(image, start)
         # The last block was filled up; where others have written behind it, it is not the end of the file.
         end = max(start + len(image) for start, image in images)
-        if os.fstat(descriptor).st_size == padded(end, PART_ALIGN):
+        if os.fstat(descriptor).st_size == align_size(end, PART_ALIGN):
             os.ftruncate(descriptor, end)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return Written(writer.direct, writer.buffered, writer.why)
+    return DirectWriteResult(writer.direct, writer.buffered, writer.why)
 
 
-class _Writer:
+class _DirectWriter:
     """Writes directly for as long as the file system takes it."""
 
     def __init__(self, descriptor: int, why: str | None, written: Callable[[int], None]) -> None:
@@ -80,11 +80,11 @@ class _Writer:
         data, at = image.cast("B"), 0
         while at < len(data):
             end = min(len(data), at + BATCH_BYTES - (start + at) % BATCH_BYTES)
-            count = self._some(data[at:end], start + at)
+            count = self._write_some(data[at:end], start + at)
             self._written(count)
             at += count
 
-    def _some(self, data: memoryview, position: int) -> int:
+    def _write_some(self, data: memoryview, position: int) -> int:
         """Write some of the data; how much."""
         whole = len(data) // PART_ALIGN * PART_ALIGN
         if self.why is None and position % PART_ALIGN:
@@ -112,7 +112,7 @@ class _Writer:
 
     def _copied(self, data: memoryview) -> memoryview:
         """The same bytes in aligned memory, with zeros up to a whole block."""
-        size = padded(len(data), PART_ALIGN)
+        size = align_size(len(data), PART_ALIGN)
         self._bounce[: len(data)] = data
         self._bounce[len(data) : size] = bytes(size - len(data))
         return memoryview(self._bounce)[:size]

@@ -11,15 +11,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpcrun.checkpoint.lustre.lfs import Layout, Target
+from hpcrun.checkpoint.lustre.lfs import FileLayout, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-MOST_STRIPES = 450
+MAX_PLANNED_STRIPES = 450
 """OLCF asks for no more on Orion, which has 1349 OSTs (docs.olcf.ornl.gov, Orion, file striping)."""
-MOST_WRITERS_PER_OST = 8
+MAX_WRITERS_PER_OST = 8
 """512 files at once on 32 OSTs, 16 each, crawled on LUMI-G and not on Orion (ornladios/ADIOS2#4621)."""
-_MOST_PER_OST = 32
+_MAX_STRIPES_PER_OST = 32
 """Stripes of one file on an OST (lfs-setstripe(1), -C)."""
 _MARGIN = 1.1
 """An OST must have this much more than is put on it: others write too."""
@@ -27,7 +27,7 @@ _LARGE, _LARGE_STRIPE, _SMALL_STRIPE = GIB, 16 * MIB, 4 * MIB
 """OLCF stripes large files in 16 MiB; 4 MiB is what Lustre gives."""
 
 
-class Rule(NamedTuple):
+class StripingRule(NamedTuple):
     """What a site advises for files from a size on."""
 
     least_bytes: int
@@ -40,20 +40,20 @@ class Rule(NamedTuple):
 _OLCF = "OLCF, Orion: file striping"
 _NERSC = "NERSC, Perlmutter scratch: one shared file"
 _WIKI = "wiki.lustre.org, Lustre Striping Best Practices: one client"
-RULES = (
-    Rule(16 * TIB, None, 128, _OLCF),
-    Rule(8 * TIB, None, 64, _OLCF),
-    Rule(TIB, None, 16, _OLCF),
-    Rule(512 * GIB, None, 8, _OLCF),
-    Rule(100 * 10**9, True, 72, _NERSC),
-    Rule(10 * 10**9, True, 24, _NERSC),
-    Rule(10**9, True, 8, _NERSC),
-    Rule(GIB, False, 4, _WIKI),
+STRIPING_RULES = (
+    StripingRule(16 * TIB, None, 128, _OLCF),
+    StripingRule(8 * TIB, None, 64, _OLCF),
+    StripingRule(TIB, None, 16, _OLCF),
+    StripingRule(512 * GIB, None, 8, _OLCF),
+    StripingRule(100 * 10**9, True, 72, _NERSC),
+    StripingRule(10 * 10**9, True, 24, _NERSC),
+    StripingRule(10**9, True, 8, _NERSC),
+    StripingRule(GIB, False, 4, _WIKI),
 )
 
 
 @dataclass(frozen=True)
-class FileNeed:
+class FileRequirement:
     """A file that will be written."""
 
     size_bytes: int
@@ -81,7 +81,7 @@ class Striping:
     reasons: tuple[str, ...]
 
 
-def amount(size_bytes: float) -> str:
+def format_bytes(size_bytes: float) -> str:
     """Bytes for people, in powers of 1024."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size_bytes >= size:
@@ -89,23 +89,25 @@ def amount(size_bytes: float) -> str:
     return f"{size_bytes:.0f} bytes"
 
 
-def pool_of(spec: DurableSpec, default: Layout | None, size_bytes: int) -> str | None:
+def choose_pool(spec: DurableSpec, default: FileLayout | None, size_bytes: int) -> str | None:
     """The pool in which a file of this size will mostly lie: the job's, else the directory's."""
     if spec.pool is not None or default is None:
         return spec.pool
-    return max(default.components, key=lambda one: _inside(one.start, one.end, size_bytes)).pool
+    return max(default.components, key=lambda one: _bytes_in_component(one.start, one.end, size_bytes)).pool
 
 
-def usable(osts: Sequence[Target], avoid: Collection[int] = ()) -> tuple[list[Target], list[str]]:
+def select_usable_osts(
+    osts: Sequence[LustreTarget], avoid: Collection[int] = ()
+) -> tuple[list[LustreTarget], list[str]]:
     """The OSTs that take new files, and in words why others are avoided; degraded ones only if need be."""
     why: dict[str, list[int]] = {}
-    good, degraded = list[Target](), list[Target]()
+    good, degraded = list[LustreTarget](), list[LustreTarget]()
     for one in osts:
         if one.index in avoid:
             why.setdefault("out of space in this save", []).append(one.index)
         elif one.problem is not None:
             why.setdefault(f"silent ({one.problem})", []).append(one.index)
-        elif found := [words for flag, words in _FLAGS.items() if flag in one.flags]:
+        elif found := [words for flag, words in _UNUSABLE_FLAGS.items() if flag in one.flags]:
             why.setdefault(", ".join(found), []).append(one.index)
         elif "D" in one.flags:
             degraded.append(one)
@@ -113,59 +115,63 @@ def usable(osts: Sequence[Target], avoid: Collection[int] = ()) -> tuple[list[Ta
             good.append(one)
     if good and degraded:
         why["degraded"] = [one.index for one in degraded]
-    reasons = [f"OST {_ranges(indices)} avoided: {words}" for words, indices in why.items()]
+    reasons = [f"OST {_format_ranges(indices)} avoided: {words}" for words, indices in why.items()]
     return (good or degraded), reasons
 
 
-_FLAGS = {"N": "takes no new files", "R": "read-only", "S": "out of space", "I": "out of inodes"}
+_UNUSABLE_FLAGS = {"N": "takes no new files", "R": "read-only", "S": "out of space", "I": "out of inodes"}
 
 
-def plan_layout(
-    need: FileNeed,
+def plan_striping(
+    need: FileRequirement,
     spec: DurableSpec,
-    default: Layout | None,
-    osts: Sequence[Target] | None,
+    default: FileLayout | None,
+    osts: Sequence[LustreTarget] | None,
     avoid: Collection[int] = (),
 ) -> Striping:
     """How to lay out a file; `osts` are those of its pool (None: unknown), `avoid` have failed it already."""
-    pool = pool_of(spec, default, need.size_bytes)
-    good, reasons = usable(osts, avoid) if osts is not None else (None, ["space on the OSTs is unknown"])
-    below = _bytes(spec.keep_default_below)
+    pool = choose_pool(spec, default, need.size_bytes)
+    good, reasons = (
+        select_usable_osts(osts, avoid) if osts is not None else (None, ["space on the OSTs is unknown"])
+    )
+    below = _parse_bytes(spec.keep_default_below)
     if spec.stripes is None and spec.pool is None and need.size_bytes < below and not avoid:
-        room = _default_fits(need.size_bytes, default, good)
-        size = f"{amount(need.size_bytes)} are less than keep_default_below ({spec.keep_default_below})"
+        room = _default_layout_fits(need.size_bytes, default, good)
+        size = f"{format_bytes(need.size_bytes)} are less than keep_default_below ({spec.keep_default_below})"
         if room is not False:
             kept = f": {default}" if default else ""
             kind = "progressive layout" if default and default.is_progressive else "layout"
             reasons.append(f"{size}: the {kind} of the directory stays{kept}")
             return Striping((), None, None, pool, (), room, tuple(reasons))
         reasons.append(f"{size}, but an OST that the layout of the directory could take has no room for it")
-    count, overstriped, why = _count(need, spec, len(good) if good is not None else None)
+    count, overstriped, why = _choose_stripe_count(need, spec, len(good) if good is not None else None)
     reasons += why
     if good is None:
-        return _striping(need, count, overstriped, pool, (), None, reasons)
-    return _with_room(need, count, overstriped, pool, good, bool(avoid), reasons)
+        return _make_striping(need, count, overstriped, pool, (), None, reasons)
+    return _fit_to_free_space(need, count, overstriped, pool, good, bool(avoid), reasons)
 
 
-def _bytes(text: str) -> int:
+def _parse_bytes(text: str) -> int:
     """Bytes of 64G or 1.5T; the spec has seen to the form."""
     power = "KMGT".find(text[-1]) + 1
     return int(float(text.rstrip("KMGT")) * 1024**power)
 
 
-def _inside(start: int, end: int | None, size: int) -> int:
+def _bytes_in_component(start: int, end: int | None, size: int) -> int:
     """How much of a file of this size lies in a component."""
     return max(0, min(size, size if end is None else end) - start)
 
 
-def _default_fits(size: int, default: Layout | None, good: Sequence[Target] | None) -> bool | None:
+def _default_layout_fits(
+    size: int, default: FileLayout | None, good: Sequence[LustreTarget] | None
+) -> bool | None:
     """Whether each OST that may be given to the file has room for its share."""
     if default is None or good is None:
         return None
     if not good:
         return False
     shares = [
-        _inside(one.start, one.end, size)
+        _bytes_in_component(one.start, one.end, size)
         / (one.stripes if one.stripes > 0 else len(good) if one.stripes else 1)
         for one in default.components
         if "mdt" not in one.pattern
@@ -173,32 +179,37 @@ def _default_fits(size: int, default: Layout | None, good: Sequence[Target] | No
     return max(shares, default=0) * _MARGIN <= min(one.free for one in good)
 
 
-def _count(need: FileNeed, spec: DurableSpec, osts: int | None) -> tuple[int, bool, list[str]]:
+def _choose_stripe_count(
+    need: FileRequirement, spec: DurableSpec, osts: int | None
+) -> tuple[int, bool, list[str]]:
     """(stripes, whether several on an OST, reasons), before anybody looks at free space."""
-    most = min(MOST_STRIPES, osts or MOST_STRIPES)
+    most = min(MAX_PLANNED_STRIPES, osts or MAX_PLANNED_STRIPES)
     if spec.stripes is not None:
-        count = min(spec.stripes, MOST_STRIPES)
+        count = min(spec.stripes, MAX_PLANNED_STRIPES)
         why = [f"durable.stripes: {spec.stripes}"]
         if count < spec.stripes:
-            why.append(f"no more than {MOST_STRIPES} stripes")
+            why.append(f"no more than {MAX_PLANNED_STRIPES} stripes")
         return count, osts is not None and count > osts, why
     if osts and need.writers > osts:
-        per_ost = min(MOST_WRITERS_PER_OST, _MOST_PER_OST)
-        count = min(need.writers, per_ost * osts, MOST_STRIPES)
+        per_ost = min(MAX_WRITERS_PER_OST, _MAX_STRIPES_PER_OST)
+        count = min(need.writers, per_ost * osts, MAX_PLANNED_STRIPES)
         return count, count > osts, [f"{need.writers} writers over {osts} OSTs: several stripes on an OST"]
     count, why = 1, ["no rule asks for more than one stripe"]
-    for rule in RULES:
+    for rule in STRIPING_RULES:
         applies = rule.is_shared is None or rule.is_shared == (need.writers > 1)
         if applies and need.size_bytes >= rule.least_bytes and rule.stripes > count:
-            count, why = rule.stripes, [f"{amount(need.size_bytes)}: {rule.stripes} stripes ({rule.source})"]
+            count, why = (
+                rule.stripes,
+                [f"{format_bytes(need.size_bytes)}: {rule.stripes} stripes ({rule.source})"],
+            )
     if count > most:
         count = most
         why.append(f"no more than {most}: {'all OSTs that take files' if osts == most else 'the limit'}")
-    if need.writers > 1 and (even := _even(count, need.writers)) != count:
+    if need.writers > 1 and (even := _balance_stripes(count, need.writers)) != count:
         count = even
         why.append(f"{even} stripes divide evenly among {need.writers} writers")
-    if osts and need.files * count > MOST_WRITERS_PER_OST * osts:
-        count = max(1, MOST_WRITERS_PER_OST * osts // need.files)
+    if osts and need.files * count > MAX_WRITERS_PER_OST * osts:
+        count = max(1, MAX_WRITERS_PER_OST * osts // need.files)
         each = -(-need.files * count // osts)
         why.append(
             f"{need.files} files at once over {osts} OSTs: {count} stripes each, {each} writers on an OST"
@@ -206,19 +217,19 @@ def _count(need: FileNeed, spec: DurableSpec, osts: int | None) -> tuple[int, bo
     return count, False, why
 
 
-def _even(count: int, writers: int) -> int:
+def _balance_stripes(count: int, writers: int) -> int:
     """At most as many stripes, so that each writer has as many OSTs, or each OST as many writers."""
     if count >= writers:
         return count - count % writers
     return max(one for one in range(1, count + 1) if writers % one == 0)
 
 
-def _with_room(
-    need: FileNeed,
+def _fit_to_free_space(
+    need: FileRequirement,
     count: int,
     overstriped: bool,
     pool: str | None,
-    good: Sequence[Target],
+    good: Sequence[LustreTarget],
     must_choose: bool,
     reasons: list[str],
 ) -> Striping:
@@ -229,28 +240,28 @@ def _with_room(
     else:
         found = _stripes_with_room(need.size_bytes, count, good)
     if found is None:
-        reasons.append(f"no choice of {len(good)} OSTs has room for {amount(need.size_bytes)}")
-        return _striping(need, count, overstriped, pool, (), False, reasons)
+        reasons.append(f"no choice of {len(good)} OSTs has room for {format_bytes(need.size_bytes)}")
+        return _make_striping(need, count, overstriped, pool, (), False, reasons)
     first, (count, share) = count, found
     roomy = [one for one in good if one.free >= share]
     if count != min(first, len(good)) and not overstriped:
         reasons.append(f"{count} stripes rather than {first}, so that each OST has room for its share")
     # Targets with a flag the file system avoids by itself, and it balances better than anybody from outside.
     if overstriped or (len(roomy) == len(good) and not must_choose):
-        return _striping(need, count, overstriped, pool, (), True, reasons)
+        return _make_striping(need, count, overstriped, pool, (), True, reasons)
     if len(roomy) < len(good):
         small = [one.index for one in good if one not in roomy]
-        reasons.append(f"OST {_ranges(small)} avoided: less than {amount(share)} free")
+        reasons.append(f"OST {_format_ranges(small)} avoided: less than {format_bytes(share)} free")
     at = need.number * count
     ring = sorted(one.index for one in roomy)
     chosen = sorted({ring[(at + step) % len(ring)] for step in range(count)})
-    reasons.append(f"on OST {_ranges(chosen)} of the {len(ring)} that have room")
-    return _striping(need, count, False, pool, tuple(chosen), True, reasons)
+    reasons.append(f"on OST {_format_ranges(chosen)} of the {len(ring)} that have room")
+    return _make_striping(need, count, False, pool, tuple(chosen), True, reasons)
 
 
-def _stripes_with_room(size: int, wanted: int, good: Sequence[Target]) -> tuple[int, float] | None:
+def _stripes_with_room(size: int, wanted: int, good: Sequence[LustreTarget]) -> tuple[int, float] | None:
     """(stripes, what an OST needs for one): as many as wanted, else more, else fewer; None: all too many."""
-    most = min(len(good), MOST_STRIPES)
+    most = min(len(good), MAX_PLANNED_STRIPES)
     wanted = min(wanted, most)
     for count in (*range(max(1, wanted), most + 1), *range(wanted - 1, 0, -1)):
         share = size / count * _MARGIN
@@ -259,8 +270,8 @@ def _stripes_with_room(size: int, wanted: int, good: Sequence[Target]) -> tuple[
     return None
 
 
-def _striping(
-    need: FileNeed,
+def _make_striping(
+    need: FileRequirement,
     count: int,
     overstriped: bool,
     pool: str | None,
@@ -278,7 +289,7 @@ def _striping(
     return Striping(tuple(words), count, size, pool, osts, fits, tuple(reasons))
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def _format_ranges(numbers: Sequence[int]) -> str:
     """1-3,7 of 1, 2, 3, 7."""
     ordered, pieces = sorted(numbers), list[list[int]]()
     for number in ordered:

@@ -33,7 +33,7 @@ class LfsError(SiteError):
 
 
 @dataclass(frozen=True)
-class Component:
+class LayoutComponent:
     """A stretch of a file that is laid out in one way."""
 
     start: int
@@ -49,10 +49,10 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How a file is laid out, or will be if it is made in a directory."""
 
-    components: tuple[Component, ...]
+    components: tuple[LayoutComponent, ...]
 
     @property
     def is_progressive(self) -> bool:
@@ -73,7 +73,7 @@ class Layout:
             (
                 "on the metadata server"
                 if "mdt" in one.pattern
-                else f"{_counted(one.stripes)} of {one.stripe_bytes >> 10} KiB"
+                else f"{_format_stripes(one.stripes)} of {one.stripe_bytes >> 10} KiB"
             )
             + (f" in pool {one.pool}" if one.pool else "")
             + (f" up to {one.end >> 10} KiB" if one.end is not None else "")
@@ -81,12 +81,12 @@ class Layout:
         )
 
 
-def _counted(stripes: int) -> str:
+def _format_stripes(stripes: int) -> str:
     return "stripes on all OSTs" if stripes < 0 else f"{stripes} stripe{'s' * (stripes != 1)}"
 
 
 @dataclass(frozen=True)
-class Target:
+class LustreTarget:
     """An object or metadata target: a file system of its own, that can be full while others are not."""
 
     kind: Literal["OST", "MDT"]
@@ -101,7 +101,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Quota:
+class LustreQuota:
     """What a user, group or project has used, and may; a limit of None is none."""
 
     used_bytes: int
@@ -114,7 +114,7 @@ class Quota:
     """False where a server did not answer: usage is then too low."""
 
 
-def parse_layout(text: str) -> Layout:
+def parse_getstripe(text: str) -> FileLayout:
     """What `lfs getstripe -y` prints, of a directory with -d; LfsError if it is something else."""
     import yaml
 
@@ -123,30 +123,30 @@ def parse_layout(text: str) -> Layout:
         if not isinstance(told, dict):
             raise ValueError("no mapping")
         if "lcm_entry_count" not in told and "lcm_layout_gen" not in told:
-            return Layout((_component(told, 0, None),))
+            return FileLayout((_parse_component(told, 0, None),))
         entries = told.get("components") or [
             told[key] for key in told if re.fullmatch(r"component\d+", key, re.A)
         ]
-        components = tuple(_entry(entry) for entry in entries)
+        components = tuple(_parse_layout_entry(entry) for entry in entries)
         if not components:
             raise ValueError("no components")
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = " ".join(text.split())[:80]
         raise LfsError(f"`lfs getstripe -y` printed what is no layout ({error}): {first!r}") from None
-    return Layout(components)
+    return FileLayout(components)
 
 
-def _entry(entry: dict[str, Any]) -> Component:
+def _parse_layout_entry(entry: dict[str, Any]) -> LayoutComponent:
     end = entry["lcme_extent.e_end"]
-    return _component(
+    return _parse_component(
         entry["sub_layout"], int(entry["lcme_extent.e_start"]), None if end == "EOF" else int(end)
     )
 
 
-def _component(told: dict[str, Any], start: int, end: int | None) -> Component:
+def _parse_component(told: dict[str, Any], start: int, end: int | None) -> LayoutComponent:
     """A plain layout; of a directory its keys lack the prefix."""
     plain = {key.removeprefix("lmm_"): value for key, value in told.items()}
-    return Component(
+    return LayoutComponent(
         start,
         end,
         int(plain["stripe_count"]),
@@ -157,7 +157,7 @@ def _component(told: dict[str, Any], start: int, end: int | None) -> Component:
     )
 
 
-def parse_df(text: str, unit: int = 1) -> list[Target]:
+def parse_lfs_df(text: str, unit: int = 1) -> list[LustreTarget]:
     """What `lfs df` prints without -h, each figure times `unit`; LfsError where there is no target at all."""
     found = []
     for line in text.splitlines():
@@ -166,16 +166,18 @@ def parse_df(text: str, unit: int = 1) -> list[Target]:
         if target and len(words) >= 6 and all(word.isdigit() for word in words[1:4]):
             kind: Literal["OST", "MDT"] = "OST" if target[1] == "OST" else "MDT"
             flags = (target[3] or "").replace("f", "")
-            found.append(Target(kind, int(target[2]), int(words[1]) * unit, int(words[3]) * unit, flags))
+            found.append(
+                LustreTarget(kind, int(target[2]), int(words[1]) * unit, int(words[3]) * unit, flags)
+            )
         elif silent:
             kind = "OST" if silent[1] == "OST" else "MDT"
-            found.append(Target(kind, int(silent[2], 16), 0, 0, problem=silent[3]))
+            found.append(LustreTarget(kind, int(silent[2], 16), 0, 0, problem=silent[3]))
     if not found:
         raise LfsError(f"`lfs df` printed no target: {' '.join(text.split())[:80]!r}")
     return found
 
 
-def parse_quota(text: str) -> Quota:
+def parse_lfs_quota(text: str) -> LustreQuota:
     """What `lfs quota -u|-g|-p` prints without -h and -v; LfsError if it is something else."""
     after: list[str] | None = None
     for line in text.splitlines():
@@ -189,7 +191,7 @@ def parse_quota(text: str) -> Quota:
         figures = [word.strip("[]*") for word in (row[:3] + row[4:7])]
         if all(figure.isdigit() for figure in figures):
             used, soft, hard, files, soft_files, hard_files = map(int, figures)
-            return Quota(
+            return LustreQuota(
                 used << 10,
                 soft << 10 or None,
                 hard << 10 or None,
@@ -201,7 +203,7 @@ def parse_quota(text: str) -> Quota:
     raise LfsError(f"`lfs quota` printed no table: {' '.join(text.split())[:80]!r}")
 
 
-def parse_project(text: str) -> int:
+def parse_lfs_project(text: str) -> int:
     """The project of a directory as `lfs project -d` prints it; 0 is none."""
     words = text.split()
     if not words or not words[0].isdigit():
@@ -209,36 +211,38 @@ def parse_project(text: str) -> int:
     return int(words[0])
 
 
-class Lfs:
+class LfsClient:
     """The command, as one asks it; LfsError for whatever goes wrong."""
 
     def __init__(self, timeout_s: float = _TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
 
-    def default_layout(self, directory: Path) -> Layout:
+    def default_layout(self, directory: Path) -> FileLayout:
         """How a file will be laid out that is made in a directory."""
-        return parse_layout(self._ask("getstripe", "-d", "-y", str(directory)))
+        return parse_getstripe(self._ask("getstripe", "-d", "-y", str(directory)))
 
-    def layout(self, file: Path) -> Layout:
+    def layout(self, file: Path) -> FileLayout:
         """How a file is laid out."""
-        return parse_layout(self._ask("getstripe", "-y", str(file)))
+        return parse_getstripe(self._ask("getstripe", "-y", str(file)))
 
-    def space(self, directory: Path, pool: str | None = None) -> list[Target]:
+    def space(self, directory: Path, pool: str | None = None) -> list[LustreTarget]:
         """Bytes of every target; of a pool only its OSTs. A dead one is not waited for."""
-        return parse_df(self._ask("df", "-l", *_in(pool), str(directory), in_part=True), unit=1024)
+        return parse_lfs_df(
+            self._ask("df", "-l", *_pool_suffix(pool), str(directory), in_part=True), unit=1024
+        )
 
-    def inodes(self, directory: Path) -> list[Target]:
+    def inodes(self, directory: Path) -> list[LustreTarget]:
         """Inodes of every target."""
-        return parse_df(self._ask("df", "-l", "-i", str(directory), in_part=True))
+        return parse_lfs_df(self._ask("df", "-l", "-i", str(directory), in_part=True))
 
-    def quota(self, directory: Path, kind: Literal["user", "group", "project"], number: int) -> Quota:
+    def quota(self, directory: Path, kind: Literal["user", "group", "project"], number: int) -> LustreQuota:
         """What somebody may use of the file system of a directory."""
         option = {"user": "-u", "group": "-g", "project": "-p"}[kind]
-        return parse_quota(self._ask("quota", option, str(number), str(directory), in_part=True))
+        return parse_lfs_quota(self._ask("quota", option, str(number), str(directory), in_part=True))
 
     def project(self, directory: Path) -> int:
         """The project that a directory counts for."""
-        return parse_project(self._ask("project", "-d", str(directory)))
+        return parse_lfs_project(self._ask("project", "-d", str(directory)))
 
     def create(self, file: Path, arguments: Sequence[str]) -> None:
         """Make an empty file that is laid out as the arguments of `setstripe` say."""
@@ -247,7 +251,7 @@ class Lfs:
     def _ask(self, *words: str, in_part: bool = False) -> str:
         """What it prints; with `in_part` also where it failed but printed something."""
         try:
-            lfsgrammar.parse(words)
+            lfsgrammar.parse_lfs_command(words)
         except ValueError as error:
             raise LfsError(str(error), errno.EINVAL) from None
         if shutil.which("lfs") is None:
@@ -262,5 +266,5 @@ class Lfs:
         return done.stdout
 
 
-def _in(pool: str | None) -> tuple[str, ...]:
+def _pool_suffix(pool: str | None) -> tuple[str, ...]:
     return ("-p", pool) if pool else ()

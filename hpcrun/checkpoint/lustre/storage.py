@@ -14,18 +14,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from hpcrun.checkpoint.lustre.layout import FileNeed, Striping, amount, plan_layout, pool_of, usable
-from hpcrun.checkpoint.lustre.lfs import Lfs, LfsError, Quota, Target
+from hpcrun.checkpoint.lustre.layout import (
+    FileRequirement,
+    Striping,
+    choose_pool,
+    format_bytes,
+    plan_striping,
+    select_usable_osts,
+)
+from hpcrun.checkpoint.lustre.lfs import LfsClient, LfsError, LustreQuota, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NUMBER = re.compile(r"data-(\d{5,})\.bin", re.A)
 
-Warn = Callable[[str], None]
+WarnCallback = Callable[[str], None]
 
 
-class Mount(NamedTuple):
+class MountEntry(NamedTuple):
     """A mounted file system."""
 
     kind: str
@@ -40,7 +47,7 @@ class Mount(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class StorageFinding:
     """One thing that was looked at before saves go to a directory."""
 
     level: Literal["ok", "unknown", "warning", "refused"]
@@ -48,7 +55,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class SaveNeed:
+class SaveRequirement:
     """What the saves of a run will take."""
 
     save_bytes: int
@@ -68,7 +75,7 @@ class StoragePlan:
     layout: str | None
     """In words; None where the file system has no such thing, or it is unknown."""
     reasons: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[StorageFinding, ...]
 
     @property
     def refusal(self) -> str | None:
@@ -80,7 +87,7 @@ class StoragePlan:
         return asdict(self) | {"directory": str(self.directory)}
 
 
-def parse_mounts(text: str) -> list[Mount]:
+def parse_mounts(text: str) -> list[MountEntry]:
     """The lines of /proc/self/mountinfo, in order."""
     found = []
     for line in text.splitlines():
@@ -88,14 +95,14 @@ def parse_mounts(text: str) -> list[Mount]:
         fields, rest = before.split(), after.split()
         if len(fields) > 4 and len(rest) > 1:
             point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-            found.append(Mount(rest[0], Path(point), rest[1]))
+            found.append(MountEntry(rest[0], Path(point), rest[1]))
     return found
 
 
-def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
+def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> MountEntry:
     """The file system that holds a path, or will hold it once it is made."""
     place = path.resolve()
-    best = Mount("", place, "")
+    best = MountEntry("", place, "")
     try:
         mounts = parse_mounts(mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
@@ -108,7 +115,7 @@ def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
     return best
 
 
-class Storage:
+class CheckpointStorage:
     """A directory for saves. The methods never fail because of `lfs`.
 
     `warn` is told once, and what is returned then holds the `warning` too.
@@ -118,14 +125,14 @@ class Storage:
         self,
         directory: Path,
         spec: DurableSpec,
-        warn: Warn = lambda text: None,
+        warn: WarnCallback = lambda text: None,
         *,
-        lfs: Lfs | None = None,
+        lfs: LfsClient | None = None,
         mountinfo: Path = MOUNTINFO,
     ) -> None:
         self._directory, self._spec, self._warn = directory, spec, warn
-        self._lfs = lfs or Lfs()
-        self.mount = mount_of(directory, mountinfo)
+        self._lfs = lfs or LfsClient()
+        self.mount = find_mount(directory, mountinfo)
         self._has_warned = False
         self._warning: str | None = None
         self._may_ask = self._may_stripe = self.mount.kind == "lustre"
@@ -139,7 +146,7 @@ class Storage:
         facts: dict[str, Any] = {"file_system": self.mount.kind or "unknown"}
         if self._may_stripe and not path.exists():
             try:
-                striping = self._create(path, _need(path, size_bytes, files, writers), set())
+                striping = self._create(path, _file_requirement(path, size_bytes, files, writers), set())
                 facts |= {"asked": list(striping.arguments), "reasons": list(striping.reasons)}
             except LfsError as error:
                 # A file with the layout of its directory is a file too, and its layout can be recorded.
@@ -152,7 +159,7 @@ class Storage:
         """After ENOSPC: make the file anew, empty, on other OSTs; None where none have room: it stays."""
         if not self._may_stripe or not path.exists():
             return None
-        need = _need(path, size_bytes, files, writers)
+        need = _file_requirement(path, size_bytes, files, writers)
         try:
             avoid = set(self._lfs.layout(path).osts)
             if not self.plan(need, avoid, path.parent)[0].fits:
@@ -177,7 +184,7 @@ class Storage:
             facts["warning"], self._warning = self._warning, None
         return facts
 
-    def _create(self, path: Path, need: FileNeed, avoid: set[int]) -> Striping:
+    def _create(self, path: Path, need: FileRequirement, avoid: set[int]) -> Striping:
         """Lay the file out as planned; where the chosen OSTs are full meanwhile, once more without them."""
         for last in (False, True):
             striping = self.plan(need, avoid, path.parent)[0]
@@ -196,14 +203,14 @@ class Storage:
         return striping
 
     def plan(
-        self, need: FileNeed, avoid: Collection[int] = (), directory: Path | None = None
-    ) -> tuple[Striping, list[Target]]:
+        self, need: FileRequirement, avoid: Collection[int] = (), directory: Path | None = None
+    ) -> tuple[Striping, list[LustreTarget]]:
         """How a file would be laid out, and the OSTs of its pool; LfsError."""
-        place = _existing(directory or self._directory)
+        place = _nearest_existing(directory or self._directory)
         default = self._lfs.default_layout(place)
-        pool = pool_of(self._spec, default, need.size_bytes)
+        pool = choose_pool(self._spec, default, need.size_bytes)
         osts = [one for one in self._lfs.space(place, pool) if one.kind == "OST"]
-        return plan_layout(need, self._spec, default, osts, avoid), osts
+        return plan_striping(need, self._spec, default, osts, avoid), osts
 
     def _give_up(self, error: LfsError, asking: bool = False) -> None:
         """Treat the directory as any other from now on, and say so the first time."""
@@ -214,45 +221,45 @@ class Storage:
             self._warning = f"{self._directory}: files of saves get the layout of their directory: {error}"
             self._warn(self._warning)
 
-    def look(self, need: SaveNeed, file: FileNeed) -> StoragePlan:
+    def look(self, need: SaveRequirement, file: FileRequirement) -> StoragePlan:
         """Whether saves fit, and how their files would be laid out."""
         layout: str | None = None
-        reasons, findings, has_space = tuple[str, ...](), list[Finding](), False
+        reasons, findings, has_space = tuple[str, ...](), list[StorageFinding](), False
         if self._may_ask:
             try:
                 striping, osts = self.plan(file)
                 asked = " ".join(striping.arguments)
                 layout = f"lfs setstripe {asked}" if asked else "as the directory has it"
                 reasons = striping.reasons
-                findings += check_osts(osts, striping, need, self._spec.pool)
+                findings += check_ost_space(osts, striping, need, self._spec.pool)
                 has_space = True
                 findings += self._inodes(need)
                 findings += self._quotas(need)
             except LfsError as error:
-                findings.append(Finding("warning", f"what Lustre would tell is unknown: {error}"))
+                findings.append(StorageFinding("warning", f"what Lustre would tell is unknown: {error}"))
         if not has_space:
-            findings += check_plain(os.statvfs(_existing(self._directory)), need)
+            findings += check_total_space(os.statvfs(_nearest_existing(self._directory)), need)
         if not any("quota" in one.text for one in findings):
             findings.append(
-                Finding("unknown", f"quota: not known on {self.mount.kind or 'this file system'}")
+                StorageFinding("unknown", f"quota: not known on {self.mount.kind or 'this file system'}")
             )
         if self.mount.kind in _IN_MEMORY:
             findings.append(
-                Finding("warning", f"{self.mount.kind} is memory of this node: it is lost with it")
+                StorageFinding("warning", f"{self.mount.kind} is memory of this node: it is lost with it")
             )
         if not self.mount.kind:
-            findings.append(Finding("unknown", "which file system this is"))
+            findings.append(StorageFinding("unknown", "which file system this is"))
         return StoragePlan(self._directory, self.mount.kind or "unknown", layout, reasons, tuple(findings))
 
-    def _inodes(self, need: SaveNeed) -> list[Finding]:
-        free = [one for one in self._lfs.inodes(_existing(self._directory)) if one.problem is None]
+    def _inodes(self, need: SaveRequirement) -> list[StorageFinding]:
+        free = [one for one in self._lfs.inodes(_nearest_existing(self._directory)) if one.problem is None]
         metadata = [one.free for one in free if one.kind == "MDT"]
         if not metadata:
-            return [Finding("unknown", "inodes: no metadata server answered")]
-        return [_room("inodes", sum(metadata), need.save_files, need.saves, str)]
+            return [StorageFinding("unknown", "inodes: no metadata server answered")]
+        return [_check_free_space("inodes", sum(metadata), need.save_files, need.saves, str)]
 
-    def _quotas(self, need: SaveNeed) -> list[Finding]:
-        place = _existing(self._directory)
+    def _quotas(self, need: SaveRequirement) -> list[StorageFinding]:
+        place = _nearest_existing(self._directory)
         owner = place.stat()
         project = self._project(place)
         asked: list[tuple[Literal["user", "group", "project"], int]] = [
@@ -264,11 +271,11 @@ class Storage:
         findings = []
         for kind, number in asked:
             try:
-                found = check_quota(kind, self._lfs.quota(place, kind, number), need)
+                found = check_quota_space(kind, self._lfs.quota(place, kind, number), need)
             except LfsError as error:
                 if error.number != errno.ESRCH:
                     raise
-                found = [Finding("ok", f"quota of the {kind}: there are none here")]
+                found = [StorageFinding("ok", f"quota of the {kind}: there are none here")]
             findings += found
         return findings
 
@@ -281,96 +288,99 @@ class Storage:
             return 0
 
 
-def check_osts(
-    osts: Collection[Target], striping: Striping, need: SaveNeed, pool: str | None
-) -> list[Finding]:
+def check_ost_space(
+    osts: Collection[LustreTarget], striping: Striping, need: SaveRequirement, pool: str | None
+) -> list[StorageFinding]:
     """Whether the OSTs hold the saves, and whether each of them holds its share of a file."""
-    good, why = usable(list(osts))
+    good, why = select_usable_osts(list(osts))
     if not osts and pool is not None:
-        return [Finding("refused", f"checkpoint.durable.pool: {pool} has no OSTs here; `lfs df -p {pool}`")]
+        return [
+            StorageFinding("refused", f"checkpoint.durable.pool: {pool} has no OSTs here; `lfs df -p {pool}`")
+        ]
     findings = [
-        _room(
+        _check_free_space(
             "space",
             sum(one.free for one in good),
             need.save_bytes,
             need.saves,
-            amount,
+            format_bytes,
             f" on {len(good)} OSTs",
         )
     ]
-    findings += [Finding("warning", text) for text in why if "silent" in text or "degraded" in text]
+    findings += [StorageFinding("warning", text) for text in why if "silent" in text or "degraded" in text]
     if striping.fits is False:
         least = min((one.free for one in good), default=0)
         findings.append(
-            Finding(
-                "refused", f"no OSTs have room for a file of a save; the fullest has {amount(least)} left"
+            StorageFinding(
+                "refused",
+                f"no OSTs have room for a file of a save; the fullest has {format_bytes(least)} left",
             )
         )
     return findings
 
 
-def check_plain(found: os.statvfs_result, need: SaveNeed) -> list[Finding]:
+def check_total_space(found: os.statvfs_result, need: SaveRequirement) -> list[StorageFinding]:
     """Whether saves fit on a file system that only tells its totals."""
     if found.f_blocks:
         free = found.f_bavail * found.f_frsize
-        findings = [_room("space", free, need.save_bytes, need.saves, amount)]
+        findings = [_check_free_space("space", free, need.save_bytes, need.saves, format_bytes)]
     else:
-        findings = [Finding("unknown", "space: this file system does not count it")]
+        findings = [StorageFinding("unknown", "space: this file system does not count it")]
     if found.f_files:
-        findings.append(_room("inodes", found.f_favail, need.save_files, need.saves, str))
+        findings.append(_check_free_space("inodes", found.f_favail, need.save_files, need.saves, str))
     else:
-        findings.append(Finding("unknown", "inodes: this file system does not count them"))
+        findings.append(StorageFinding("unknown", "inodes: this file system does not count them"))
     return findings
 
 
-def check_quota(kind: str, quota: Quota, need: SaveNeed) -> list[Finding]:
+def check_quota_space(kind: str, quota: LustreQuota, need: SaveRequirement) -> list[StorageFinding]:
     """What the quota of a user, group or project leaves."""
     findings = []
     rows = (
-        ("space", quota.used_bytes, quota.soft_bytes, quota.hard_bytes, need.save_bytes, amount),
+        ("space", quota.used_bytes, quota.soft_bytes, quota.hard_bytes, need.save_bytes, format_bytes),
         ("inodes", quota.used_inodes, quota.soft_inodes, quota.hard_inodes, need.save_files, str),
     )
     for what, used, soft, hard, each, shown in rows:
         name = f"quota of the {kind}, {what}"
         if hard is None and soft is None:
-            findings.append(Finding("ok", f"{name}: no limit"))
+            findings.append(StorageFinding("ok", f"{name}: no limit"))
             continue
-        found = Finding("ok", "")
+        found = StorageFinding("ok", "")
         if hard is not None:
-            found = _room(name, max(0, hard - used), each, need.saves, shown)
+            found = _check_free_space(name, max(0, hard - used), each, need.saves, shown)
         if soft is not None and used + each * need.saves > soft and found.level == "ok":
-            found = Finding("warning", f"{name}: {shown(soft)} are exceeded for a grace time only")
-        findings.append(found if found.text else Finding("ok", f"{name}: below {shown(soft or 0)}"))
+            found = StorageFinding("warning", f"{name}: {shown(soft)} are exceeded for a grace time only")
+        findings.append(found if found.text else StorageFinding("ok", f"{name}: below {shown(soft or 0)}"))
     if not quota.is_exact:
         findings.append(
-            Finding("unknown", f"quota of the {kind}: a server is silent; more is used than said")
+            StorageFinding("unknown", f"quota of the {kind}: a server is silent; more is used than said")
         )
     return findings
 
 
-def _room(
+def _check_free_space(
     what: str, free: int, each: int, saves: int, shown: Callable[[int], str], where: str = ""
-) -> Finding:
+) -> StorageFinding:
     """Whether so many saves, or at least one, have room."""
     need = f"{shown(free)} free{where}, {saves} saves of {shown(each)} need {shown(each * saves)}"
     if free < each:
-        return Finding("refused", f"{what}: {shown(free)} free{where}, one save needs {shown(each)}")
-    return Finding("ok" if free >= each * saves else "warning", f"{what}: {need}")
+        return StorageFinding("refused", f"{what}: {shown(free)} free{where}, one save needs {shown(each)}")
+    return StorageFinding("ok" if free >= each * saves else "warning", f"{what}: {need}")
 
 
-def _need(path: Path, size_bytes: int, files: int, writers: int) -> FileNeed:
+def _file_requirement(path: Path, size_bytes: int, files: int, writers: int) -> FileRequirement:
     """Which of the files of a save it is shows in its name."""
     match = _NUMBER.fullmatch(path.name)
-    return FileNeed(size_bytes, writers, files, int(match[1]) if match else 0)
+    return FileRequirement(size_bytes, writers, files, int(match[1]) if match else 0)
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """A directory, or the nearest above it that exists: at submission the run directory may not."""
     place = path.resolve()
     return next((one for one in (place, *place.parents) if one.is_dir()), place)
 
 
-def storage_plan(
+def make_storage_plan(
     directory: Path,
     spec: DurableSpec,
     *,
@@ -379,7 +389,7 @@ def storage_plan(
     keep: int,
     held: int = 0,
     writers: int = 1,
-    lfs: Lfs | None = None,
+    lfs: LfsClient | None = None,
     mountinfo: Path = MOUNTINFO,
 ) -> StoragePlan:
     """What a person is told before saves go to a directory: one file a node, `keep` saves and one in flight.
@@ -387,6 +397,6 @@ def storage_plan(
     `held` saves are there already, `writers` processes write to a file at once. Only reads.
     """
     # A data file and a list of its parts a node while it is written, the manifest, the record, the directory.
-    need = SaveNeed(save_bytes, 2 * nodes + 3, max(1, keep + 1 - held))
-    storage = Storage(directory, spec, lfs=lfs, mountinfo=mountinfo)
-    return storage.look(need, FileNeed(-(-save_bytes // nodes), writers, nodes))
+    need = SaveRequirement(save_bytes, 2 * nodes + 3, max(1, keep + 1 - held))
+    storage = CheckpointStorage(directory, spec, lfs=lfs, mountinfo=mountinfo)
+    return storage.look(need, FileRequirement(-(-save_bytes // nodes), writers, nodes))

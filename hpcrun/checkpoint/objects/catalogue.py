@@ -24,19 +24,19 @@ from typing import NamedTuple, TypeVar
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from hpcrun.checkpoint.format import MANIFEST, PART_ALIGN, DamagedError, file_name
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.objects.store import Listed, Store, open_store
+from hpcrun.checkpoint.format import MANIFEST_NAME, PART_ALIGN, DamagedError, data_file_name
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, open_object_store
 from hpcrun.errors import UsageError
 from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
 
-OBJECT_BYTES = 64 << 20
+MIN_OBJECT_BYTES = 64 << 20
 """The least size of an object, but for files that are smaller; the largest is eight times this."""
-AT_ONCE = 8
+MAX_PARALLEL_CALLS = 8
 _T = TypeVar("_T")
 """Objects under way together, each with one piece in memory."""
-_ENOUGH_OBJECTS = 256
+_TARGET_OBJECT_COUNT = 256
 _STALE_S = 24 * 3600.0
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}")
 _KEY = re.compile(
@@ -45,7 +45,7 @@ _KEY = re.compile(
 )
 
 
-class Extent(NamedTuple):
+class FileExtent(NamedTuple):
     """A stretch of a data file that is one object."""
 
     number: int
@@ -72,38 +72,38 @@ class ObjectCopy:
     place: str
     """What the keys of its objects begin with."""
     url: str
-    listed: dict[str, Listed]
+    listed: dict[str, ListedObject]
     """Its objects by name."""
     problem: str | None
     """What the listing already shows to be wrong with it."""
 
     @property
-    def stamp(self) -> Stamp:
+    def stamp(self) -> GenerationId:
         """Which state it is of."""
         one = self.saved
-        return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
+        return GenerationId(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
 
 
-class BrokenCopy(NamedTuple):
+class BrokenObjectCopy(NamedTuple):
     """What looks like a committed generation, but has a record that proves nothing."""
 
     url: str
     problem: str
 
 
-def cut(size_bytes: int, least: int = OBJECT_BYTES) -> list[Extent]:
+def split_into_objects(size_bytes: int, least: int = MIN_OBJECT_BYTES) -> list[FileExtent]:
     """The objects of a file, about equal: none below `least` unless the file is, none above 8 times that.
 
     Always the same for a size, so that an upload that was interrupted finds its own objects.
     """
-    wanted = min(4 * least, max(least, size_bytes // _ENOUGH_OBJECTS))
+    wanted = min(4 * least, max(least, size_bytes // _TARGET_OBJECT_COUNT))
     count = max(1, size_bytes // wanted)
     each = size_bytes // count // PART_ALIGN * PART_ALIGN
     ends = [each * number for number in range(1, count)] + [size_bytes]
-    return [Extent(number, each * number, end - each * number) for number, end in enumerate(ends)]
+    return [FileExtent(number, each * number, end - each * number) for number, end in enumerate(ends)]
 
 
-def run_place(run_id: str) -> str:
+def run_key_prefix(run_id: str) -> str:
     """What the keys of a run begin with; UsageError for an id that is no name."""
     name = run_id.replace("/", "+")
     if not _RUN.fullmatch(name):
@@ -113,38 +113,38 @@ def run_place(run_id: str) -> str:
     return f"{name}/"
 
 
-def copy_place(run_id: str, step: int, generation: str) -> str:
+def generation_key_prefix(run_id: str, step: int, generation: str) -> str:
     """What the keys of a generation begin with."""
-    return f"{run_place(run_id)}step-{step:08d}.{generation}/"
+    return f"{run_key_prefix(run_id)}step-{step:08d}.{generation}/"
 
 
-def index_name(number: int) -> str:
+def object_index_name(number: int) -> str:
     """The name of a data file's index."""
-    return file_name(number).replace(".bin", ".json")
+    return data_file_name(number).replace(".bin", ".json")
 
 
-def object_name(number: int, extent: int, xxh3: str) -> str:
+def data_object_name(number: int, extent: int, xxh3: str) -> str:
     """The name of an object of a data file."""
-    return f"{file_name(number)}.{extent:05d}.{xxh3}"
+    return f"{data_file_name(number)}.{extent:05d}.{xxh3}"
 
 
-def render_index(generation: str, number: int, objects: list[StoredObject]) -> bytes:
+def render_object_index(generation: str, number: int, objects: list[StoredObject]) -> bytes:
     """The index of a data file, with a hash of itself."""
     told = {"generation": generation, "file": number, "objects": [list(one) for one in objects]}
-    return (json.dumps(told | {"check": _hash(told)}) + "\n").encode()
+    return (json.dumps(told | {"check": _index_hash(told)}) + "\n").encode()
 
 
-def parse_index(data: bytes, generation: str, number: int) -> list[StoredObject]:
+def parse_object_index(data: bytes, generation: str, number: int) -> list[StoredObject]:
     """The objects of a data file in order; DamagedError where they do not make it up."""
     try:
         told = json.loads(data)
         check = told.pop("check")
         objects = [StoredObject(*row) for row in told["objects"]]
-        if check != _hash(told) or (told["generation"], told["file"]) != (generation, number):
+        if check != _index_hash(told) or (told["generation"], told["file"]) != (generation, number):
             raise DamagedError("is not the index of this file, or is damaged")
         end = 0
         for at, one in enumerate(objects):
-            if one.name != object_name(number, at, one.xxh3) or one.start != end or one.size_bytes < 0:
+            if one.name != data_object_name(number, at, one.xxh3) or one.start != end or one.size_bytes < 0:
                 raise DamagedError(f"names {one.name!r} at {one.start}, which does not belong there")
             end += one.size_bytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,48 +152,48 @@ def parse_index(data: bytes, generation: str, number: int) -> list[StoredObject]
     return objects
 
 
-def list_copies(
-    store: Store, run_id: str, newest: int | None = None
-) -> tuple[list[ObjectCopy], list[BrokenCopy]]:
+def list_generation_copies(
+    store: ObjectStore, run_id: str, newest: int | None = None
+) -> tuple[list[ObjectCopy], list[BrokenObjectCopy]]:
     """The committed generations of a run in a store, oldest first, and those whose record proves nothing.
 
     One listing, and their small records; only those of the `newest` steps where that is given.
     """
-    place = run_place(run_id)
-    found = _by_generation(store, place)
+    place = run_key_prefix(run_id)
+    found = _group_by_generation(store, place)
     committed = [(key, names) for key, names in found.items() if RECORD in names]
     if newest is not None:
-        committed = sorted(committed, key=lambda one: _step_of(one[0]))[-newest:]
-    with ThreadPoolExecutor(2 * AT_ONCE) as pool:
-        texts = list(pool.map(lambda one: _text(store, f"{place}{one[0]}/{RECORD}"), committed))
-    copies, unreadable = list[ObjectCopy](), list[BrokenCopy]()
+        committed = sorted(committed, key=lambda one: _parse_key_step(one[0]))[-newest:]
+    with ThreadPoolExecutor(2 * MAX_PARALLEL_CALLS) as pool:
+        texts = list(pool.map(lambda one: _read_record_text(store, f"{place}{one[0]}/{RECORD}"), committed))
+    copies, unreadable = list[ObjectCopy](), list[BrokenObjectCopy]()
     for (key, names), text in zip(committed, texts, strict=True):
         if text is not None:  # else it was removed meanwhile
-            one = _copy(store, place, key, names, text)
+            one = _parse_copy(store, place, key, names, text)
             (copies if isinstance(one, ObjectCopy) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(
         copies, key=lambda one: (one.saved.step, one.saved.attempt, one.saved.written or 0.0)
     ), unreadable
 
 
-def list_saves(
+def list_whole_copies(
     url: str, run_id: str, endpoint: str | None = None, newest: int | None = None
 ) -> list[ObjectCopy]:
     """The copies of a run that the listing shows whole, oldest first; SiteError for a store that is away."""
-    with open_store(url, endpoint) as store:
+    with open_object_store(url, endpoint) as store:
         store.check()
-        return [copy for copy in list_copies(store, run_id, newest)[0] if copy.problem is None]
+        return [copy for copy in list_generation_copies(store, run_id, newest)[0] if copy.problem is None]
 
 
-def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
+def prune_object_copies(store: ObjectStore, run_id: str, keep: int) -> list[ObjectCopy]:
     """Remove all but the newest `keep` whole copies of the line that the run is on; what was removed.
 
     A generation without a record may be on its way and stays, unless it is older than the newest whole copy
     and nothing has been added to it for a day. The record goes first.
     """
     assert keep >= 1, "the only copy is never removed"
-    place = run_place(run_id)
-    copies, _ = list_copies(store, run_id)
+    place = run_key_prefix(run_id)
+    copies, _ = list_generation_copies(store, run_id)
     whole = [copy for copy in copies if copy.problem is None]
     line = {saved.generation for saved in line_of(copy.saved for copy in whole)}
     on_line = sorted(
@@ -202,22 +202,26 @@ def retain(store: Store, run_id: str, keep: int) -> list[ObjectCopy]:
     removed = on_line[:-keep]
     for copy in removed:
         store.delete(f"{copy.place}{RECORD}")
-        store.drop(copy.place)
+        store.delete_prefix(copy.place)
     if whole:
-        listed = _by_generation(store, place)
+        listed = _group_by_generation(store, place)
         # What is newest there was written just now, and stamped by the store, whose clock is not ours.
         now = max((one.changed or 0.0 for names in listed.values() for one in names.values()), default=0.0)
         for key, names in listed.items():
-            if RECORD not in names and _step_of(key) < on_line[-1].saved.step and _is_stale(names, now):
-                store.drop(f"{place}{key}/")
+            if (
+                RECORD not in names
+                and _parse_key_step(key) < on_line[-1].saved.step
+                and _is_stale(names, now)
+            ):
+                store.delete_prefix(f"{place}{key}/")
     return removed
 
 
-def read_index(store: Store, copy: ObjectCopy, number: int) -> list[StoredObject]:
+def read_object_index(store: ObjectStore, copy: ObjectCopy, number: int) -> list[StoredObject]:
     """The index of a data file of a copy; DamagedError when it is missing or wrong."""
-    key = f"{copy.place}{index_name(number)}"
+    key = f"{copy.place}{object_index_name(number)}"
     try:
-        objects = parse_index(store.read(key), copy.saved.generation, number)
+        objects = parse_object_index(store.read(key), copy.saved.generation, number)
         if sum(one.size_bytes for one in objects) != copy.saved.file_bytes[number]:
             raise DamagedError(f"its objects are not the {copy.saved.file_bytes[number]} bytes of the record")
     except FileNotFoundError:
@@ -227,9 +231,9 @@ def read_index(store: Store, copy: ObjectCopy, number: int) -> list[StoredObject
     return objects
 
 
-def read_manifest(store: Store, copy: ObjectCopy) -> bytes:
+def read_object_manifest(store: ObjectStore, copy: ObjectCopy) -> bytes:
     """The manifest of a copy, proved by its record."""
-    key = f"{copy.place}{MANIFEST}"
+    key = f"{copy.place}{MANIFEST_NAME}"
     try:
         data = store.read(key)
     except FileNotFoundError:
@@ -239,7 +243,7 @@ def read_manifest(store: Store, copy: ObjectCopy) -> bytes:
     return data
 
 
-def pieces_of(store: Store, copy: ObjectCopy, one: StoredObject) -> Iterator[bytes]:
+def stream_object(store: ObjectStore, copy: ObjectCopy, one: StoredObject) -> Iterator[bytes]:
     """The bytes of an object; DamagedError at the end, or before, when they are not those of the index."""
     key, digest = f"{copy.place}{one.name}", xxh3_64()
     try:
@@ -252,33 +256,37 @@ def pieces_of(store: Store, copy: ObjectCopy, one: StoredObject) -> Iterator[byt
         raise DamagedError(f"{store.url}/{key}: its bytes do not match their hash")
 
 
-def _by_generation(store: Store, place: str) -> dict[str, dict[str, Listed]]:
+def _group_by_generation(store: ObjectStore, place: str) -> dict[str, dict[str, ListedObject]]:
     """What is there, by generation and name; keys of any other form are not ours."""
-    found: dict[str, dict[str, Listed]] = {}
+    found: dict[str, dict[str, ListedObject]] = {}
     for key, listed in store.list(place).items():
         if match := _KEY.fullmatch(key.removeprefix(place)):
             found.setdefault(f"step-{match['step']}.{match['generation']}", {})[match["name"]] = listed
     return found
 
 
-def _copy(store: Store, place: str, key: str, names: dict[str, Listed], text: str) -> ObjectCopy | BrokenCopy:
+def _parse_copy(
+    store: ObjectStore, place: str, key: str, names: dict[str, ListedObject], text: str
+) -> ObjectCopy | BrokenObjectCopy:
     """A copy from its record, which must be of what its key says."""
     url = f"{store.url}/{place}{key}"
     saved = parse_record(Path(url), text)
     if isinstance(saved, Unreadable):
-        return BrokenCopy(url, saved.problem)
+        return BrokenObjectCopy(url, saved.problem)
     numbers = (saved.step, saved.position, saved.world_size, saved.manifest_bytes, *saved.file_bytes)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        return BrokenCopy(url, f"{RECORD} is no record of a save")
+        return BrokenObjectCopy(url, f"{RECORD} is no record of a save")
     if key != f"step-{saved.step:08d}.{saved.generation}":
-        return BrokenCopy(url, f"{RECORD} is the record of another generation")
-    return ObjectCopy(replace(saved, level="object"), f"{place}{key}/", url, names, _problem(saved, names))
+        return BrokenObjectCopy(url, f"{RECORD} is the record of another generation")
+    return ObjectCopy(
+        replace(saved, level="object"), f"{place}{key}/", url, names, _find_listing_problem(saved, names)
+    )
 
 
-def _problem(saved: Saved, names: dict[str, Listed]) -> str | None:
+def _find_listing_problem(saved: Saved, names: dict[str, ListedObject]) -> str | None:
     """What the sizes of a listing show to be wrong."""
-    if MANIFEST not in names:
-        return f"{MANIFEST} is missing"
+    if MANIFEST_NAME not in names:
+        return f"{MANIFEST_NAME} is missing"
     sizes: dict[int, dict[str, int]] = {}
     for name, listed in names.items():
         match = _KEY.fullmatch(f"step-00000000.{'0' * 32}/{name}")
@@ -287,36 +295,36 @@ def _problem(saved: Saved, names: dict[str, Listed]) -> str | None:
             of_file = sizes.setdefault(int(match["file"]), {})
             of_file[match["number"]] = max(listed.size_bytes, of_file.get(match["number"], 0))
     for number, expected in enumerate(saved.file_bytes):
-        if index_name(number) not in names:
-            return f"{index_name(number)} is missing"
+        if object_index_name(number) not in names:
+            return f"{object_index_name(number)} is missing"
         if (size := sum(sizes.get(number, {}).values())) != expected:
-            return f"the objects of {file_name(number)} have {size} bytes instead of {expected}"
+            return f"the objects of {data_file_name(number)} have {size} bytes instead of {expected}"
     return None
 
 
-def _text(store: Store, key: str) -> str | None:
+def _read_record_text(store: ObjectStore, key: str) -> str | None:
     try:
         return store.read(key).decode("utf-8", "replace")
     except FileNotFoundError:
         return None
 
 
-def _is_stale(names: dict[str, Listed], now: float) -> bool:
+def _is_stale(names: dict[str, ListedObject], now: float) -> bool:
     changed = [listed.changed for listed in names.values()]
     return all(one is not None and one < now - _STALE_S for one in changed)
 
 
-def _step_of(key: str) -> int:
+def _parse_key_step(key: str) -> int:
     return int(key.removeprefix("step-").partition(".")[0])
 
 
-def _hash(told: dict[str, object]) -> str:
+def _index_hash(told: dict[str, object]) -> str:
     return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
 
 
-def all_of(calls: Sequence[Callable[[], _T]], given_up: threading.Event) -> list[_T]:
+def run_in_parallel(calls: Sequence[Callable[[], _T]], given_up: threading.Event) -> list[_T]:
     """What the calls give, several of them at a time; with the first that fails the others are given up."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
         under_way = [pool.submit(call) for call in calls]
         try:
             for one in as_completed(under_way):

@@ -12,29 +12,31 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from hpcrun.checkpoint.commit import set_aside
-from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.commit import quarantine_generation
+from hpcrun.checkpoint.format import MANIFEST_NAME, DamagedError, data_file_name
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.objects.catalogue import (
-    AT_ONCE,
+    MAX_PARALLEL_CALLS,
     ObjectCopy,
     StoredObject,
-    all_of,
-    list_copies,
-    pieces_of,
-    read_index,
-    read_manifest,
+    list_generation_copies,
+    read_object_index,
+    read_object_manifest,
+    run_in_parallel,
+    stream_object,
 )
-from hpcrun.checkpoint.objects.store import PIECE_BYTES, Store, open_store
-from hpcrun.checkpoint.part_writer import write_file
+from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ObjectStore, open_object_store
+from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
 
-Show = Callable[[int], None]
+DownloadProgress = Callable[[int], None]
 
 
-def download(store: Store, copy: ObjectCopy, checkpoints: Path, show: Show = lambda _size: None) -> Saved:
+def download_copy(
+    store: ObjectStore, copy: ObjectCopy, checkpoints: Path, show: DownloadProgress = lambda _size: None
+) -> Saved:
     """Bring a copy home as a save of the run directory: aside, proved to the last byte, then renamed.
 
     What an interrupted download has brought is not fetched again. DamagedError when it is not what was saved;
@@ -42,91 +44,95 @@ def download(store: Store, copy: ObjectCopy, checkpoints: Path, show: Show = lam
     """
     name = f"step-{copy.saved.step:08d}"
     final, aside = checkpoints / name, checkpoints / f".{name}.from-{copy.saved.generation}"
-    manifest = read_manifest(store, copy)
-    indexes = [read_index(store, copy, number) for number in range(len(copy.saved.file_bytes))]
+    manifest = read_object_manifest(store, copy)
+    indexes = [read_object_index(store, copy, number) for number in range(len(copy.saved.file_bytes))]
     checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside.mkdir(exist_ok=True, mode=0o700)
     for number, objects in enumerate(indexes):
-        _fetch_file(store, copy, objects, aside / file_name(number), show)
+        _fetch_file(store, copy, objects, aside / data_file_name(number), show)
     home = replace(copy.saved, path=aside, level="durable")
-    write_file(aside / MANIFEST, manifest)
-    with Generation(home) as generation:
+    write_synced_file(aside / MANIFEST_NAME, manifest)
+    with GenerationReader(home) as generation:
         if damage := next(generation.damages(), None):
             raise DamagedError(f"{damage} (as {copy.url} has it)")
-    write_file(aside / RECORD, render_record(home).encode())
+    write_synced_file(aside / RECORD, render_record(home).encode())
     sync_directory(aside)
     if final.exists():
-        set_aside(final)
+        quarantine_generation(final)
     aside.rename(final)
     sync_directory(checkpoints)
     return replace(home, path=final)
 
 
-def bring_home(
+def download_generation(
     url: str,
     endpoint: str | None,
     run_id: str,
     generation: str,
     checkpoints: Path,
-    show: Show = lambda _size: None,
+    show: DownloadProgress = lambda _size: None,
 ) -> Saved:
     """`download` of a generation, unless the run directory has it whole; DamagedError without a copy."""
-    with open_store(url, endpoint) as store:
+    with open_object_store(url, endpoint) as store:
         store.check()
-        for copy in list_copies(store, run_id)[0]:
+        for copy in list_generation_copies(store, run_id)[0]:
             if copy.saved.generation == generation:
-                return whole_at_home(copy, checkpoints) or download(store, copy, checkpoints, show)
+                return find_whole_save(copy, checkpoints) or download_copy(store, copy, checkpoints, show)
     raise DamagedError(f"{url}: has no copy of generation {generation} of {run_id}")
 
 
-def whole_at_home(copy: ObjectCopy, checkpoints: Path) -> Saved | None:
+def find_whole_save(copy: ObjectCopy, checkpoints: Path) -> Saved | None:
     """The save of the run directory that is this generation, if every byte of it is right."""
     for saved in read_saves(checkpoints)[0]:
         if saved.generation == copy.saved.generation:
             try:
-                with Generation(saved) as generation:
+                with GenerationReader(saved) as generation:
                     return None if any(generation.damages()) else saved
             except DamagedError:
                 return None
     return None
 
 
-def damages(store: Store, copy: ObjectCopy, show: Show = lambda _size: None) -> list[str]:
+def find_copy_damages(
+    store: ObjectStore, copy: ObjectCopy, show: DownloadProgress = lambda _size: None
+) -> list[str]:
     """Everything that is wrong with a copy; reads all of it back."""
     found = [] if copy.problem is None else [f"{copy.url}: {copy.problem}"]
     objects = list[StoredObject]()
     try:
-        read_manifest(store, copy)
+        read_object_manifest(store, copy)
     except DamagedError as error:
         found.append(str(error))
     for number in range(len(copy.saved.file_bytes)):
         try:
-            objects += read_index(store, copy, number)
+            objects += read_object_index(store, copy, number)
         except DamagedError as error:
             found.append(str(error))
 
     def prove(one: StoredObject) -> str | None:
         try:
-            for piece in pieces_of(store, copy, one):
+            for piece in stream_object(store, copy, one):
                 show(len(piece))
         except DamagedError as error:
             return str(error)
         return None
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
         found += [problem for problem in pool.map(prove, objects) if problem]
     return list(dict.fromkeys(found))
 
 
-def _fetch_file(store: Store, copy: ObjectCopy, objects: list[StoredObject], path: Path, show: Show) -> None:
+def _fetch_file(
+    store: ObjectStore, copy: ObjectCopy, objects: list[StoredObject], path: Path, show: DownloadProgress
+) -> None:
     """Fill a data file with its objects, several at a time, and sync it."""
     given_up = threading.Event()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def fetch(one: StoredObject) -> None:
-        if not _has(descriptor, one):
+        if not _has_object(descriptor, one):
             at = one.start
-            for piece in pieces_of(store, copy, one):
+            for piece in stream_object(store, copy, one):
                 if given_up.is_set():
                     raise SiteError(f"{copy.url}: the download was given up")
                 _write_all(descriptor, piece, at)
@@ -134,18 +140,18 @@ def _fetch_file(store: Store, copy: ObjectCopy, objects: list[StoredObject], pat
         show(one.size_bytes)
 
     try:
-        all_of([partial(fetch, one) for one in objects], given_up)
+        run_in_parallel([partial(fetch, one) for one in objects], given_up)
         os.ftruncate(descriptor, sum(one.size_bytes for one in objects))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _has(descriptor: int, one: StoredObject) -> bool:
+def _has_object(descriptor: int, one: StoredObject) -> bool:
     """Whether an earlier try has brought these bytes."""
     digest, at, end = xxh3_64(), one.start, one.start + one.size_bytes
     while at < end:
-        piece = os.pread(descriptor, min(PIECE_BYTES, end - at), at)
+        piece = os.pread(descriptor, min(TRANSFER_BYTES, end - at), at)
         if not piece:
             return False
         digest.update(piece)

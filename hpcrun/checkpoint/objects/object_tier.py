@@ -13,24 +13,30 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.format import MANIFEST, file_name
-from hpcrun.checkpoint.levels import Holding, Level, Load
-from hpcrun.checkpoint.objects.catalogue import retain, run_place
-from hpcrun.checkpoint.objects.store import Patience, open_store
-from hpcrun.checkpoint.objects.upload import POLL_S, FileSource, Sent, commit_copy, send_file
+from hpcrun.checkpoint.format import MANIFEST_NAME, data_file_name
+from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, NodeShards
+from hpcrun.checkpoint.objects.catalogue import prune_object_copies, run_key_prefix
+from hpcrun.checkpoint.objects.store import RetryPolicy, open_object_store
+from hpcrun.checkpoint.objects.upload import (
+    COMMIT_POLL_S,
+    FileSource,
+    UploadResult,
+    commit_object_copy,
+    upload_file,
+)
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import RECORD, Saved, read_saves
 
 
-class ObjectStation:
+class ObjectTier:
     """Level `object` of a node: its own data file; the node with part 0 commits and cleans up.
 
     A copy is always one of a generation that the run directory has, whose manifest and record it takes: what
     was not committed there is not copied.
     """
 
-    level: Level = "object"
+    level: CheckpointLevel = "object"
 
     def __init__(
         self,
@@ -45,26 +51,28 @@ class ObjectStation:
         self._spec, self._run_id, self._checkpoints = spec, run_id, checkpoints
         self._patience_s, self._hurry = patience_s, hurry or threading.Event()
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         """Copy this node's share, and commit where part 0 is ours; SiteError leaves no record."""
         saved = self._durable(load)
-        manifest, record = (saved.path / MANIFEST).read_bytes(), (saved.path / RECORD).read_bytes()
-        done = Sent()
+        manifest, record = (saved.path / MANIFEST_NAME).read_bytes(), (saved.path / RECORD).read_bytes()
+        done = UploadResult()
         facts: dict[str, Any] = {"url": self._spec.url}
         try:
-            store = open_store(self._spec.url, self._spec.endpoint)
+            store = open_object_store(self._spec.url, self._spec.endpoint)
         except UsageError as error:
             raise SiteError(str(error)) from None
         with store:
             for number in sorted({one.part.file for one in load.parts}):
-                with contextlib.closing(FileSource(saved.path / file_name(number))) as source:
-                    done = done.plus(send_file(store, self._run_id, saved, number, source))
+                with contextlib.closing(FileSource(saved.path / data_file_name(number))) as source:
+                    done = done.plus(upload_file(store, self._run_id, saved, number, source))
             if load.parts[0].number == 0:
-                commit_copy(store, self._run_id, saved, manifest, record, self._patience_s, hurry=self._hurry)
+                commit_object_copy(
+                    store, self._run_id, saved, manifest, record, self._patience_s, hurry=self._hurry
+                )
                 facts["committed"] = True
                 try:
                     facts["removed_steps"] = [
-                        copy.saved.step for copy in retain(store, self._run_id, self._spec.keep)
+                        copy.saved.step for copy in prune_object_copies(store, self._run_id, self._spec.keep)
                     ]
                 except SiteError as error:  # the copy is safe; the next one tries again
                     facts["not_removed"] = str(error)
@@ -73,22 +81,24 @@ class ObjectStation:
     def prove(self) -> None:
         """Write and remove an object of this run; SiteError, soon, where that cannot be."""
         try:
-            key = f"{run_place(self._run_id)}prove.{os.uname().nodename}.{os.getpid()}"
-            with open_store(self._spec.url, self._spec.endpoint, Patience(tries=2, answer_s=10.0)) as store:
+            key = f"{run_key_prefix(self._run_id)}prove.{os.uname().nodename}.{os.getpid()}"
+            with open_object_store(
+                self._spec.url, self._spec.endpoint, RetryPolicy(max_attempts=2, response_timeout_s=10.0)
+            ) as store:
                 store.check()
                 store.write(key, b"\0")
                 store.delete(key)
         except UsageError as error:
             raise SiteError(str(error)) from None
 
-    def holdings(self) -> Sequence[Holding]:
+    def holdings(self) -> Sequence[InventoryEntry]:
         """Nothing: all nodes see the store alike."""
         return ()
 
     def retain(self, generations: Collection[str]) -> None:
         """Nothing: the store keeps copies by its own count, and who commits one removes the oldest."""
 
-    def _durable(self, load: Load) -> Saved:
+    def _durable(self, load: NodeShards) -> Saved:
         """The save of the run directory that is of this generation; it may be committed by another node."""
         until = time.monotonic() + self._patience_s
         while True:
@@ -100,4 +110,4 @@ class ObjectStation:
                     f"{self._checkpoints}: has no save of step {load.stamp.step}, generation"
                     f" {load.stamp.generation}; only what is there is copied to {self._spec.url}"
                 )
-            self._hurry.wait(min(POLL_S, self._patience_s))
+            self._hurry.wait(min(COMMIT_POLL_S, self._patience_s))

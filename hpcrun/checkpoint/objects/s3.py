@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from hpcrun.checkpoint.objects.store import PIECE_BYTES, Patience, Store
+from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ObjectStore, RetryPolicy
 from hpcrun.errors import SiteError
 
 
-class S3Store(Store):
+class S3ObjectStore(ObjectStore):
     """S3 and what speaks its language: each piece goes with a CRC-32 that the store checks."""
 
-    def __init__(self, url: str, endpoint: str | None, patience: Patience) -> None:
+    def __init__(self, url: str, endpoint: str | None, patience: RetryPolicy) -> None:
         super().__init__(url, endpoint, patience)
         boto = importlib.import_module("botocore.exceptions")
         torn = (
@@ -40,7 +40,10 @@ class S3Store(Store):
 
     def check(self) -> None:
         """SiteError, soon and in plain words, when the store cannot be used at all."""
-        patience, self._patience = self._patience, replace(self._patience, tries=min(2, self._patience.tries))
+        patience, self._patience = (
+            self._patience,
+            replace(self._patience, max_attempts=min(2, self._patience.max_attempts)),
+        )
         try:
             self._try("", self._call, "list_objects_v2", Prefix=self._key(""), MaxKeys=1)
         except FileNotFoundError as error:
@@ -48,13 +51,13 @@ class S3Store(Store):
         finally:
             self._patience = patience
 
-    def drop(self, prefix: str) -> None:
+    def delete_prefix(self, prefix: str) -> None:
         """Remove everything whose key begins with `prefix`, which ends with a slash."""
-        self.forget_unfinished(prefix)
+        self.abort_incomplete_uploads(prefix)
         for key in self.list(prefix):
             self.delete(key)
 
-    def forget_unfinished(self, prefix: str) -> None:
+    def abort_incomplete_uploads(self, prefix: str) -> None:
         """Remove what interrupted uploads have left below `prefix` that is no object yet.
 
         Where the credentials do not allow it, that is left to the bucket's own rules.
@@ -69,7 +72,8 @@ class S3Store(Store):
         once = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "connect_timeout": 10}
         return {
             **super()._options(),
-            "config_kwargs": once | {"read_timeout": self._patience.answer_s, "max_pool_connections": 32},
+            "config_kwargs": once
+            | {"read_timeout": self._patience.response_timeout_s, "max_pool_connections": 32},
             "skip_instance_cache": True,
             "use_listings_cache": False,
         }
@@ -104,7 +108,7 @@ class S3Store(Store):
 
     def _put(self, key: str, read: Callable[[int, int], bytes], size_bytes: int, crc32: int) -> None:
         place = {"Key": self._key(key)}
-        if size_bytes <= PIECE_BYTES:
+        if size_bytes <= TRANSFER_BYTES:
             body = {
                 "Body": read(0, size_bytes),
                 "ChecksumAlgorithm": "CRC32",
@@ -116,8 +120,8 @@ class S3Store(Store):
         place["UploadId"] = self._call("create_multipart_upload", **place, **kind)["UploadId"]
         try:
             parts = [
-                self._try(key, self._put_piece, place, number, read(at, min(PIECE_BYTES, size_bytes - at)))
-                for number, at in enumerate(range(0, size_bytes, PIECE_BYTES), start=1)
+                self._try(key, self._put_piece, place, number, read(at, min(TRANSFER_BYTES, size_bytes - at)))
+                for number, at in enumerate(range(0, size_bytes, TRANSFER_BYTES), start=1)
             ]
             whole = {"ChecksumCRC32": _base64(crc32), "ChecksumType": "FULL_OBJECT"}
             ended = {"MultipartUpload": {"Parts": parts}}
@@ -139,8 +143,8 @@ class S3Store(Store):
             **crc32,
         }
 
-    def _passes(self, error: Exception) -> bool:
-        if super()._passes(error) or isinstance(error, self._trouble):
+    def _is_transient(self, error: Exception) -> bool:
+        if super()._is_transient(error) or isinstance(error, self._trouble):
             return True
         # A code that s3fs does not know, from a proxy in between for instance.
         response = getattr(error.__cause__, "response", None) or {}

@@ -25,12 +25,12 @@ from urllib.parse import urlsplit
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import make_directories
 
-PIECE_BYTES = 16 << 20
+TRANSFER_BYTES = 16 << 20
 """What is sent or fetched at once; S3 wants at least 5 MiB of all pieces but the last."""
-Presence = Literal["absent", "different", "same", "unproved"]
+ObjectPresence = Literal["absent", "different", "same", "unproved"]
 """`unproved`: as long as it should be, but this store tells no checksum."""
 _T = TypeVar("_T")
-_TRANSIENT = {
+_TRANSIENT_ERRNOS = {
     errno.EBUSY,  # SlowDown, ServiceUnavailable
     errno.EREMOTEIO,  # InternalError
     errno.ECONNRESET,
@@ -39,12 +39,12 @@ _TRANSIENT = {
     errno.EPIPE,
     errno.ETIMEDOUT,
 }
-_DIRECTORIES = ("file", "local")
+_DIRECTORY_SCHEMES = ("file", "local")
 """Schemes of stores that are directories."""
 _EXTRAS = {"s3": "hpcrun-slurm[s3]", "s3a": "hpcrun-slurm[s3]"}
 
 
-class Listed(NamedTuple):
+class ListedObject(NamedTuple):
     """An object as a listing shows it."""
 
     size_bytes: int
@@ -53,13 +53,13 @@ class Listed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     """How often a call is tried while the store is busy or out of reach, and how long it waits in between."""
 
-    tries: int = 8
+    max_attempts: int = 8
     first_pause_s: float = 0.5
     longest_pause_s: float = 30.0
-    answer_s: float = 60.0
+    response_timeout_s: float = 60.0
     """The longest silence of a store that speaks S3."""
 
     def pause(self, tried: int) -> float:
@@ -68,7 +68,9 @@ class Patience:
         return random.uniform(longest / 2, longest)
 
 
-def open_store(url: str, endpoint: str | None = None, patience: Patience | None = None) -> Store:
+def open_object_store(
+    url: str, endpoint: str | None = None, patience: RetryPolicy | None = None
+) -> ObjectStore:
     """The store under a URL; UsageError for a URL that is none, SiteError when it cannot be used at all."""
     scheme, _, rest = url.partition("://")
     if not rest or not scheme.isalnum():
@@ -83,23 +85,23 @@ def open_store(url: str, endpoint: str | None = None, patience: Patience | None 
     if any(part in (".", "..") for part in rest.split("/")):
         raise UsageError(f"{url}: a URL of an object store has no `.` or `..` in it")
     if scheme in _EXTRAS:
-        from hpcrun.checkpoint.objects.s3 import S3Store
+        from hpcrun.checkpoint.objects.s3 import S3ObjectStore
 
-        return S3Store(url.rstrip("/"), endpoint, patience or Patience())
-    return Store(url.rstrip("/"), endpoint, patience or Patience())
+        return S3ObjectStore(url.rstrip("/"), endpoint, patience or RetryPolicy())
+    return ObjectStore(url.rstrip("/"), endpoint, patience or RetryPolicy())
 
 
-class Store:
+class ObjectStore:
     """Any store that fsspec knows; objects are written by its own writer, and it tells no checksums."""
 
-    def __init__(self, url: str, endpoint: str | None, patience: Patience) -> None:
+    def __init__(self, url: str, endpoint: str | None, patience: RetryPolicy) -> None:
         self.url, self._endpoint, self._patience = url, endpoint, patience
         self._scheme = url.partition("://")[0]
         self._errors: tuple[type[Exception], ...] = (OSError, asyncio.TimeoutError)
         self._fs = self._connect()
         self._root = str(self._fs._strip_protocol(url)).rstrip("/")
 
-    def __enter__(self) -> Store:
+    def __enter__(self) -> ObjectStore:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,11 +113,11 @@ class Store:
     def check(self) -> None:
         """SiteError, soon and in plain words, when the store cannot be used at all."""
 
-    def list(self, prefix: str) -> dict[str, Listed]:
+    def list(self, prefix: str) -> dict[str, ListedObject]:
         """All objects whose keys begin with `prefix`, which ends with a slash."""
         found = self._try(prefix, self._find, prefix)
         return {
-            path.removeprefix(f"{self._root}/"): Listed(int(told["size"]), _time_of(told))
+            path.removeprefix(f"{self._root}/"): ListedObject(int(told["size"]), _modified_time(told))
             for path, told in found.items()
             if told.get("type") == "file" and path.startswith(f"{self._root}/{prefix}")
         }
@@ -128,14 +130,16 @@ class Store:
 
     def pieces(self, key: str, size_bytes: int) -> Iterator[bytes]:
         """An object in pieces of bounded size."""
-        for at in range(0, size_bytes, PIECE_BYTES):
-            yield self.read(key, at, min(PIECE_BYTES, size_bytes - at))
+        for at in range(0, size_bytes, TRANSFER_BYTES):
+            yield self.read(key, at, min(TRANSFER_BYTES, size_bytes - at))
 
-    def write(self, key: str, data: bytes) -> Presence:
+    def write(self, key: str, data: bytes) -> ObjectPresence:
         """A small object."""
         return self.send(key, lambda at, size: data[at : at + size], len(data), zlib.crc32(data))
 
-    def send(self, key: str, read: Callable[[int, int], bytes], size_bytes: int, crc32: int) -> Presence:
+    def send(
+        self, key: str, read: Callable[[int, int], bytes], size_bytes: int, crc32: int
+    ) -> ObjectPresence:
         """Store what `read(position, size)` gives, and look whether it arrived; SiteError when it did not."""
         try:
             self._try(key, self._put, key, read, size_bytes, crc32)
@@ -146,7 +150,7 @@ class Store:
             raise SiteError(f"{self.url}/{key}: what is there now is not what was sent ({presence})")
         return presence
 
-    def presence(self, key: str, size_bytes: int, crc32: int) -> Presence:
+    def presence(self, key: str, size_bytes: int, crc32: int) -> ObjectPresence:
         """Whether an object is there, and is the one that has this size and this CRC-32."""
         try:
             told = self._try(key, self._tell, key)
@@ -161,12 +165,12 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             self._try(key, self._fs.rm_file, self._path(key))
 
-    def drop(self, prefix: str) -> None:
+    def delete_prefix(self, prefix: str) -> None:
         """Remove everything whose key begins with `prefix`, which ends with a slash."""
         with contextlib.suppress(FileNotFoundError):
             self._try(prefix, self._fs.rm, self._path(prefix.rstrip("/")), recursive=True)
 
-    def forget_unfinished(self, prefix: str) -> None:
+    def abort_incomplete_uploads(self, prefix: str) -> None:
         """Remove what interrupted uploads have left below `prefix` that is no object yet."""
 
     def _connect(self) -> Any:
@@ -185,7 +189,7 @@ class Store:
         return {} if self._endpoint is None else {"endpoint_url": self._endpoint}
 
     def _path(self, key: str) -> str:
-        if self._scheme in _DIRECTORIES:
+        if self._scheme in _DIRECTORY_SCHEMES:
             _check_levels(Path(self._root), key)
         return f"{self._root}/{key}"
 
@@ -200,13 +204,13 @@ class Store:
 
     def _put(self, key: str, read: Callable[[int, int], bytes], size_bytes: int, _crc32: int) -> None:
         path = self._path(key)
-        if self._scheme in _DIRECTORIES:
+        if self._scheme in _DIRECTORY_SCHEMES:
             make_directories(Path(path).parent)
         else:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self._fs.open(path, "wb") as file:
-            for at in range(0, size_bytes, PIECE_BYTES):
-                file.write(read(at, min(PIECE_BYTES, size_bytes - at)))
+            for at in range(0, size_bytes, TRANSFER_BYTES):
+                file.write(read(at, min(TRANSFER_BYTES, size_bytes - at)))
 
     def _try(self, key: str, call: Callable[..., _T], *words: Any, **options: Any) -> _T:
         """The answer of a call; FileNotFoundError, or SiteError once patience is at its end."""
@@ -218,13 +222,13 @@ class Store:
             except FileNotFoundError:
                 raise
             except self._errors as error:
-                if tried >= self._patience.tries or not self._passes(error):
+                if tried >= self._patience.max_attempts or not self._is_transient(error):
                     raise SiteError(self._words(key, error, tried)) from None
             time.sleep(self._patience.pause(tried))
 
-    def _passes(self, error: Exception) -> bool:
+    def _is_transient(self, error: Exception) -> bool:
         """Whether the same call may well succeed a little later."""
-        if isinstance(error, OSError) and error.errno in _TRANSIENT:
+        if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
             return True
         return isinstance(error, asyncio.TimeoutError | TimeoutError | ConnectionError)
 
@@ -250,7 +254,7 @@ def _check_levels(root: Path, key: str) -> None:
                 raise SiteError(f"{place}: others can write it; run: chmod go-w {place}")
 
 
-def _time_of(told: dict[str, Any]) -> float | None:
+def _modified_time(told: dict[str, Any]) -> float | None:
     for name in ("LastModified", "mtime", "created", "updated"):
         value = told.get(name)
         if isinstance(value, datetime):

@@ -15,35 +15,35 @@ from typing import Protocol
 
 from xxhash import xxh3_64
 
-from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.generation import Generation
+from hpcrun.checkpoint.format import MANIFEST_NAME, DamagedError, data_file_name
+from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.objects.catalogue import (
-    AT_ONCE,
-    OBJECT_BYTES,
-    Extent,
+    MAX_PARALLEL_CALLS,
+    MIN_OBJECT_BYTES,
+    FileExtent,
     ObjectCopy,
     StoredObject,
-    all_of,
-    copy_place,
-    cut,
-    index_name,
-    object_name,
-    read_index,
-    render_index,
+    data_object_name,
+    generation_key_prefix,
+    object_index_name,
+    read_object_index,
+    render_object_index,
+    run_in_parallel,
+    split_into_objects,
 )
-from hpcrun.checkpoint.objects.store import PIECE_BYTES, Listed, Presence, Store
+from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ListedObject, ObjectPresence, ObjectStore
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, open_regular
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved
 
-Show = Callable[[int], None]
-Read = Callable[[int, int], bytes]
-POLL_S = 1.0
+UploadProgress = Callable[[int], None]
+ReadBytes = Callable[[int, int], bytes]
+COMMIT_POLL_S = 1.0
 """Between two looks at what other nodes have done."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class UploadResult:
     """What an upload has done."""
 
     sent_objects: int = 0
@@ -54,12 +54,12 @@ class Sent:
     unproved_objects: int = 0
     """Of those sent: the store tells no checksum of them."""
 
-    def plus(self, other: Sent) -> Sent:
+    def plus(self, other: UploadResult) -> UploadResult:
         """Both together."""
-        return Sent(**{name: count + getattr(other, name) for name, count in vars(self).items()})
+        return UploadResult(**{name: count + getattr(other, name) for name, count in vars(self).items()})
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """The bytes of a data file, wherever they are."""
 
     size_bytes: int
@@ -97,71 +97,78 @@ class FileSource:
         os.close(self._descriptor)
 
 
-def upload(
-    store: Store, run_id: str, saved: Saved, *, least: int = OBJECT_BYTES, show: Show = lambda _size: None
-) -> Sent:
+def upload_save(
+    store: ObjectStore,
+    run_id: str,
+    saved: Saved,
+    *,
+    least: int = MIN_OBJECT_BYTES,
+    show: UploadProgress = lambda _size: None,
+) -> UploadResult:
     """ObjectCopy a whole save of the run directory; what an earlier try has brought over is not sent again.
 
     It is proved first: DamagedError for one that is not whole. A failure leaves no record.
     """
     if saved.format_version != FORMAT_VERSION:
         raise UsageError(f"{saved.path}: is of format {saved.format_version}, which is not copied to a store")
-    with Generation(saved) as generation:
+    with GenerationReader(saved) as generation:
         if damage := next(generation.damages(), None):
             raise DamagedError(f"{damage}; a damaged save is not copied")
-    done = Sent()
+    done = UploadResult()
     for number in range(len(saved.file_bytes)):
-        source = FileSource(saved.path / file_name(number))
+        source = FileSource(saved.path / data_file_name(number))
         try:
-            done = done.plus(send_file(store, run_id, saved, number, source, least=least, show=show))
+            done = done.plus(upload_file(store, run_id, saved, number, source, least=least, show=show))
         finally:
             source.close()
-    commit_copy(
-        store, run_id, saved, (saved.path / MANIFEST).read_bytes(), (saved.path / RECORD).read_bytes()
+    commit_object_copy(
+        store, run_id, saved, (saved.path / MANIFEST_NAME).read_bytes(), (saved.path / RECORD).read_bytes()
     )
     return done
 
 
-def send_file(
-    store: Store,
+def upload_file(
+    store: ObjectStore,
     run_id: str,
     saved: Saved,
     number: int,
-    source: Source,
+    source: DataSource,
     *,
-    least: int = OBJECT_BYTES,
-    show: Show = lambda _size: None,
-) -> Sent:
+    least: int = MIN_OBJECT_BYTES,
+    show: UploadProgress = lambda _size: None,
+) -> UploadResult:
     """Send the objects of a data file that are not there yet, several at a time, and then their index."""
     if source.size_bytes != saved.file_bytes[number]:
         raise DamagedError(
-            f"{saved.path / file_name(number)}: {source.size_bytes} bytes are at hand, the record has"
+            f"{saved.path / data_file_name(number)}: {source.size_bytes} bytes are at hand, the record has"
             f" {saved.file_bytes[number]}"
         )
-    place = copy_place(run_id, saved.step, saved.generation)
+    place = generation_key_prefix(run_id, saved.step, saved.generation)
     there, given_up = store.list(place), threading.Event()
 
-    def send(extent: Extent) -> tuple[StoredObject, Presence | None]:
+    def send(extent: FileExtent) -> tuple[StoredObject, ObjectPresence | None]:
         def read(at: int, size_bytes: int) -> bytes:
             if given_up.is_set():
                 raise SiteError(f"{store.url}/{place}: the upload was given up")
             return source.read(extent.start + at, size_bytes)
 
-        sent = _send_object(store, place, number, extent, read, there)
+        sent = _upload_object(store, place, number, extent, read, there)
         show(extent.size_bytes)
         return sent
 
-    results = all_of([partial(send, extent) for extent in cut(source.size_bytes, least)], given_up)
-    index = render_index(saved.generation, number, [one for one, _ in results])
-    store.write(f"{place}{index_name(number)}", index)
+    results = run_in_parallel(
+        [partial(send, extent) for extent in split_into_objects(source.size_bytes, least)], given_up
+    )
+    index = render_object_index(saved.generation, number, [one for one, _ in results])
+    store.write(f"{place}{object_index_name(number)}", index)
     sent = [one.size_bytes for one, presence in results if presence is not None]
     kept = [one.size_bytes for one, presence in results if presence is None]
     unproved = sum(presence == "unproved" for _, presence in results)
-    return Sent(len(sent), sum(sent), len(kept), sum(kept), unproved)
+    return UploadResult(len(sent), sum(sent), len(kept), sum(kept), unproved)
 
 
-def commit_copy(
-    store: Store,
+def commit_object_copy(
+    store: ObjectStore,
     run_id: str,
     saved: Saved,
     manifest: bytes,
@@ -174,34 +181,34 @@ def commit_copy(
     SiteError when nothing new has come for `patience_s`, or there is a hurry, and something is still missing.
     """
     hurry = hurry or threading.Event()
-    place = copy_place(run_id, saved.step, saved.generation)
+    place = generation_key_prefix(run_id, saved.step, saved.generation)
     copy = ObjectCopy(saved, place, f"{store.url}/{place}", {}, None)
     count, since = -1, time.monotonic()
-    while missing := _missing(store, copy, listed := store.list(place)):
+    while missing := _find_missing(store, copy, listed := store.list(place)):
         if len(listed) != count:
             count, since = len(listed), time.monotonic()
         if hurry.is_set() or time.monotonic() - since >= patience_s:
             raise SiteError(f"{copy.url}: not committed: {missing}")
-        hurry.wait(min(POLL_S, patience_s))
-    for name, data in ((MANIFEST, manifest), (RECORD, record)):
+        hurry.wait(min(COMMIT_POLL_S, patience_s))
+    for name, data in ((MANIFEST_NAME, manifest), (RECORD, record)):
         if store.presence(f"{place}{name}", len(data), zlib.crc32(data)) != "same":
             store.write(f"{place}{name}", data)
-    store.forget_unfinished(place)
+    store.abort_incomplete_uploads(place)
 
 
-def _send_object(
-    store: Store, place: str, number: int, extent: Extent, read: Read, there: Collection[str]
-) -> tuple[StoredObject, Presence | None]:
+def _upload_object(
+    store: ObjectStore, place: str, number: int, extent: FileExtent, read: ReadBytes, there: Collection[str]
+) -> tuple[StoredObject, ObjectPresence | None]:
     """Send an object unless it is there; with what the store says of it, or None when it was there."""
     digest, crc32, held = xxh3_64(), 0, b""
-    for at in range(0, extent.size_bytes, PIECE_BYTES):
-        held = read(at, min(PIECE_BYTES, extent.size_bytes - at))
+    for at in range(0, extent.size_bytes, TRANSFER_BYTES):
+        held = read(at, min(TRANSFER_BYTES, extent.size_bytes - at))
         digest.update(held)
         crc32 = zlib.crc32(held, crc32)
-    name = object_name(number, extent.number, digest.hexdigest())
+    name = data_object_name(number, extent.number, digest.hexdigest())
     one = StoredObject(name, extent.start, extent.size_bytes, crc32, digest.hexdigest())
     key = f"{place}{name}"
-    if key in there and _is_there(store, key, one):
+    if key in there and _is_stored(store, key, one):
         return one, None
     if len(held) == extent.size_bytes:
         return one, store.write(key, held)
@@ -209,7 +216,7 @@ def _send_object(
     return one, store.send(key, read, extent.size_bytes, crc32)
 
 
-def _is_there(store: Store, key: str, one: StoredObject) -> bool:
+def _is_stored(store: ObjectStore, key: str, one: StoredObject) -> bool:
     """Whether an object is there by its checksum, or by all its bytes where the store tells none."""
     presence = store.presence(key, one.size_bytes, one.crc32)
     if presence != "unproved":
@@ -220,14 +227,14 @@ def _is_there(store: Store, key: str, one: StoredObject) -> bool:
     return digest.hexdigest() == one.xxh3
 
 
-def _missing(store: Store, copy: ObjectCopy, listed: dict[str, Listed]) -> str | None:
+def _find_missing(store: ObjectStore, copy: ObjectCopy, listed: dict[str, ListedObject]) -> str | None:
     """What is not there yet of the data files of a copy."""
     numbers = range(len(copy.saved.file_bytes))
     for number in numbers:
-        if f"{copy.place}{index_name(number)}" not in listed:
-            return f"{index_name(number)} is missing; its node has not sent all of its objects"
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        for objects in pool.map(lambda number: read_index(store, copy, number), numbers):
+        if f"{copy.place}{object_index_name(number)}" not in listed:
+            return f"{object_index_name(number)} is missing; its node has not sent all of its objects"
+    with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
+        for objects in pool.map(lambda number: read_object_index(store, copy, number), numbers):
             for one in objects:
                 known = listed.get(f"{copy.place}{one.name}")
                 if known is None or known.size_bytes != one.size_bytes:

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from hpcrun.checkpoint.format import PART_ALIGN, padded
-from hpcrun.checkpoint.levels import HeldParity, Holding, Member, parse_holding
-from hpcrun.checkpoint.parity.erasure import Geometry
-from hpcrun.checkpoint.parity.files import ASIDE
-from hpcrun.checkpoint.part_record import parse_checked, render_checked
+from hpcrun.checkpoint.format import PART_ALIGN, align_size
+from hpcrun.checkpoint.levels import HeldParity, InventoryEntry, SetMember, parse_inventory_entry
+from hpcrun.checkpoint.parity.erasure import StripeGeometry
+from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX
+from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.files import Folder, UntrustedFileError
 
 
-class Span(NamedTuple):
+class BlockSpan(NamedTuple):
     """Bytes of a block that are of one part."""
 
     number: int
@@ -26,57 +26,57 @@ class Span(NamedTuple):
     size: int
 
 
-def spans(member: Member, at: int, size: int) -> Iterator[Span]:
+def map_block_range(member: SetMember, at: int, size: int) -> Iterator[BlockSpan]:
     """Which bytes of which parts a range of a block is."""
     position = 0
     for number, part in member.parts:
         first, last = max(at, position), min(at + size, position + part.size_bytes)
         if first < last:
-            yield Span(number, first - position, first - at, last - first)
-        position += padded(part.size_bytes, PART_ALIGN)
+            yield BlockSpan(number, first - position, first - at, last - first)
+        position += align_size(part.size_bytes, PART_ALIGN)
 
 
-def places(member: Member) -> dict[int, int]:
+def compute_part_offsets(member: SetMember) -> dict[int, int]:
     """Where each part begins in the block, by number."""
     found, position = {}, 0
     for number, part in member.parts:
         found[number] = position
-        position += padded(part.size_bytes, PART_ALIGN)
+        position += align_size(part.size_bytes, PART_ALIGN)
     return found
 
 
-def geometry_of(parity: HeldParity) -> Geometry:
+def make_geometry(parity: HeldParity) -> StripeGeometry:
     """How the blocks of a set were cut."""
-    return Geometry(tuple(member.size_bytes for member in parity.members), parity.parity)
+    return StripeGeometry(tuple(member.size_bytes for member in parity.members), parity.parity)
 
 
-def parity_name(generation: str) -> str:
+def parity_file_name(generation: str) -> str:
     """The file with the parity of a generation; its record beside it."""
     return f"parity-{generation}.bin"
 
 
-def rebuilt_name(generation: str, index: int) -> str:
+def rebuilt_file_name(generation: str, index: int) -> str:
     """The file with the block of a lost member that was made again."""
     return f"rebuilt-{generation}-{index}.bin"
 
 
-def record_name(name: str) -> str:
+def record_file_name(name: str) -> str:
     """The record beside a file."""
     return f"{name.removesuffix('.bin')}.json"
 
 
-def write_holding(files: Folder, name: str, holding: Holding) -> None:
+def write_inventory_entry(files: Folder, name: str, holding: InventoryEntry) -> None:
     """The record beside a file: what in it is held."""
-    files.write_whole(record_name(name), render_checked(holding.as_json()).encode())
+    files.write_whole(record_file_name(name), render_checksummed(holding.as_json()).encode())
 
 
-def parity_holdings(files: Folder) -> list[Holding]:
+def list_parity_entries(files: Folder) -> list[InventoryEntry]:
     """What lies whole in an arena of parity, and of parts that were made again, the newest last."""
     found = []
-    for record in (one for one in _names(files) if one.endswith(".json")):
+    for record in (one for one in _parity_file_names(files) if one.endswith(".json")):
         name = f"{record.removesuffix('.json')}.bin"
         try:
-            holding = parse_holding(parse_checked(json.loads(files.read(record))))
+            holding = parse_inventory_entry(parse_checksummed(json.loads(files.read(record))))
             size = files.status_of(name).st_size
         except (OSError, ValueError, UntrustedFileError):
             continue
@@ -84,7 +84,7 @@ def parity_holdings(files: Folder) -> list[Holding]:
         path = str(files.path / name)
         parts = tuple(replace(one, path=path) for one in holding.parts)
         parity = replace(holding.parity, path=path) if holding.parity is not None else None
-        if parity is not None and size != parity.parity * geometry_of(parity).chunk_bytes:
+        if parity is not None and size != parity.parity * make_geometry(parity).chunk_bytes:
             continue
         if any(one.at + one.part.size_bytes > size for one in parts):
             continue
@@ -92,19 +92,19 @@ def parity_holdings(files: Folder) -> list[Holding]:
     return sorted(found, key=lambda one: (one.stamp.attempt, one.stamp.step))
 
 
-def _names(files: Folder) -> list[str]:
+def _parity_file_names(files: Folder) -> list[str]:
     return [one for one in files.names() if one.startswith(("parity-", "rebuilt-"))]
 
 
-def remove_files(files: Folder, keep: set[str]) -> None:
+def remove_parity_files(files: Folder, keep: set[str]) -> None:
     """Remove parity and rebuilt parts but of these generations, each record before its file."""
-    found = [name for name in _names(files) if name.split("-")[1].split(".")[0] not in keep]
+    found = [name for name in _parity_file_names(files) if name.split("-")[1].split(".")[0] not in keep]
     for name in sorted(found, key=lambda name: not name.endswith(".json")):
         files.unlink(name)
 
 
-def remove_leftovers(files: Folder) -> None:
+def remove_unfinished_parity(files: Folder) -> None:
     """Remove what a worker that was killed has left unfinished."""
-    for name in _names(files):
-        if name.endswith(ASIDE) or (name.endswith(".bin") and not files.has(record_name(name))):
+    for name in _parity_file_names(files):
+        if name.endswith(ASIDE_SUFFIX) or (name.endswith(".bin") and not files.has(record_file_name(name))):
             files.unlink(name)

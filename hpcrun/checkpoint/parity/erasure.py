@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-from hpcrun.checkpoint.format import padded
+from hpcrun.checkpoint.format import align_size
 from hpcrun.errors import SiteError
 
 WINDOW_BYTES = 1 << 20
@@ -36,11 +36,11 @@ _FRAGMENT_HEADER_BYTES = 80
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
-class Lack(SiteError):
+class NotEnoughBlocksError(SiteError):
     """Too little is left to make a block again."""
 
 
-class Wanted(NamedTuple):
+class BlockRead(NamedTuple):
     """Bytes of a piece of a stripe, and where they are to be put."""
 
     member: int
@@ -50,14 +50,14 @@ class Wanted(NamedTuple):
     into: memoryview
 
 
-Fetch: TypeAlias = Callable[[Sequence[Wanted]], Callable[[], None]]
+FetchBlocks: TypeAlias = Callable[[Sequence[BlockRead]], Callable[[], None]]
 """Begins to fill the buffers, and gives what waits for the end of it."""
-Put: TypeAlias = Callable[[int, int, memoryview], None]
+PutBlock: TypeAlias = Callable[[int, int, memoryview], None]
 """Takes the bytes of a parity (encode) or of a chunk (rebuild): which one, where in it, and the bytes."""
 
 
 @dataclass(frozen=True)
-class Geometry:
+class StripeGeometry:
     """Which bytes of which member belong to which stripe."""
 
     sizes: tuple[int, ...]
@@ -81,7 +81,7 @@ class Geometry:
     @property
     def chunk_bytes(self) -> int:
         """Of a chunk, and of a parity block; a multiple of 64."""
-        return padded(-(-max(self.sizes) // self.data), _ALIGN)
+        return align_size(-(-max(self.sizes) // self.data), _ALIGN)
 
     def stripe(self, member: int, chunk: int) -> int:
         """The stripe of a chunk of a member's block."""
@@ -110,21 +110,23 @@ class Geometry:
         return at, min(self.chunk_bytes, self.sizes[member] - at)
 
 
-def parity_room(block_bytes: int, members: int, parity: int) -> int:
+def parity_memory_bytes(block_bytes: int, members: int, parity: int) -> int:
     """What parity takes of a node's memory, whose ranks write so much, in a set of so many members.
 
     The two newest generations have theirs, and what is made for other members lies here until they fetch it.
     """
-    chunk_bytes = padded(-(-block_bytes // (members - parity)), _ALIGN)
+    chunk_bytes = align_size(-(-block_bytes // (members - parity)), _ALIGN)
     return (2 * parity + parity - 1) * chunk_bytes
 
 
-def encode(geometry: Geometry, stripe: int, fetch: Fetch, put: Put, window: int = WINDOW_BYTES) -> None:
+def encode_stripe(
+    geometry: StripeGeometry, stripe: int, fetch: FetchBlocks, put: PutBlock, window: int = WINDOW_BYTES
+) -> None:
     """Make all parities of a stripe; `put` gets each parity from its beginning to its end."""
-    code = code_for(geometry.data, geometry.parity)
+    code = erasure_code_for(geometry.data, geometry.parity)
     pieces = range(geometry.data)
-    ends = [_real(geometry, stripe, piece) for piece in pieces]
-    for at, buffers in _windows(geometry, stripe, pieces, max(ends), fetch, window):
+    ends = [_unpadded_size(geometry, stripe, piece) for piece in pieces]
+    for at, buffers in _iterate_windows(geometry, stripe, pieces, max(ends), fetch, window):
         for number, made in enumerate(code.encode([buffers[piece] for piece in pieces])):
             put(number, at, made)
     rest = geometry.chunk_bytes - max(ends)
@@ -134,13 +136,13 @@ def encode(geometry: Geometry, stripe: int, fetch: Fetch, put: Put, window: int 
             put(number, at, zeros[: geometry.chunk_bytes - at])
 
 
-def rebuild(
-    geometry: Geometry,
+def rebuild_block(
+    geometry: StripeGeometry,
     member: int,
     whole: Collection[int],
     kept: Mapping[int, Collection[int]],
-    fetch: Fetch,
-    put: Put,
+    fetch: FetchBlocks,
+    put: PutBlock,
     window: int = WINDOW_BYTES,
 ) -> None:
     """Make the block of a member again; `put` gets each chunk from its beginning to its end.
@@ -148,20 +150,20 @@ def rebuild(
     `whole` are the members whose blocks can be read, `kept` the parity blocks that each member still has.
     Lack where too few pieces of a stripe are left.
     """
-    code = code_for(geometry.data, geometry.parity)
+    code = erasure_code_for(geometry.data, geometry.parity)
     for chunk in range(geometry.data):
         size = geometry.extent(member, chunk)[1]
         if not size:
             continue
         stripe = geometry.stripe(member, chunk)
-        pieces = _left(geometry, stripe, whole, kept)
+        pieces = _choose_readable_pieces(geometry, stripe, whole, kept)
         lost = next(p for p in range(geometry.data) if geometry.owner(stripe, p) == member)
-        for at, buffers in _windows(geometry, stripe, pieces, size, fetch, window):
+        for at, buffers in _iterate_windows(geometry, stripe, pieces, size, fetch, window):
             put(chunk, at, code.rebuild(buffers, lost))
 
 
-def _left(
-    geometry: Geometry, stripe: int, whole: Collection[int], kept: Mapping[int, Collection[int]]
+def _choose_readable_pieces(
+    geometry: StripeGeometry, stripe: int, whole: Collection[int], kept: Mapping[int, Collection[int]]
 ) -> list[int]:
     """D pieces of a stripe that can be read, chunks first; Lack where there are fewer."""
     pieces = [piece for piece in range(geometry.data) if geometry.owner(stripe, piece) in whole]
@@ -169,11 +171,13 @@ def _left(
         if number in kept.get(geometry.holder(stripe, number), ()):
             pieces.append(geometry.data + number)
     if len(pieces) < geometry.data:
-        raise Lack(f"{len(pieces)} pieces of stripe {stripe} are left, and it takes {geometry.data}")
+        raise NotEnoughBlocksError(
+            f"{len(pieces)} pieces of stripe {stripe} are left, and it takes {geometry.data}"
+        )
     return pieces[: geometry.data]
 
 
-def _real(geometry: Geometry, stripe: int, piece: int) -> int:
+def _unpadded_size(geometry: StripeGeometry, stripe: int, piece: int) -> int:
     """Bytes of a piece that are not zeros behind the end of its block."""
     if piece >= geometry.data:
         return geometry.chunk_bytes
@@ -183,8 +187,8 @@ def _real(geometry: Geometry, stripe: int, piece: int) -> int:
     return geometry.extent(owner, chunk)[1]
 
 
-def _windows(
-    geometry: Geometry, stripe: int, pieces: Sequence[int], size: int, fetch: Fetch, window: int
+def _iterate_windows(
+    geometry: StripeGeometry, stripe: int, pieces: Sequence[int], size: int, fetch: FetchBlocks, window: int
 ) -> Iterator[tuple[int, dict[int, memoryview]]]:
     """Go through the first `size` bytes of some pieces; beside the work on a window the next is fetched."""
     window = min(window, max(size, 1))
@@ -193,11 +197,11 @@ def _windows(
     def begin(number: int) -> Callable[[], None]:
         at, wanted = number * window, []
         for piece, buffer in sets[number % len(sets)].items():
-            real = max(0, min(window, size - at, _real(geometry, stripe, piece) - at))
+            real = max(0, min(window, size - at, _unpadded_size(geometry, stripe, piece) - at))
             if real < min(window, size - at):
                 buffer[real:] = bytes(window - real)
             if real:
-                wanted.append(_wanted(geometry, stripe, piece, at, buffer[:real]))
+                wanted.append(_make_block_read(geometry, stripe, piece, at, buffer[:real]))
         return fetch(wanted)
 
     count = -(-size // window)
@@ -210,16 +214,18 @@ def _windows(
         yield number * window, {p: buffer[:length] for p, buffer in sets[number % len(sets)].items()}
 
 
-def _wanted(geometry: Geometry, stripe: int, piece: int, at: int, into: memoryview) -> Wanted:
+def _make_block_read(
+    geometry: StripeGeometry, stripe: int, piece: int, at: int, into: memoryview
+) -> BlockRead:
     owner = geometry.owner(stripe, piece)
     if piece >= geometry.data:
-        return Wanted(owner, piece - geometry.data, at, into)
+        return BlockRead(owner, piece - geometry.data, at, into)
     chunk = geometry.chunk(owner, stripe)
     assert chunk is not None
-    return Wanted(owner, None, chunk * geometry.chunk_bytes + at, into)
+    return BlockRead(owner, None, chunk * geometry.chunk_bytes + at, into)
 
 
-class Code:
+class ErasureCode:
     """Copies: one chunk to a stripe."""
 
     def __init__(self, data: int, parity: int) -> None:
@@ -234,7 +240,7 @@ class Code:
         return next(iter(pieces.values()))
 
 
-class _Xor(Code):
+class _XorCode(ErasureCode):
     def __init__(self, data: int, parity: int) -> None:
         super().__init__(data, parity)
         try:
@@ -262,7 +268,7 @@ def _xor(buffers: Sequence[memoryview]) -> memoryview:
     return made.data
 
 
-class _ReedSolomon(Code):
+class _ReedSolomonCode(ErasureCode):
     """Its library puts a header before each fragment, which depends on nothing but size and number.
 
     So headers are neither stored nor sent: they are taken from a stripe of zeros where they are needed, and
@@ -271,7 +277,7 @@ class _ReedSolomon(Code):
 
     def __init__(self, data: int, parity: int) -> None:
         super().__init__(data, parity)
-        self._driver = _driver(data, parity)
+        self._driver = _make_driver(data, parity)
         self._step = max(_ALIGN, _RS_BYTES // data // _ALIGN * _ALIGN)
         self._headers: dict[int, list[bytes]] = {}
 
@@ -289,7 +295,7 @@ class _ReedSolomon(Code):
             headers = self._headers_of(size)
             # The library believes a header's size: each fragment must be just as long.
             fragments = [
-                b"".join((headers[piece], _filled(buffer[begin:end], size)))
+                b"".join((headers[piece], _zero_padded(buffer[begin:end], size)))
                 for piece, buffer in pieces.items()
             ]
             for into, fragment in zip(made, self._driver.reconstruct(fragments, list(lost)), strict=True):
@@ -300,7 +306,7 @@ class _ReedSolomon(Code):
         """(begin, end, size of a fragment) of the pieces that the library gets."""
         for begin in range(0, length, self._step):
             end = min(length, begin + self._step)
-            yield begin, end, padded(end - begin, _ALIGN)
+            yield begin, end, align_size(end - begin, _ALIGN)
 
     def _headers_of(self, size: int) -> list[bytes]:
         if size not in self._headers:
@@ -314,11 +320,11 @@ class _ReedSolomon(Code):
         return self._headers[size]
 
 
-def _filled(data: memoryview, size: int) -> Buffer:
+def _zero_padded(data: memoryview, size: int) -> Buffer:
     return data if len(data) == size else bytes(data).ljust(size, b"\0")
 
 
-def _driver(data: int, parity: int) -> Any:
+def _make_driver(data: int, parity: int) -> Any:
     try:
         from pyeclib.ec_iface import ECDriver, ECDriverError
     except ImportError:
@@ -333,8 +339,8 @@ def _driver(data: int, parity: int) -> Any:
 
 
 @lru_cache(maxsize=16)
-def code_for(data: int, parity: int) -> Code:
+def erasure_code_for(data: int, parity: int) -> ErasureCode:
     """The arithmetic of a stripe with so many chunks and parities; SiteError where a library is missing."""
     if data == 1:
-        return Code(data, parity)
-    return _Xor(data, parity) if parity == 1 else _ReedSolomon(data, parity)
+        return ErasureCode(data, parity)
+    return _XorCode(data, parity) if parity == 1 else _ReedSolomonCode(data, parity)

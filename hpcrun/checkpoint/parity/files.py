@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hpcrun.files import Folder, UntrustedFileError, open_own, open_regular
 
-ASIDE = ".aside"
+ASIDE_SUFFIX = ".aside"
 
 
-def read_at(path: str | Path, at: int, into: memoryview, *, shared: bool = False) -> None:
+def read_file_at(path: str | Path, at: int, into: memoryview, *, shared: bool = False) -> None:
     """Fill a buffer from a place in a file; OSError where the file ends before, or is not ours.
 
     `shared`: it lies in the run directory, which was proved before.
@@ -30,12 +30,12 @@ def read_at(path: str | Path, at: int, into: memoryview, *, shared: bool = False
         os.close(descriptor)
 
 
-class AsideFile:
+class AtomicFile:
     """A new file, its space taken at once; it is removed unless it was put in its place."""
 
     def __init__(self, files: Folder, name: str, size: int) -> None:
         """OSError: there is no space for it."""
-        self._files, self._name, self._aside = files, name, name + ASIDE
+        self._files, self._name, self._aside = files, name, name + ASIDE_SUFFIX
         self.path, self.aside = files.path / name, files.path / self._aside
         files.unlink(self._aside)
         self._descriptor = files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -46,7 +46,7 @@ class AsideFile:
             self.close()
             raise
 
-    def __enter__(self) -> AsideFile:
+    def __enter__(self) -> AtomicFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -33,7 +33,7 @@ class FrameError(OSError):
     """What came is not what was sent, or not what belongs here."""
 
 
-class Throttle:
+class RateLimiter:
     """Lets so many bytes a second pass, all connections together; None: no limit."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
@@ -53,7 +53,7 @@ class Throttle:
             time.sleep(begin - now)
 
 
-class Frames:
+class FramedConnection:
     """One connection; every frame comes or goes within `timeout_s`, or it is an OSError."""
 
     def __init__(
@@ -62,13 +62,17 @@ class Frames:
         our_key: bytes,
         their_key: bytes,
         timeout_s: float,
-        throttle: Throttle | None = None,
+        throttle: RateLimiter | None = None,
     ) -> None:
         with contextlib.suppress(OSError):  # it has gone again, which shows at the first frame
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection, self._timeout_s, self._throttle = connection, timeout_s, throttle or Throttle()
+        self.connection, self._timeout_s, self._rate_limiter = (
+            connection,
+            timeout_s,
+            throttle or RateLimiter(),
+        )
         self._sending, self._hearing = Seal(our_key), Seal(their_key)
-        self._our_seed, self._their_seed = _seed(our_key), _seed(their_key)
+        self._our_seed, self._their_seed = _hash_seed(our_key), _hash_seed(their_key)
 
     def say(self, message: dict[str, Any]) -> None:
         """Send a message."""
@@ -76,7 +80,7 @@ class Frames:
 
     def send(self, data: memoryview) -> None:
         """Send raw bytes, FRAME_BYTES at most."""
-        self._throttle.take(len(data))
+        self._rate_limiter.take(len(data))
         self._send(_RAW, data)
 
     def hear(self, extra_s: float = 0.0) -> dict[str, Any] | None:
@@ -161,6 +165,6 @@ class Frames:
         return True
 
 
-def _seed(key: bytes) -> int:
+def _hash_seed(key: bytes) -> int:
     """Where hashes of raw bytes begin; the key is used for nothing else in this way."""
     return int.from_bytes(hmac.digest(key, b"raw bytes", "sha256")[:8], "big")

@@ -25,44 +25,58 @@ from typing import Any, Literal, TypeVar
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import HeldParity, Holding, Level, Load, Member, Stamp
-from hpcrun.checkpoint.parity.blocks import (
-    parity_holdings,
-    parity_name,
-    record_name,
-    remove_files,
-    remove_leftovers,
-    spans,
-    write_holding,
+from hpcrun.checkpoint.levels import (
+    CheckpointLevel,
+    GenerationId,
+    HeldParity,
+    InventoryEntry,
+    NodeShards,
+    SetMember,
 )
-from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Wanted, code_for, encode, parity_room
-from hpcrun.checkpoint.parity.files import AsideFile, read_at
-from hpcrun.checkpoint.parity.peers import PeerError, Peers, PeerServer, Reply, check_range
+from hpcrun.checkpoint.parity.blocks import (
+    list_parity_entries,
+    map_block_range,
+    parity_file_name,
+    record_file_name,
+    remove_parity_files,
+    remove_unfinished_parity,
+    write_inventory_entry,
+)
+from hpcrun.checkpoint.parity.erasure import (
+    WINDOW_BYTES,
+    BlockRead,
+    StripeGeometry,
+    encode_stripe,
+    erasure_code_for,
+    parity_memory_bytes,
+)
+from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerError, PeerReply, PeerServer, check_byte_range
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import Folder, UntrustedFileError
 
-Standing = Literal["unknown", "open", "encoded", "done", "failed"]
-_ORDER: tuple[Standing, ...] = ("unknown", "open", "encoded", "done")
-PATIENCE_S = 60.0
+RoundState = Literal["unknown", "open", "encoded", "done", "failed"]
+_STATE_ORDER: tuple[RoundState, ...] = ("unknown", "open", "encoded", "done")
+MEMBER_TIMEOUT_S = 60.0
 """So much later than this node another may come to a generation."""
 _POLL_S = 1.0
-_REMEMBERED = 8
+_MAX_REMEMBERED_ROUNDS = 8
 """Rounds that others may still ask about."""
 
 T = TypeVar("T")
 
 
-class _FailedError(SiteError):
+class _MemberFailedError(SiteError):
     """A member has said that it will not have this generation."""
 
 
 @dataclass
-class _Round:
+class _ParityRound:
     """One generation, as this node stands to it."""
 
-    stamp: Stamp
-    member: Member
-    standing: Standing = "open"
+    stamp: GenerationId
+    member: SetMember
+    standing: RoundState = "open"
     why: str = ""
     images: dict[int, memoryview] = field(default_factory=dict)
     """Of the parts, for as long as others may read them."""
@@ -75,14 +89,14 @@ class _Round:
         if self.standing == "failed" or not images:
             raise SiteError(self.why or "its parts are no longer kept for the others")
         into[:] = bytes(len(into))
-        for span in spans(self.member, at, len(into)):
+        for span in map_block_range(self.member, at, len(into)):
             into[span.begin : span.begin + span.size] = images[span.number][span.at : span.at + span.size]
 
 
-class ParityStation:
+class ParityTier:
     """Keeps parity for the other nodes of this node's erasure set, and has them keep ours."""
 
-    level: Level = "parity"
+    level: CheckpointLevel = "parity"
 
     def __init__(
         self,
@@ -90,17 +104,17 @@ class ParityStation:
         node: str,
         members: Sequence[str],
         parity: int,
-        peers: Peers,
+        peers: PeerClient,
         server: PeerServer,
         *,
         hurry: threading.Event | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = MEMBER_TIMEOUT_S,
     ) -> None:
         """`members`: the nodes of the set in order, this one among them; `folder`: this node's arena.
 
         `hurry` is set when nobody is to be waited for any more. SiteError: a library is missing.
         """
-        code_for(len(members) - parity, parity)
+        erasure_code_for(len(members) - parity, parity)
         self._node, self._members, self._parity = node, tuple(members), parity
         try:
             self._files = Folder.at(folder)
@@ -108,60 +122,60 @@ class ParityStation:
             raise SiteError(str(error)) from None
         self._index = self._members.index(node)
         self._peers, self._patience_s = peers, patience_s
-        self._rounds: dict[str, _Round] = {}
+        self._rounds: dict[str, _ParityRound] = {}
         self._changed = threading.Condition()
         self._hurry = hurry or threading.Event()
-        remove_leftovers(self._files)
-        server.on("standing", self._tell_standing)
-        server.on("block", self._give_block)
-        server.on("outgoing", self._give_outgoing)
+        remove_unfinished_parity(self._files)
+        server.on("standing", self._serve_standing)
+        server.on("block", self._serve_block)
+        server.on("outgoing", self._serve_outgoing)
 
     def memory_bytes(self, block_bytes: int) -> int:
         """What its files take in this node's memory at most, where all members write about so much."""
-        return parity_room(block_bytes, len(self._members), self._parity)
+        return parity_memory_bytes(block_bytes, len(self._members), self._parity)
 
-    def store(self, load: Load) -> dict[str, Any]:
+    def store(self, load: NodeShards) -> dict[str, Any]:
         """Make parity with the other members; SiteError or OSError: the level does not have it."""
         begin = time.monotonic()
         one = self._open(load)
         try:
             with ThreadPoolExecutor(len(self._members), thread_name_prefix="parity") as pool:
-                return self._go_through(
-                    one, _Together(pool, lambda: one.standing == "failed" or self._hurry.is_set()), begin
+                return self._run_round(
+                    one, _TaskGroup(pool, lambda: one.standing == "failed" or self._hurry.is_set()), begin
                 )
         except (HpcrunError, OSError) as error:
-            self._fail(one, str(error), isinstance(error, _FailedError))
+            self._fail(one, str(error), isinstance(error, _MemberFailedError))
             raise
         finally:
             one.images = {}
             if one.outgoing is not None:
                 self._files.unlink(one.outgoing.name)
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self) -> list[InventoryEntry]:
         """Parity that lies whole here, and parts of lost nodes that were made again here."""
-        return parity_holdings(self._files)
+        return list_parity_entries(self._files)
 
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations, and of the one that is being made."""
         with self._changed:
             now = {one.stamp.generation for one in self._rounds.values() if one.images}
-        remove_files(self._files, set(generations) | now)
+        remove_parity_files(self._files, set(generations) | now)
 
-    def abandon(self, stamp: Stamp, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
         """This node will not store these parts of a generation: the others need not wait for it."""
-        was_done = self._done_before(stamp) is not None
+        was_done = self._find_finished_member(stamp) is not None
         with self._changed:
             if stamp.generation not in self._rounds and not was_done:
                 parts = ", ".join(map(str, numbers))
                 said = f"{self._node}: leaves out part {parts} of step {stamp.step}: {why}"
-                self._remember(_Round(stamp, Member(self._node, ()), "failed", said))
+                self._remember(_ParityRound(stamp, SetMember(self._node, ()), "failed", said))
 
-    def _go_through(self, one: _Round, together: _Together, begin: float) -> dict[str, Any]:
+    def _run_round(self, one: _ParityRound, together: _TaskGroup, begin: float) -> dict[str, Any]:
         told = self._await_all(one, "open", together, self._patience_s)
         members = tuple(told[node] for node in self._members)
-        geometry = Geometry(tuple(member.size_bytes for member in members), self._parity)
-        name = parity_name(one.stamp.generation)
-        with AsideFile(self._files, name, self._parity * geometry.chunk_bytes) as kept:
+        geometry = StripeGeometry(tuple(member.size_bytes for member in members), self._parity)
+        name = parity_file_name(one.stamp.generation)
+        with AtomicFile(self._files, name, self._parity * geometry.chunk_bytes) as kept:
             hashes = [xxh3_64() for _ in range(self._parity)]
 
             def keep(number: int, at: int, data: memoryview) -> None:
@@ -178,11 +192,13 @@ class ParityStation:
             str(kept.path), members, self._parity, self._index, tuple(one.hexdigest() for one in hashes)
         )
         try:
-            write_holding(self._files, name, Holding(one.stamp, "parity", self._node, parity=held))
+            write_inventory_entry(
+                self._files, name, InventoryEntry(one.stamp, "parity", self._node, parity=held)
+            )
             self._advance(one, "done")
             self._await_all(one, "done", together, self._patience_s + 2 * (time.monotonic() - begin))
-        except _FailedError:
-            self._files.unlink(record_name(name))
+        except _MemberFailedError:
+            self._files.unlink(record_file_name(name))
             self._files.unlink(name)
             raise
         except OSError:
@@ -197,21 +213,21 @@ class ParityStation:
 
     def _encode(
         self,
-        one: _Round,
-        geometry: Geometry,
-        together: _Together,
+        one: _ParityRound,
+        geometry: StripeGeometry,
+        together: _TaskGroup,
         keep: Callable[[int, int, memoryview], None],
     ) -> None:
         """Make all parities of our own stripe: the first is ours, the others are fetched by their keepers."""
 
-        def fetch(wanted: Sequence[Wanted]) -> Callable[[], None]:
+        def fetch(wanted: Sequence[BlockRead]) -> Callable[[], None]:
             return together.begin([partial(self._fetch_block, one, each) for each in wanted])
 
         if self._parity == 1:
-            encode(geometry, self._index, fetch, keep)
+            encode_stripe(geometry, self._index, fetch, keep)
             return
         name = f"parity-{one.stamp.generation}.outgoing.aside"
-        with AsideFile(self._files, name, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
+        with AtomicFile(self._files, name, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
 
             def put(number: int, at: int, data: memoryview) -> None:
                 if number == 0:
@@ -219,19 +235,19 @@ class ParityStation:
                 else:
                     outgoing.write((number - 1) * geometry.chunk_bytes + at, data)
 
-            encode(geometry, self._index, fetch, put)
+            encode_stripe(geometry, self._index, fetch, put)
             outgoing.put_in_place()
             one.outgoing = outgoing.path
 
-    def _fetch_block(self, one: _Round, wanted: Wanted) -> None:
+    def _fetch_block(self, one: _ParityRound, wanted: BlockRead) -> None:
         request = {"do": "block", "generation": one.stamp.generation, "at": wanted.at}
         self._peers.read(self._members[wanted.member], request, wanted.into)
 
     def _collect(
         self,
-        one: _Round,
-        geometry: Geometry,
-        together: _Together,
+        one: _ParityRound,
+        geometry: StripeGeometry,
+        together: _TaskGroup,
         keep: Callable[[int, int, memoryview], None],
     ) -> None:
         """Fetch the parities of others' stripes that are ours to keep, from several at once."""
@@ -247,10 +263,10 @@ class ParityStation:
 
         together.begin([partial(collect, number) for number in range(1, self._parity)])()
 
-    def _open(self, load: Load) -> _Round:
+    def _open(self, load: NodeShards) -> _ParityRound:
         stamp = load.stamp
-        member = Member(self._node, tuple((part.number, part.part) for part in load.parts))
-        one = _Round(stamp, member, images={part.number: part.image for part in load.parts})
+        member = SetMember(self._node, tuple((part.number, part.part) for part in load.parts))
+        one = _ParityRound(stamp, member, images={part.number: part.image for part in load.parts})
         with self._changed:
             before = self._rounds.get(stamp.generation)
             if before is not None and before.standing == "failed":
@@ -260,18 +276,18 @@ class ParityStation:
             self._changed.notify_all()
         return one
 
-    def _remember(self, one: _Round) -> None:
+    def _remember(self, one: _ParityRound) -> None:
         self._rounds[one.stamp.generation] = one
-        for generation in list(self._rounds)[:-_REMEMBERED]:
+        for generation in list(self._rounds)[:-_MAX_REMEMBERED_ROUNDS]:
             del self._rounds[generation]
         self._changed.notify_all()
 
-    def _advance(self, one: _Round, standing: Standing) -> None:
+    def _advance(self, one: _ParityRound, standing: RoundState) -> None:
         with self._changed:
             one.standing = standing
             self._changed.notify_all()
 
-    def _fail(self, one: _Round, why: str, is_sure: bool) -> None:
+    def _fail(self, one: _ParityRound, why: str, is_sure: bool) -> None:
         """Say so to the others; who was done is no more only where another never was."""
         with self._changed:
             if one.standing != "done" or is_sure:
@@ -279,8 +295,8 @@ class ParityStation:
             self._changed.notify_all()
 
     def _await_all(
-        self, one: _Round, wanted: Standing, together: _Together, patience_s: float
-    ) -> dict[str, Member]:
+        self, one: _ParityRound, wanted: RoundState, together: _TaskGroup, patience_s: float
+    ) -> dict[str, SetMember]:
         """What each member has put in, when all stand there; SiteError: one has failed, or is late."""
         deadline = time.monotonic() + patience_s
         others = [node for node in self._members if node != self._node]
@@ -292,8 +308,8 @@ class ParityStation:
         return {self._node: one.member} | {node: wait.result() for node, wait in waits.items()}
 
     def _await_one(
-        self, one: _Round, node: str, wanted: Standing, deadline: float, together: _Together
-    ) -> Member:
+        self, one: _ParityRound, node: str, wanted: RoundState, deadline: float, together: _TaskGroup
+    ) -> SetMember:
         request = {"do": "standing", "stamp": asdict(one.stamp), "wanted": wanted}
         said = f"{node}: has not come to step {one.stamp.step}"
         while not together.is_over():
@@ -310,29 +326,33 @@ class ParityStation:
                 continue
             standing = told.get("standing")
             if standing == "failed":
-                raise _FailedError(str(told.get("why")))
+                raise _MemberFailedError(str(told.get("why")))
             if standing == "unknown" and wanted != "open":
-                raise _FailedError(
+                raise _MemberFailedError(
                     f"{node}: its worker was started anew, and does not have step {one.stamp.step}"
                 )
-            if standing in _ORDER and _ORDER.index(standing) >= _ORDER.index(wanted):
+            if standing in _STATE_ORDER and _STATE_ORDER.index(standing) >= _STATE_ORDER.index(wanted):
                 try:
-                    return Member(node, tuple((number, Part(**part)) for number, part in told["parts"]))
+                    return SetMember(node, tuple((number, Part(**part)) for number, part in told["parts"]))
                 except (KeyError, TypeError, ValueError) as error:
                     raise SiteError(f"{node}: tells of parts that are none: {error}") from None
         raise SiteError(
             f"{self._node}: the attempt is over" if self._hurry.is_set() else "another member has failed"
         )
 
-    def _tell_standing(self, request: dict[str, Any]) -> Reply:
-        stamp, wanted = Stamp(**request["stamp"]), request["wanted"]
-        place = _ORDER.index(wanted)
+    def _serve_standing(self, request: dict[str, Any]) -> PeerReply:
+        stamp, wanted = GenerationId(**request["stamp"]), request["wanted"]
+        place = _STATE_ORDER.index(wanted)
 
-        def stands() -> _Round | None:
+        def stands() -> _ParityRound | None:
             one = self._rounds.get(stamp.generation)
             if one is not None and one.stamp != stamp:
                 raise ValueError(f"generation {stamp.generation} is another state here")
-            return one if one and (one.standing == "failed" or _ORDER.index(one.standing) >= place) else None
+            return (
+                one
+                if one and (one.standing == "failed" or _STATE_ORDER.index(one.standing) >= place)
+                else None
+            )
 
         with self._changed:
             self._changed.wait_for(
@@ -340,44 +360,46 @@ class ParityStation:
             )
             one, is_past = self._rounds.get(stamp.generation), self._is_past(stamp)
             if one is not None:
-                return _standing(one.standing, one.why, one.member)
-        if (member := self._done_before(stamp)) is not None:
-            return _standing("done", "", member)
+                return _state_reply(one.standing, one.why, one.member)
+        if (member := self._find_finished_member(stamp)) is not None:
+            return _state_reply("done", "", member)
         if is_past:
             why = f"{self._node}: has gone on to a newer state than that of step {stamp.step}"
-            return _standing("failed", why)
-        return _standing("unknown", "")
+            return _state_reply("failed", why)
+        return _state_reply("unknown", "")
 
-    def _is_past(self, stamp: Stamp) -> bool:
+    def _is_past(self, stamp: GenerationId) -> bool:
         """Whether a newer state has come here already; stations take them in order."""
         return stamp.generation not in self._rounds and any(
             (one.stamp.attempt, one.stamp.step) > (stamp.attempt, stamp.step) for one in self._rounds.values()
         )
 
-    def _done_before(self, stamp: Stamp) -> Member | None:
+    def _find_finished_member(self, stamp: GenerationId) -> SetMember | None:
         """What this node has put into a generation that an earlier worker of it has come to the end of."""
         for holding in self.holdings():
             if holding.stamp == stamp and holding.parity is not None:
                 return holding.parity.members[holding.parity.index]
         return None
 
-    def _give_block(self, request: dict[str, Any]) -> Reply:
+    def _serve_block(self, request: dict[str, Any]) -> PeerReply:
         one = self._round(request)
         at, size = int(request["at"]), int(request["size"])
-        check_range(at, size, one.member.size_bytes)
-        return Reply({}, size, lambda more, into: one.read(at + more, into))
+        check_byte_range(at, size, one.member.size_bytes)
+        return PeerReply({}, size, lambda more, into: one.read(at + more, into))
 
-    def _give_outgoing(self, request: dict[str, Any]) -> Reply:
+    def _serve_outgoing(self, request: dict[str, Any]) -> PeerReply:
         one = self._round(request)
         path, number = one.outgoing, int(request["number"])
         if path is None or not 1 <= number < self._parity:
             raise SiteError(f"has no parity {number} for others yet")
         each = path.stat().st_size // (self._parity - 1)
         at, size = int(request["at"]), int(request["size"])
-        check_range(at, size, each)
-        return Reply({}, size, lambda more, into: read_at(path, (number - 1) * each + at + more, into))
+        check_byte_range(at, size, each)
+        return PeerReply(
+            {}, size, lambda more, into: read_file_at(path, (number - 1) * each + at + more, into)
+        )
 
-    def _round(self, request: dict[str, Any]) -> _Round:
+    def _round(self, request: dict[str, Any]) -> _ParityRound:
         with self._changed:
             one = self._rounds.get(str(request["generation"]))
         if one is not None and one.standing == "failed":
@@ -387,12 +409,12 @@ class ParityStation:
         return one
 
 
-def _standing(standing: Standing, why: str, member: Member | None = None) -> Reply:
+def _state_reply(standing: RoundState, why: str, member: SetMember | None = None) -> PeerReply:
     parts = [[number, asdict(part)] for number, part in member.parts] if member is not None else []
-    return Reply({"standing": standing, "why": why, "parts": parts})
+    return PeerReply({"standing": standing, "why": why, "parts": parts})
 
 
-class _Together:
+class _TaskGroup:
     """Things that several threads do for one round; when one of them fails, the others soon end too."""
 
     def __init__(self, pool: ThreadPoolExecutor, is_failed: Callable[[], bool]) -> None:

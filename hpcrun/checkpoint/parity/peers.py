@@ -26,19 +26,19 @@ from hpcrun.authentication import (
     proves,
     render_line,
 )
-from hpcrun.checkpoint.levels import LEVELS, Holding
-from hpcrun.checkpoint.parity.blocks import geometry_of
-from hpcrun.checkpoint.parity.files import read_at
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FrameError, Frames, Throttle
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, InventoryEntry
+from hpcrun.checkpoint.parity.blocks import make_geometry
+from hpcrun.checkpoint.parity.files import read_file_at
+from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, FrameError, RateLimiter
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.listeners import Door, hang_up
 
-TIMEOUT_S = 20.0
+FRAME_TIMEOUT_S = 20.0
 """For one frame."""
 _IDLE_S = 300.0
-_MOST_STRANGERS = 32
-_FRESH_S = 2.0
-_MOST_WAIT_S = 10.0
+_MAX_UNAUTHENTICATED = 32
+_INVENTORY_CACHE_S = 2.0
+_MAX_WAIT_S = 10.0
 
 
 class PeerError(SiteError):
@@ -46,7 +46,7 @@ class PeerError(SiteError):
 
 
 @dataclass(frozen=True)
-class Credentials:
+class PeerCredentials:
     """Who we are, and what shows it."""
 
     run: str
@@ -65,7 +65,7 @@ class Credentials:
 
 
 @dataclass(frozen=True)
-class Reply:
+class PeerReply:
     """What a request is answered with."""
 
     told: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Reply:
     """Puts those from a position on into a buffer."""
 
 
-Handler = Callable[[dict[str, Any]], Reply]
+PeerRequestHandler = Callable[[dict[str, Any]], PeerReply]
 
 
 class PeerServer:
@@ -84,24 +84,24 @@ class PeerServer:
     def __init__(
         self,
         address: str,
-        who: Credentials,
+        who: PeerCredentials,
         *,
         bytes_per_s: float | None = None,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         """`bytes_per_s`: no more is sent, all connections together. SiteError: cannot listen there."""
-        self._who, self._timeout_s, self._throttle = who, timeout_s, Throttle(bytes_per_s)
-        self._handlers: dict[str, Handler] = {}
+        self._who, self._timeout_s, self._rate_limiter = who, timeout_s, RateLimiter(bytes_per_s)
+        self._handlers: dict[str, PeerRequestHandler] = {}
         self._lock = threading.Lock()
-        self._guests: dict[int, Frames] = {}
+        self._guests: dict[int, FramedConnection] = {}
         self._numbers = itertools.count()
         self._closed = threading.Event()
-        self._door = Door(address, _MOST_STRANGERS, "other nodes", self._recognise, HANDSHAKE_S)
+        self._door = Door(address, _MAX_UNAUTHENTICATED, "other nodes", self._recognise, HANDSHAKE_S)
         self.address, self.port = address, self._door.port
-        self._thread = threading.Thread(target=self._attend, name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._accept_connections, name="peers", daemon=True)
         self._thread.start()
 
-    def on(self, what: str, handler: Handler) -> None:
+    def on(self, what: str, handler: PeerRequestHandler) -> None:
         """From now on answer requests for this so; what the handler raises is told to the other node."""
         self._handlers[what] = handler
 
@@ -117,7 +117,7 @@ class PeerServer:
             guest.close()
         self._thread.join(timeout=HANDSHAKE_S)
 
-    def _attend(self) -> None:
+    def _accept_connections(self) -> None:
         while not self._closed.is_set():
             self._door.await_somebody()
             for connection, guest in self._door.arrivals():
@@ -138,7 +138,10 @@ class PeerServer:
 
     def _meet(self, connection: socket.socket, asking: str, nonces: tuple[str, str]) -> None:
         keys = self._who.keys(("asked", "asking"), asking, self._who.node, nonces)
-        frames, number = Frames(connection, *keys, self._timeout_s, self._throttle), next(self._numbers)
+        frames, number = (
+            FramedConnection(connection, *keys, self._timeout_s, self._rate_limiter),
+            next(self._numbers),
+        )
         with self._lock:
             self._guests[number] = frames
         try:
@@ -154,7 +157,7 @@ class PeerServer:
             with self._lock:
                 self._guests.pop(number, None)
 
-    def _answer(self, frames: Frames, request: dict[str, Any]) -> None:
+    def _answer(self, frames: FramedConnection, request: dict[str, Any]) -> None:
         handler = self._handlers.get(str(request.get("do")))
         try:
             if handler is None:
@@ -180,21 +183,21 @@ class PeerServer:
             frames.send(part)
 
 
-class Peers:
+class PeerClient:
     """Asks other nodes, from as many threads at once as need be; connections are kept for the next time."""
 
     def __init__(
         self,
-        who: Credentials,
+        who: PeerCredentials,
         addresses: Mapping[str, tuple[str, int]],
         *,
-        timeout_s: float = TIMEOUT_S,
+        timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         self._who, self._addresses, self._timeout_s = who, dict(addresses), timeout_s
         self._lock = threading.Lock()
-        self._idle: dict[str, list[Frames]] = {}
+        self._idle: dict[str, list[FramedConnection]] = {}
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> PeerClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -213,7 +216,7 @@ class Peers:
             for at in range(0, len(into), FRAME_BYTES):
                 frames.receive(into[at : at + FRAME_BYTES])
 
-    def know(self, addresses: Mapping[str, tuple[str, int]]) -> None:
+    def update_addresses(self, addresses: Mapping[str, tuple[str, int]]) -> None:
         """From now on others are reached there; connections to where they were are let go of."""
         with self._lock:
             moved = [node for node in self._idle if self._addresses.get(node) != addresses.get(node)]
@@ -232,21 +235,25 @@ class Peers:
     @contextlib.contextmanager
     def _asked(
         self, node: str, request: dict[str, Any], wait_s: float = 0.0
-    ) -> Iterator[tuple[Frames, dict[str, Any]]]:
+    ) -> Iterator[tuple[FramedConnection, dict[str, Any]]]:
         """The connection and the message of the answer; at the end of the block all of it must be read."""
         address = self._addresses.get(node)
         if address is None:
             raise PeerError(f"{node}: its address is not known here")
-        frames: Frames | None = None
+        frames: FramedConnection | None = None
         try:
-            frames, told = self._answered(node, address, request, wait_s)
+            frames, told = self._exchange(node, address, request, wait_s)
             if "problem" not in told:
                 yield frames, told
             with self._lock:
                 self._idle.setdefault(node, []).append(frames)
             frames = None
         except OSError as error:
-            why = f"did not answer within {self._timeout_s + wait_s:g} s" if _is_late(error) else _said(error)
+            why = (
+                f"did not answer within {self._timeout_s + wait_s:g} s"
+                if _is_timeout(error)
+                else _error_text(error)
+            )
             raise PeerError(f"{node} ({address[0]}:{address[1]}): {why}") from None
         finally:
             if frames is not None:
@@ -254,9 +261,9 @@ class Peers:
         if "problem" in told:
             raise PeerError(f"{node}: {told['problem']}")
 
-    def _answered(
+    def _exchange(
         self, node: str, address: tuple[str, int], request: dict[str, Any], wait_s: float
-    ) -> tuple[Frames, dict[str, Any]]:
+    ) -> tuple[FramedConnection, dict[str, Any]]:
         """Over a kept connection, where it still stands; else over a new one."""
         while True:
             with self._lock:
@@ -274,10 +281,10 @@ class Peers:
             except OSError as found:
                 error = found
             frames.close()
-            if is_new or _is_late(error):
+            if is_new or _is_timeout(error):
                 raise error
 
-    def _connect(self, node: str, address: tuple[str, int]) -> Frames:
+    def _connect(self, node: str, address: tuple[str, int]) -> FramedConnection:
         deadline = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
         connection = socket.create_connection(address, timeout=min(HANDSHAKE_S, self._timeout_s))
         try:
@@ -296,18 +303,18 @@ class Peers:
             connection.close()
             raise
         keys = self._who.keys(("asking", "asked"), self._who.node, node, nonces)
-        return Frames(connection, *keys, self._timeout_s)
+        return FramedConnection(connection, *keys, self._timeout_s)
 
 
-def _is_late(error: OSError) -> bool:
+def _is_timeout(error: OSError) -> bool:
     return isinstance(error, TimeoutError)
 
 
-def _said(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-class Shelf:
+class PartServer:
     """Answers reads of parts and of parity, whatever level has them.
 
     {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
@@ -318,29 +325,29 @@ class Shelf:
     def __init__(
         self,
         server: PeerServer,
-        holdings: Callable[[], Iterable[Holding]],
+        holdings: Callable[[], Iterable[InventoryEntry]],
         await_calm: Callable[[float], bool] = lambda _seconds: True,
     ) -> None:
         """`holdings`: all that this node has, looked up anew every few seconds.
 
-        `await_calm` waits until nothing of this node's own is to be stored, but no longer than it is told.
+        `await_idle` waits until nothing of this node's own is to be stored, but no longer than it is told.
         """
-        self._holdings, self._await_calm = holdings, await_calm
+        self._holdings, self._await_idle = holdings, await_calm
         self._lock = threading.Lock()
-        self._known: list[Holding] = []
+        self._known: list[InventoryEntry] = []
         self._known_until = 0.0
         server.on("part", self._part)
         server.on("parity", self._parity)
         server.on("share", self._share)
         server.on("calm", self._calm)
 
-    def _calm(self, request: dict[str, Any]) -> Reply:
-        is_calm = self._await_calm(min(float(request["wait_s"]), _MOST_WAIT_S))
+    def _calm(self, request: dict[str, Any]) -> PeerReply:
+        is_calm = self._await_idle(min(float(request["wait_s"]), _MAX_WAIT_S))
         if not any(one.parts for one in self._of(str(request["generation"]))):
             raise SiteError(f"has no part of generation {request['generation']} any more")
-        return Reply({"is_calm": is_calm})
+        return PeerReply({"is_calm": is_calm})
 
-    def _share(self, request: dict[str, Any]) -> Reply:
+    def _share(self, request: dict[str, Any]) -> PeerReply:
         """Looked up anew: it may have been sealed this moment."""
         with self._lock:
             self._known_until = 0.0
@@ -349,40 +356,40 @@ class Shelf:
         if not parts:
             raise SiteError(f"has no part of generation {request['generation']}")
         told = [[number, asdict(part)] for number, part in sorted(parts.items())]
-        return Reply({"stamp": asdict(found[0].stamp), "parts": told})
+        return PeerReply({"stamp": asdict(found[0].stamp), "parts": told})
 
-    def _part(self, request: dict[str, Any]) -> Reply:
+    def _part(self, request: dict[str, Any]) -> PeerReply:
         generation, number = str(request["generation"]), int(request["number"])
         for holding in self._of(generation):
             for held in holding.parts:
                 if held.number == number:
-                    return _range(request, held.path, held.at, held.part.size_bytes)
+                    return _range_reply(request, held.path, held.at, held.part.size_bytes)
         raise SiteError(f"has no part {number} of generation {generation}")
 
-    def _parity(self, request: dict[str, Any]) -> Reply:
+    def _parity(self, request: dict[str, Any]) -> PeerReply:
         generation, number = str(request["generation"]), int(request["number"])
         for holding in self._of(generation):
             if holding.parity is not None and 0 <= number < holding.parity.parity:
-                size = geometry_of(holding.parity).chunk_bytes
-                return _range(request, holding.parity.path, number * size, size)
+                size = make_geometry(holding.parity).chunk_bytes
+                return _range_reply(request, holding.parity.path, number * size, size)
         raise SiteError(f"has no parity {number} of generation {generation}")
 
-    def _of(self, generation: str) -> list[Holding]:
+    def _of(self, generation: str) -> list[InventoryEntry]:
         """What there is of a generation, the quickest level first."""
         with self._lock:
             if time.monotonic() > self._known_until:
-                self._known = sorted(self._holdings(), key=lambda one: LEVELS.index(one.level))
-                self._known_until = time.monotonic() + _FRESH_S
+                self._known = sorted(self._holdings(), key=lambda one: CHECKPOINT_LEVELS.index(one.level))
+                self._known_until = time.monotonic() + _INVENTORY_CACHE_S
             return [one for one in self._known if one.stamp.generation == generation]
 
 
-def _range(request: dict[str, Any], path: str, begin: int, most: int) -> Reply:
+def _range_reply(request: dict[str, Any], path: str, begin: int, most: int) -> PeerReply:
     at, size = int(request["at"]), int(request["size"])
-    check_range(at, size, most)
-    return Reply({}, size, lambda more, into: read_at(path, begin + at + more, into))
+    check_byte_range(at, size, most)
+    return PeerReply({}, size, lambda more, into: read_file_at(path, begin + at + more, into))
 
 
-def check_range(at: int, size: int, most: int) -> None:
+def check_byte_range(at: int, size: int, most: int) -> None:
     """ValueError where there are no such bytes."""
     if at < 0 or size < 0 or at + size > most:
         raise ValueError(f"bytes {at} to {at + size} of {most}")

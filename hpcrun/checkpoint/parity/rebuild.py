@@ -15,32 +15,43 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, Holding, Member
-from hpcrun.checkpoint.parity.blocks import places, rebuilt_name, spans, write_holding
-from hpcrun.checkpoint.parity.erasure import WINDOW_BYTES, Geometry, Lack, Wanted, rebuild
-from hpcrun.checkpoint.parity.files import AsideFile, read_at
-from hpcrun.checkpoint.parity.peers import PeerError, Peers
-from hpcrun.checkpoint.part_check import prove_part
-from hpcrun.checkpoint.restore_plan import SHARED, Rebuild
+from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, InventoryEntry, SetMember
+from hpcrun.checkpoint.parity.blocks import (
+    compute_part_offsets,
+    map_block_range,
+    rebuilt_file_name,
+    write_inventory_entry,
+)
+from hpcrun.checkpoint.parity.erasure import (
+    WINDOW_BYTES,
+    BlockRead,
+    NotEnoughBlocksError,
+    StripeGeometry,
+    rebuild_block,
+)
+from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerError
+from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder
 from hpcrun.files import Folder
 
 
-class _Source(NamedTuple):
+class _BlockSource(NamedTuple):
     """A piece that can be read: a member's block, or one of its parity blocks."""
 
     member: int
     parity: int | None
 
 
-class _GoneError(Exception):
+class _SourceLostError(Exception):
     """A source cannot be read after all."""
 
-    def __init__(self, source: _Source, why: str) -> None:
+    def __init__(self, source: _BlockSource, why: str) -> None:
         super().__init__(why)
         self.source = source
 
 
-def rebuild_members(order: Rebuild, peers: Peers, here: str, folder: Path) -> Holding:
+def rebuild_members(order: RebuildOrder, peers: PeerClient, here: str, folder: Path) -> InventoryEntry:
     """Make the parts of the lost members again, in files of this node's arena: what this node holds now.
 
     SiteError: too little is left, or a node has failed meanwhile; DamagedError: what is left does not make up
@@ -49,21 +60,21 @@ def rebuild_members(order: Rebuild, peers: Peers, here: str, folder: Path) -> Ho
     parts: list[HeldPart] = []
     for index in order.lost:
         if order.members[index].parts:
-            parts += _Again(order, index, peers, here, folder).best()
-    return Holding(order.stamp, "parity", here, tuple(sorted(parts, key=lambda one: one.number)))
+            parts += _BlockRebuilder(order, index, peers, here, folder).best()
+    return InventoryEntry(order.stamp, "parity", here, tuple(sorted(parts, key=lambda one: one.number)))
 
 
-class _Again:
+class _BlockRebuilder:
     """The making of one member's block."""
 
-    def __init__(self, order: Rebuild, index: int, peers: Peers, here: str, folder: Path) -> None:
+    def __init__(self, order: RebuildOrder, index: int, peers: PeerClient, here: str, folder: Path) -> None:
         self._order, self._index, self._member = order, index, order.members[index]
         self._peers, self._here = peers, here
-        self._files, self._name = Folder.at(folder), rebuilt_name(order.stamp.generation, index)
-        self._geometry = Geometry(tuple(one.size_bytes for one in order.members), order.parity)
+        self._files, self._name = Folder.at(folder), rebuilt_file_name(order.stamp.generation, index)
+        self._geometry = StripeGeometry(tuple(one.size_bytes for one in order.members), order.parity)
         self._survivors = {one.index: one for one in order.survivors}
         self._parts = {one.number: one for survivor in order.survivors for one in survivor.parts}
-        self._used: dict[_Source, None] = {}
+        self._used: dict[_BlockSource, None] = {}
 
     def best(self) -> tuple[HeldPart, ...]:
         """The member's parts, made from whichever sources prove good."""
@@ -72,16 +83,16 @@ class _Again:
         except DamagedError as error:
             first = error
         # One of the sources is not what it should be: those first that are known not to be, then each.
-        bad = {source: why for source in list(self._used) if (why := self._what_is_wrong(source))}
+        bad = {source: why for source in list(self._used) if (why := self._check_parity_hash(source))}
         for source in [*bad, *(one for one in self._used if one not in bad)]:
             try:
                 return self.make(frozenset({source}))
-            except (Lack, DamagedError):
+            except (NotEnoughBlocksError, DamagedError):
                 continue
         said = "; ".join([f"{self._member.node}: cannot be made again: {first}", *bad.values()])
         raise DamagedError(said)
 
-    def _what_is_wrong(self, source: _Source) -> str:
+    def _check_parity_hash(self, source: _BlockSource) -> str:
         """What a source's own hash says against it; only parity has one for the whole."""
         if source.parity is None:
             return ""
@@ -89,54 +100,58 @@ class _Again:
         buffer = memoryview(bytearray(min(WINDOW_BYTES, size)))
         try:
             for at in range(0, size, WINDOW_BYTES):
-                self._fetch(Wanted(source.member, source.parity, at, buffer[: size - at]))
+                self._fetch(BlockRead(source.member, source.parity, at, buffer[: size - at]))
                 digest.update(buffer[: size - at])
-        except _GoneError as gone:
+        except _SourceLostError as gone:
             return str(gone)
         if digest.hexdigest() == keeper.hashes[source.parity]:
             return ""
         return f"{keeper.node}: parity block {source.parity} in {keeper.path} does not match its hash"
 
-    def make(self, without: frozenset[_Source]) -> tuple[HeldPart, ...]:
+    def make(self, without: frozenset[_BlockSource]) -> tuple[HeldPart, ...]:
         """Make and prove it; sources that turn out to be gone are done without as well."""
         whys: list[str] = []
         while True:
             try:
                 return self._make(without)
-            except _GoneError as gone:
+            except _SourceLostError as gone:
                 without |= {gone.source}
                 whys.append(str(gone))
-            except Lack as lack:
-                raise Lack("; ".join([f"{self._member.node}: cannot be made again: {lack}", *whys])) from None
+            except NotEnoughBlocksError as lack:
+                raise NotEnoughBlocksError(
+                    "; ".join([f"{self._member.node}: cannot be made again: {lack}", *whys])
+                ) from None
 
-    def _make(self, without: frozenset[_Source]) -> tuple[HeldPart, ...]:
+    def _make(self, without: frozenset[_BlockSource]) -> tuple[HeldPart, ...]:
         geometry, member = self._geometry, self._member
-        whole = [index for index in self._survivors if _Source(index, None) not in without]
+        whole = [index for index in self._survivors if _BlockSource(index, None) not in without]
         kept = {
-            index: [number for number in range(geometry.parity) if _Source(index, number) not in without]
+            index: [number for number in range(geometry.parity) if _BlockSource(index, number) not in without]
             for index in self._survivors
         }
         with (
             ThreadPoolExecutor(geometry.data, thread_name_prefix="rebuild") as pool,
-            AsideFile(self._files, self._name, member.size_bytes) as file,
+            AtomicFile(self._files, self._name, member.size_bytes) as file,
         ):
 
-            def fetch(wanted: Sequence[Wanted]) -> Callable[[], None]:
-                return partial(_wait, [pool.submit(self._fetch, one) for one in wanted])
+            def fetch(wanted: Sequence[BlockRead]) -> Callable[[], None]:
+                return partial(_await_futures, [pool.submit(self._fetch, one) for one in wanted])
 
             def put(chunk: int, at: int, data: memoryview) -> None:
                 file.write(chunk * geometry.chunk_bytes + at, data)
 
-            rebuild(geometry, self._index, whole, kept, fetch, put)
-            for one in _parts_in(member, str(file.aside)):
-                prove_part(one, bytes.fromhex(self._order.stamp.generation))
+            rebuild_block(geometry, self._index, whole, kept, fetch, put)
+            for one in _member_parts(member, str(file.aside)):
+                verify_part(one, bytes.fromhex(self._order.stamp.generation))
             file.put_in_place()
-        made = _parts_in(member, str(file.path))
-        write_holding(self._files, self._name, Holding(self._order.stamp, "parity", self._here, made))
+        made = _member_parts(member, str(file.path))
+        write_inventory_entry(
+            self._files, self._name, InventoryEntry(self._order.stamp, "parity", self._here, made)
+        )
         return made
 
-    def _fetch(self, wanted: Wanted) -> None:
-        source = _Source(wanted.member, wanted.parity)
+    def _fetch(self, wanted: BlockRead) -> None:
+        source = _BlockSource(wanted.member, wanted.parity)
         self._used[source] = None
         try:
             if wanted.parity is not None:
@@ -146,14 +161,14 @@ class _Again:
                 self._read(keeper.node, keeper.path, begin, request, wanted.into)
                 return
             wanted.into[:] = bytes(len(wanted.into))
-            for span in spans(self._order.members[wanted.member], wanted.at, len(wanted.into)):
+            for span in map_block_range(self._order.members[wanted.member], wanted.at, len(wanted.into)):
                 part = self._parts[span.number]
                 request = {"do": "part", "number": span.number, "at": span.at}
                 into = wanted.into[span.begin : span.begin + span.size]
                 shared = part.level not in NODE_LEVELS
                 self._read(part.node, part.path, part.at + span.at, request, into, shared=shared)
         except (PeerError, OSError) as error:
-            raise _GoneError(source, str(error)) from None
+            raise _SourceLostError(source, str(error)) from None
 
     def _read(
         self,
@@ -166,17 +181,17 @@ class _Again:
         shared: bool = False,
     ) -> None:
         """From a file that is seen here, or from another node."""
-        if node in (self._here, SHARED):
-            read_at(path, begin, into, shared=shared)
+        if node in (self._here, SHARED_NODE):
+            read_file_at(path, begin, into, shared=shared)
         else:
             self._peers.read(node, request | {"generation": self._order.stamp.generation}, into)
 
 
-def _wait(futures: Sequence[Future[None]]) -> None:
+def _await_futures(futures: Sequence[Future[None]]) -> None:
     for future in futures:
         future.result()
 
 
-def _parts_in(member: Member, path: str) -> tuple[HeldPart, ...]:
-    at = places(member)
+def _member_parts(member: SetMember, path: str) -> tuple[HeldPart, ...]:
+    at = compute_part_offsets(member)
     return tuple(HeldPart(number, path, at[number], part) for number, part in member.parts)

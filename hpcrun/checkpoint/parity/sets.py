@@ -16,15 +16,15 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import plural
 from hpcrun.hostlist import fold
 
-Scheme = Literal["none", "partner", "xor", "rs"]
-Domains = Mapping[str, Mapping[str, str | None]]
+ParityScheme = Literal["none", "partner", "xor", "rs"]
+FailureDomains = Mapping[str, Mapping[str, str | None]]
 """Level → node → unit, innermost level first; None: not known."""
 
-NODE = "node"
+NODE_DOMAIN = "node"
 """The level that is always there."""
 _PARITY: dict[str, int] = {"partner": 1, "xor": 1, "rs": 2}
 _KEY = "checkpoint.parity"
-_MOST_NAMED = 4
+_MAX_NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class ErasureSets:
     """The nodes of each, in order; empty: there is no parity."""
     parity: tuple[int, ...]
     """How many nodes of each set may be lost."""
-    scheme: Scheme
+    scheme: ParityScheme
     domain: str | None
     """The highest level of the fabric of which any one unit may be lost."""
     nodes: tuple[str, ...]
-    domains: Domains = field(repr=False)
+    domains: FailureDomains = field(repr=False)
     notes: tuple[str, ...] = ()
     """What is other than one would expect, a line each."""
 
@@ -71,7 +71,7 @@ class ErasureSets:
 
     def _shape(self) -> str:
         sizes = Counter(map(len, self.sets))
-        shape = " and ".join(f"{count} of {plural_nodes(size)}" for size, count in sorted(sizes.items()))
+        shape = " and ".join(f"{count} of {format_node_count(size)}" for size, count in sorted(sizes.items()))
         extra = [parity / (len(nodes) - parity) for nodes, parity in zip(self.sets, self.parity, strict=True)]
         most = f"{max(extra):.0%}"
         share = most if max(extra) == min(extra) else f"up to {most}"
@@ -102,9 +102,9 @@ class ErasureSets:
                 if not self.survives({node for node in self.nodes if units[node] == unit})
             ]
             if fatal:
-                more = f" and {len(fatal) - _MOST_NAMED} more" if len(fatal) > _MOST_NAMED else ""
+                more = f" and {len(fatal) - _MAX_NAMED} more" if len(fatal) > _MAX_NAMED else ""
                 words = plural(level, len(fatal))
-                claims.append(f"{words} {', '.join(fatal[:_MOST_NAMED])}{more}")
+                claims.append(f"{words} {', '.join(fatal[:_MAX_NAMED])}{more}")
         return f"does not survive the loss of {'; '.join(claims)}"
 
     def _most_units(self, level: str) -> int:
@@ -119,14 +119,14 @@ class ErasureSets:
         return most
 
 
-def plural_nodes(count: int) -> str:
+def format_node_count(count: int) -> str:
     """`1 node`, `2 nodes`."""
-    return f"{count} {plural(NODE, count)}"
+    return f"{count} {plural(NODE_DOMAIN, count)}"
 
 
-def choose_sets(
+def choose_erasure_sets(
     nodes: Sequence[str],
-    domains: Domains,
+    domains: FailureDomains,
     *,
     scheme: Literal["auto", "none", "partner", "xor", "rs"] = "auto",
     set_size: int = 8,
@@ -140,12 +140,14 @@ def choose_sets(
     """
     names = tuple(dict.fromkeys(nodes))
     levels = {
-        level: {node: units.get(node) for node in names} for level, units in domains.items() if level != NODE
+        level: {node: units.get(node) for node in names}
+        for level, units in domains.items()
+        if level != NODE_DOMAIN
     }
     _check_survive(survive, scheme, names, levels)
     if scheme == "none" or len(names) < 2:
         return ErasureSets((), (), "none", None, names, levels)
-    known, notes = [NODE], []
+    known, notes = [NODE_DOMAIN], []
     for level, units in levels.items():
         if missing := [node for node in names if units[node] is None]:
             notes.append(
@@ -155,19 +157,19 @@ def choose_sets(
             known.append(level)
     parities = ((1, 2) if with_rs else (1,)) if scheme == "auto" else (_PARITY[scheme],)
     for domain in [survive] if survive is not None else known[::-1]:
-        line = _by_domain(names, levels, domain)
+        line = _order_by_domain(names, levels, domain)
         units = levels.get(domain) or {node: node for node in names}
         for parity in dict.fromkeys(min(one, len(names) - 1) for one in parities):
-            sets = _deal(line, units, 2 if scheme == "partner" else set_size, parity)
-            if all(_most_together(one, units) <= parity for one in sets):
-                named = _scheme_of(sets, parity)
+            sets = _deal_into_sets(line, units, 2 if scheme == "partner" else set_size, parity)
+            if all(_largest_unit_share(one, units) <= parity for one in sets):
+                named = _effective_scheme(sets, parity)
                 if scheme not in ("auto", named):
                     notes.append(f"{scheme} was asked for; sets of such sizes make it {named}")
                 if survive is None:
-                    notes.append(_why(domain, known))
+                    notes.append(_explain_domain(domain, known))
                 return ErasureSets(sets, (parity,) * len(sets), named, domain, names, levels, tuple(notes))
     assert survive is not None, "one node can always be lost"
-    raise UsageError(_refusal(survive, max(parities), names, levels[survive]))
+    raise UsageError(_not_survivable_text(survive, max(parities), names, levels[survive]))
 
 
 def check_survivable(
@@ -181,8 +183,8 @@ def check_survivable(
         return
     if scheme == "none":
         raise UsageError(f"{_KEY}.survive: {survive} is not survived with scheme: none; set scheme: auto")
-    if levels is not None and survive != NODE and survive not in levels:
-        known = ", ".join((NODE, *levels))
+    if levels is not None and survive != NODE_DOMAIN and survive not in levels:
+        known = ", ".join((NODE_DOMAIN, *levels))
         raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {known}")
     if nodes < 2:
         raise UsageError(
@@ -191,7 +193,7 @@ def check_survivable(
         )
 
 
-def _check_survive(survive: str | None, scheme: str, nodes: tuple[str, ...], levels: Domains) -> None:
+def _check_survive(survive: str | None, scheme: str, nodes: tuple[str, ...], levels: FailureDomains) -> None:
     """UsageError where a level that must be survived is none, or not known well enough."""
     check_survivable(survive, scheme, len(nodes), levels)
     if survive is None:
@@ -199,11 +201,11 @@ def _check_survive(survive: str | None, scheme: str, nodes: tuple[str, ...], lev
     if missing := [node for node, unit in levels.get(survive, {}).items() if unit is None]:
         raise UsageError(
             f"{_KEY}.survive: the {survive} of {fold(missing)} is not known; describe the fabric in the"
-            f" profile, or set survive: {NODE}"
+            f" profile, or set survive: {NODE_DOMAIN}"
         )
 
 
-def _by_domain(nodes: tuple[str, ...], levels: Domains, domain: str) -> list[str]:
+def _order_by_domain(nodes: tuple[str, ...], levels: FailureDomains, domain: str) -> list[str]:
     """The nodes in a line: those of one unit side by side, and so at the other levels as far as it goes."""
     place = {node: number for number, node in enumerate(nodes)}
     first: dict[tuple[str, str | None], int] = {}
@@ -224,27 +226,27 @@ def _by_domain(nodes: tuple[str, ...], levels: Domains, domain: str) -> list[str
     return sorted(nodes, key=key)
 
 
-def _deal(
+def _deal_into_sets(
     line: list[str], units: Mapping[str, str | None], set_size: int, parity: int
 ) -> tuple[tuple[str, ...], ...]:
     """As many sets as the size asks for and the largest unit needs, each large enough for its parity."""
-    count = max(-(-len(line) // set_size), _most_together(line, units))
+    count = max(-(-len(line) // set_size), _largest_unit_share(line, units))
     count = max(1, min(count, len(line) // (parity + 1)))
     return tuple(tuple(line[start::count]) for start in range(count))
 
 
-def _most_together(nodes: Sequence[str], units: Mapping[str, str | None]) -> int:
+def _largest_unit_share(nodes: Sequence[str], units: Mapping[str, str | None]) -> int:
     return max(Counter(units[node] for node in nodes).values())
 
 
-def _scheme_of(sets: Sequence[Sequence[str]], parity: int) -> Scheme:
+def _effective_scheme(sets: Sequence[Sequence[str]], parity: int) -> ParityScheme:
     """What it really is: where there is one data block to a stripe, its parity is a copy."""
     if all(len(nodes) == parity + 1 for nodes in sets):
         return "partner"
     return "xor" if parity == 1 else "rs"
 
 
-def _why(domain: str, known: list[str]) -> str:
+def _explain_domain(domain: str, known: list[str]) -> str:
     if len(known) == 1:
         return "no level of the fabric is known, so that only the loss of nodes is counted on"
     higher = known[known.index(domain) + 1 :]
@@ -252,11 +254,13 @@ def _why(domain: str, known: list[str]) -> str:
     return f"{domain} is the highest level of which this placement can lose any one{but}"
 
 
-def _refusal(survive: str, parity: int, nodes: tuple[str, ...], units: Mapping[str, str | None]) -> str:
+def _not_survivable_text(
+    survive: str, parity: int, nodes: tuple[str, ...], units: Mapping[str, str | None]
+) -> str:
     unit, count = Counter(units[node] for node in nodes).most_common(1)[0]
     stronger = ", or set scheme: rs" if parity == 1 else ""
     return (
         f"{_KEY}.survive: the loss of any one {survive} is not survived: {survive} {unit} has {count} of"
-        f" {plural_nodes(len(nodes))}, and a set can lose {plural_nodes(parity)}; take nodes of more"
-        f" {plural(survive, 2)} (resources.placement: spread){stronger}, or set survive: {NODE}"
+        f" {format_node_count(len(nodes))}, and a set can lose {format_node_count(parity)}; take nodes of"
+        f" more {plural(survive, 2)} (resources.placement: spread){stronger}, or set survive: {NODE_DOMAIN}"
     )

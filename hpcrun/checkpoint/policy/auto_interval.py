@@ -12,20 +12,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.checkpoint.policy.failure_rates import Seen, estimate, in_words
-from hpcrun.checkpoint.policy.interval import BOUND, Cost, Tier, daly
+from hpcrun.checkpoint.policy.failure_rates import FailureHistory, estimate_failure_rates, format_time_span
+from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND, LevelGroup, LevelSaveCost, daly_interval
 
-LEAST_S, MOST_S = 300.0, 3600.0
-IN_WORDS = f"as often as its measured cost allows, {in_words(LEAST_S)} to {in_words(MOST_S)} apart"
+MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 3600.0
+_SHORTEST, _LONGEST = format_time_span(MIN_INTERVAL_S), format_time_span(MAX_INTERVAL_S)
+AUTO_DESCRIPTION = f"as often as its measured cost allows, {_SHORTEST} to {_LONGEST} apart"
 """What `auto` means, for those who plan."""
-_NEWEST = 4
+_SAMPLES = 4
 """So many saves are looked back on."""
-_CHANGE = 0.1
+_MIN_CHANGE = 0.1
 """A smaller change of the interval is not worth a word."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenInterval:
     """An interval, and why it is that."""
 
     every_s: float
@@ -34,24 +35,33 @@ class Chosen:
     why: str
 
 
-def choose(nodes: int, stall_s: float, drain_s: float) -> Chosen:
+def choose_interval(nodes: int, stall_s: float, drain_s: float) -> ChosenInterval:
     """The interval for a job of so many nodes whose saves cost so much."""
-    tier = Tier((Cost("memory", stall_s), Cost("durable", 0.0, drain_s)))
-    rate = sum(one.per_s or 0.0 for one in estimate(Seen(), nodes) if one.kind in tier.survives)
-    best = daly(stall_s, rate)
-    found = min(MOST_S, max(LEAST_S, best))
-    least = max(stall_s / BOUND, drain_s)
+    tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, drain_s)))
+    rate = sum(
+        one.per_s or 0.0
+        for one in estimate_failure_rates(FailureHistory(), nodes)
+        if one.kind in tier.survives
+    )
+    best = daly_interval(stall_s, rate)
+    found = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, best))
+    least = max(stall_s / DEFAULT_OVERHEAD_BOUND, drain_s)
     nodes_told = f"{nodes} node{'s' * (nodes > 1)}"
     why = (
-        f"training waits {in_words(stall_s)} a save and it is stored after {in_words(drain_s)};"
-        f" with one failure of {nodes_told} in {in_words(1 / rate)} least is lost at {in_words(best)} (Daly)"
+        f"training waits {format_time_span(stall_s)} a save and it is stored after"
+        f" {format_time_span(drain_s)}; with one failure of {nodes_told} in {format_time_span(1 / rate)}"
+        f" least is lost at {format_time_span(best)} (Daly)"
     )
     if least > found:
-        what = f"a cost of {BOUND:.0%}" if stall_s / BOUND >= drain_s else "the last save to be stored"
-        return Chosen(least, stall_s, drain_s, f"{why}; made longer for {what}")
+        what = (
+            f"a cost of {DEFAULT_OVERHEAD_BOUND:.0%}"
+            if stall_s / DEFAULT_OVERHEAD_BOUND >= drain_s
+            else "the last save to be stored"
+        )
+        return ChosenInterval(least, stall_s, drain_s, f"{why}; made longer for {what}")
     if found != best:
-        why += f"; saves stay between {in_words(LEAST_S)} and {in_words(MOST_S)} apart"
-    return Chosen(found, stall_s, drain_s, why)
+        why += f"; saves stay between {_SHORTEST} and {_LONGEST} apart"
+    return ChosenInterval(found, stall_s, drain_s, why)
 
 
 class AutoInterval:
@@ -59,9 +69,9 @@ class AutoInterval:
 
     def __init__(self, nodes: int, now: float) -> None:
         self._nodes, self._since = nodes, now
-        self._stalls, self._drains = deque[float](maxlen=_NEWEST), deque[float](maxlen=_NEWEST)
+        self._stalls, self._drains = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
         self._told_s = 0.0
-        self.every_s = LEAST_S
+        self.every_s = MIN_INTERVAL_S
         """Until the first save has shown what it costs."""
 
     def is_due(self, now: float) -> bool:
@@ -72,7 +82,7 @@ class AutoInterval:
         """A save was begun, for whatever reason."""
         self._since = now
 
-    def take(self, line: Mapping[str, Any]) -> Chosen | None:
+    def take(self, line: Mapping[str, Any]) -> ChosenInterval | None:
         """Learn from a line of metrics.jsonl; the interval where it is another one now, worth a word."""
         if line.get("kind") == "save":
             self._stalls.append(float(line["seconds"]))
@@ -82,9 +92,9 @@ class AutoInterval:
             return None
         if not self._stalls:
             return None
-        found = choose(self._nodes, max(self._stalls), max(self._drains, default=0.0))
+        found = choose_interval(self._nodes, max(self._stalls), max(self._drains, default=0.0))
         self.every_s = found.every_s
-        if abs(found.every_s - self._told_s) <= _CHANGE * self._told_s:
+        if abs(found.every_s - self._told_s) <= _MIN_CHANGE * self._told_s:
             return None
         self._told_s = found.every_s
         return found

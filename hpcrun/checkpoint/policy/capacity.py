@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from hpcrun.checkpoint.lustre.lfs import Lfs
-from hpcrun.checkpoint.lustre.storage import Finding, StoragePlan, storage_plan
-from hpcrun.checkpoint.policy.retention import Rule, kept_count
+from hpcrun.checkpoint.lustre.lfs import LfsClient
+from hpcrun.checkpoint.lustre.storage import StorageFinding, StoragePlan, make_storage_plan
+from hpcrun.checkpoint.policy.retention import RetentionRule, count_kept_saves
 from hpcrun.checkpoint.policy.size import SaveSizes, compute_save_sizes
 from hpcrun.errors import SiteError
 from hpcrun.specs.job import JobSpec
@@ -23,11 +23,11 @@ def max_kept_saves(spec: JobSpec) -> int:
     every = checkpoint.durable.every or checkpoint.every_steps
     if checkpoint.every == "auto":
         every = 1  # there may be one of any step
-    return kept_count(spec.train.steps, every, Rule(checkpoint.keep, checkpoint.keep_every))
+    return count_kept_saves(spec.train.steps, every, RetentionRule(checkpoint.keep, checkpoint.keep_every))
 
 
 def plan_save_storage(
-    spec: JobSpec, sizes: SaveSizes, place: Path, *, held: int = 0, lfs: Lfs | None = None
+    spec: JobSpec, sizes: SaveSizes, place: Path, *, held: int = 0, lfs: LfsClient | None = None
 ) -> StoragePlan | None:
     """What is to be said of a directory for saves; None where the size of a save is not known.
 
@@ -36,7 +36,7 @@ def plan_save_storage(
     if sizes.whole.value is None:
         return None
     checkpoint = spec.checkpoint
-    return storage_plan(
+    return make_storage_plan(
         place,
         checkpoint.durable,
         save_bytes=int(sizes.whole.value),
@@ -63,7 +63,7 @@ def plan_save_storage_in_time(
         try:
             found.append(
                 plan_save_storage(
-                    spec, compute_save_sizes(spec, plan), place, held=held, lfs=Lfs(_ANSWER_TIMEOUT_S)
+                    spec, compute_save_sizes(spec, plan), place, held=held, lfs=LfsClient(_ANSWER_TIMEOUT_S)
                 )
             )
         except (OSError, SiteError) as error:
@@ -77,7 +77,7 @@ def plan_save_storage_in_time(
 
 def _unresponsive_storage(place: Path, why: str) -> StoragePlan:
     text = f"{place}: whether saves fit there is not known: {why}"
-    return StoragePlan(place, "unknown", None, (), (Finding("warning", text),))
+    return StoragePlan(place, "unknown", None, (), (StorageFinding("warning", text),))
 
 
 def format_storage_refusal(place: Path, refusal: str) -> str:

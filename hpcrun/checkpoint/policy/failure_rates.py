@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from hpcrun.checkpoint.levels import Level
+from hpcrun.checkpoint.levels import CheckpointLevel
 
-Kind = Literal["process", "node", "site", "storage"]
-KINDS: Mapping[Kind, str] = {
+FailureKind = Literal["process", "node", "site", "storage"]
+FAILURE_KINDS: Mapping[FailureKind, str] = {
     "process": "ranks died or hung, and their nodes live",
     "node": "a node is gone, with its memory and its disk",
     "site": "several nodes at once, or the whole allocation",
     "storage": "the file system has lost or spoiled what was saved",
 }
 """From the mildest on: what survives one survives those before it."""
-SURVIVES: Mapping[Level, tuple[Kind, ...]] = {
+SURVIVED_FAILURES: Mapping[CheckpointLevel, tuple[FailureKind, ...]] = {
     "memory": ("process",),
     "local": ("process",),
     "parity": ("process", "node"),
@@ -31,7 +31,7 @@ _UNITS = ((365.25 * _DAY_S, 2, "years"), (_DAY_S, 2, "days"), (3600.0, 2, "h"), 
 
 
 @dataclass(frozen=True)
-class Prior:
+class FailurePrior:
     """What is believed of a kind before anything was seen."""
 
     per_node_day: float
@@ -40,33 +40,36 @@ class Prior:
     """As much as so many failures that were seen oneself."""
 
 
-_STOPS = 419 / 54 / (16384 / 8)
-_LLAMA = "Llama 3 report: 419 stops in 54 days on 16,384 GPUs, taken as nodes of 8"
-_NEAR = "SCR: its near levels were enough for 85 % of failures"
-_SAME_NODES = "DLRover: 75 % of faults end with a restart of the processes on the same nodes"
-PRIORS: Mapping[Kind, Prior] = {
-    "process": Prior(0.75 * _STOPS, f"{_LLAMA}; {_SAME_NODES}"),
-    "node": Prior(0.10 * _STOPS, f"{_LLAMA}; what is left of 85 % ({_NEAR}) without the 75 % of processes"),
-    "site": Prior(0.15 * _STOPS, f"{_LLAMA}; {_NEAR}"),
+_STOPS_PER_NODE_DAY = 419 / 54 / (16384 / 8)
+_LLAMA_SOURCE = "Llama 3 report: 419 stops in 54 days on 16,384 GPUs, taken as nodes of 8"
+_SCR_SOURCE = "SCR: its near levels were enough for 85 % of failures"
+_DLROVER_SOURCE = "DLRover: 75 % of faults end with a restart of the processes on the same nodes"
+FAILURE_PRIORS: Mapping[FailureKind, FailurePrior] = {
+    "process": FailurePrior(0.75 * _STOPS_PER_NODE_DAY, f"{_LLAMA_SOURCE}; {_DLROVER_SOURCE}"),
+    "node": FailurePrior(
+        0.10 * _STOPS_PER_NODE_DAY,
+        f"{_LLAMA_SOURCE}; what is left of 85 % ({_SCR_SOURCE}) without the 75 % of processes",
+    ),
+    "site": FailurePrior(0.15 * _STOPS_PER_NODE_DAY, f"{_LLAMA_SOURCE}; {_SCR_SOURCE}"),
 }
 """None for the file system: nobody publishes how often one loses a save."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class FailureHistory:
     """What the user's own runs went through."""
 
     node_s: float = 0.0
     """Nodes times the seconds that they worked."""
-    counts: Mapping[Kind, int] = field(default_factory=dict)
+    counts: Mapping[FailureKind, int] = field(default_factory=dict)
     runs: int = 0
     left_out: int = 0
     """Faults that say nothing of the machine: of the program itself, or of slow nodes."""
 
-    def __add__(self, other: Seen) -> Seen:
+    def __add__(self, other: FailureHistory) -> FailureHistory:
         """Both together."""
-        counts = {kind: self.counts.get(kind, 0) + other.counts.get(kind, 0) for kind in KINDS}
-        return Seen(
+        counts = {kind: self.counts.get(kind, 0) + other.counts.get(kind, 0) for kind in FAILURE_KINDS}
+        return FailureHistory(
             self.node_s + other.node_s,
             {kind: count for kind, count in counts.items() if count},
             self.runs + other.runs,
@@ -75,25 +78,27 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Rate:
+class FailureRate:
     """How often a job of so many nodes meets a kind of failure."""
 
-    kind: Kind
+    kind: FailureKind
     per_s: float | None
     """None where it is not known."""
     source: str
 
     @property
-    def often(self) -> str:
+    def frequency_text(self) -> str:
         """In words, without the source."""
-        return "unknown" if self.per_s is None else f"one in {in_words(1 / self.per_s)}"
+        return "unknown" if self.per_s is None else f"one in {format_time_span(1 / self.per_s)}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
 
-def estimate(seen: Seen, nodes: int, given: Mapping[Kind, float] | None = None) -> list[Rate]:
+def estimate_failure_rates(
+    seen: FailureHistory, nodes: int, given: Mapping[FailureKind, float] | None = None
+) -> list[FailureRate]:
     """The rate of each kind for a job of so many nodes; `given` (a second, of the job) is taken as it is.
 
     The mean of the Gamma distribution that comes of a prior (shape: its weight, rate: weight over its mean)
@@ -101,24 +106,24 @@ def estimate(seen: Seen, nodes: int, given: Mapping[Kind, float] | None = None) 
     """
     known = given or {}
     return [
-        Rate(kind, known[kind], "as given") if kind in known else _estimate(kind, seen, nodes)
-        for kind in KINDS
+        FailureRate(kind, known[kind], "as given") if kind in known else _estimate_rate(kind, seen, nodes)
+        for kind in FAILURE_KINDS
     ]
 
 
-def _estimate(kind: Kind, seen: Seen, nodes: int) -> Rate:
-    prior, count, days = PRIORS.get(kind), seen.counts.get(kind, 0), seen.node_s / _DAY_S
+def _estimate_rate(kind: FailureKind, seen: FailureHistory, nodes: int) -> FailureRate:
+    prior, count, days = FAILURE_PRIORS.get(kind), seen.counts.get(kind, 0), seen.node_s / _DAY_S
     own = f"{count} in {days:.3g} node-days of {seen.runs} run{'s' * (seen.runs != 1)} of yours"
     if prior is None:
         if not count:
-            return Rate(kind, None, f"{own}, and no published figure")
-        return Rate(kind, count / seen.node_s * nodes, own)
+            return FailureRate(kind, None, f"{own}, and no published figure")
+        return FailureRate(kind, count / seen.node_s * nodes, own)
     per_day = (prior.weight + count) / (prior.weight / prior.per_node_day + days)
     source = f"{own}, and with the weight of {prior.weight:g} more: {prior.source}" if days else prior.source
-    return Rate(kind, per_day / _DAY_S * nodes, source)
+    return FailureRate(kind, per_day / _DAY_S * nodes, source)
 
 
-def in_words(seconds: float) -> str:
+def format_time_span(seconds: float) -> str:
     """A time as a person says it: 40 s, 12 min, 3.5 h, 20 days, 7 years."""
     for size, least, unit in _UNITS:
         if seconds >= least * size:

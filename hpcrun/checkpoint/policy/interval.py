@@ -14,21 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.failure_rates import SURVIVES, Kind, in_words
+from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind, format_time_span
 
-Behind = Literal["wait", "skip", "degrade"]
-BOUND = 0.03
+BacklogPolicy = Literal["wait", "skip", "degrade"]
+DEFAULT_OVERHEAD_BOUND = 0.03
 """The share of time that saving may cost, unless a person says otherwise."""
-_LEAST_S = 1.0
+_MIN_INTERVAL_S = 1.0
 """Nothing is gained by saves that come more often."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class LevelSaveCost:
     """What one save costs at one level, in seconds."""
 
-    level: Level
+    level: CheckpointLevel
     stall_s: float = 0.0
     """For which training visibly waits, or by which it is slower."""
     drain_s: float = 0.0
@@ -38,10 +38,10 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Tier:
+class LevelGroup:
     """Levels that are taken at the same steps."""
 
-    costs: tuple[Cost, ...]
+    costs: tuple[LevelSaveCost, ...]
 
     @property
     def name(self) -> str:
@@ -59,16 +59,16 @@ class Tier:
         return math.fsum(one.drain_s for one in self.costs)
 
     @property
-    def survives(self) -> set[Kind]:
+    def survives(self) -> set[FailureKind]:
         """Failures that it survives."""
-        return {kind for one in self.costs for kind in SURVIVES[one.level]}
+        return {kind for one in self.costs for kind in SURVIVED_FAILURES[one.level]}
 
 
 @dataclass(frozen=True)
-class Interval:
+class SaveInterval:
     """How often a tier is saved."""
 
-    tier: Tier
+    tier: LevelGroup
     every_s: float
     """Training between two saves."""
     times: int
@@ -79,22 +79,22 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Advice:
+class IntervalAdvice:
     """The intervals of all tiers, and what they cost."""
 
-    intervals: tuple[Interval, ...]
+    intervals: tuple[SaveInterval, ...]
     overhead: float
     """Share of time that saves take."""
     waste: float
     """Share of time that saves and failures take together, as far as the rates are known."""
 
 
-def young(cost_s: float, rate_per_s: float) -> float:
+def young_interval(cost_s: float, rate_per_s: float) -> float:
     """Young's interval: sqrt(2 C / rate)."""
     return math.sqrt(2.0 * cost_s / rate_per_s) if rate_per_s else math.inf
 
 
-def daly(cost_s: float, rate_per_s: float) -> float:
+def daly_interval(cost_s: float, rate_per_s: float) -> float:
     """Daly's interval: sqrt(2 C M) (1 + x/3 + x²/9) - C, with M = 1 / rate and x = sqrt(C / 2M).
 
     M itself where a save takes 2 M or more.
@@ -108,7 +108,7 @@ def daly(cost_s: float, rate_per_s: float) -> float:
     return math.sqrt(2.0 * cost_s * mean) * (1.0 + x / 3.0 + x * x / 9.0) - cost_s
 
 
-def lag_s(tiers: Sequence[Tier], index: int, level: Level) -> float:
+def storage_lag_s(tiers: Sequence[LevelGroup], index: int, level: CheckpointLevel) -> float:
     """From the moment of a save until this level of this tier has it: levels take it one after the other."""
     total = 0.0
     for tier in tiers[: index + 1]:
@@ -119,33 +119,35 @@ def lag_s(tiers: Sequence[Tier], index: int, level: Level) -> float:
     return total
 
 
-def cover(tiers: Sequence[Tier], kind: Kind) -> tuple[int, Cost] | None:
+def find_covering_level(tiers: Sequence[LevelGroup], kind: FailureKind) -> tuple[int, LevelSaveCost] | None:
     """The nearest level that survives a kind of failure, and the tier that it is in; None where none does."""
     for index, tier in enumerate(tiers):
         for one in tier.costs:
-            if kind in SURVIVES[one.level]:
+            if kind in SURVIVED_FAILURES[one.level]:
                 return index, one
     return None
 
 
-def recommend(
-    tiers: Sequence[Tier],
-    rates: Mapping[Kind, float],
+def recommend_intervals(
+    tiers: Sequence[LevelGroup],
+    rates: Mapping[FailureKind, float],
     *,
-    bound: float = BOUND,
+    bound: float = DEFAULT_OVERHEAD_BOUND,
     step_s: float | None = None,
     slots: int = 2,
-    behind: Behind = "wait",
-) -> Advice:
+    behind: BacklogPolicy = "wait",
+) -> IntervalAdvice:
     """The interval of each tier, nearest first; each is a multiple of the one before, in whole steps where
     `step_s` is known.
 
     `rates`: failures a second of the whole job, kinds that are not known left out. `bound`: the largest share
     of time that saves may cost. `slots`: saves that the memory of a node holds.
     """
-    own = _rates(tiers, rates)
-    wanted = _pooled(tiers, own, bound)
-    reasons = [[_why_wanted(tier, rate, want)] for tier, rate, want in zip(tiers, own, wanted, strict=True)]
+    own = _covered_rates(tiers, rates)
+    wanted = _pool_intervals(tiers, own, bound)
+    reasons = [
+        [_explain_interval(tier, rate, want)] for tier, rate, want in zip(tiers, own, wanted, strict=True)
+    ]
     total = math.fsum(tier.stall_s / want for tier, want in zip(tiers, wanted, strict=True) if want)
     is_bound = total > bound * (1 + 1e-9)
     if is_bound:
@@ -154,43 +156,45 @@ def recommend(
         told = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
         for lines in reasons:
             lines.append(told)
-    floors = _floors(tiers, slots, behind)
+    floors = _minimum_intervals(tiers, slots, behind)
     for index in range(len(tiers) - 1, 0, -1):
         if wanted[index] <= wanted[index - 1] and floors[index] > floors[index - 1]:
             floors[index - 1] = floors[index]  # what is taken together waits together
-    found: list[Interval] = []
+    found: list[SaveInterval] = []
     for index, tier in enumerate(tiers):
-        goal = _Goal(wanted[index], *floors[index], is_bound)
-        times, every_s, lines = _settle(found, goal, step_s)
-        found.append(Interval(tier, every_s, times, own[index], (*reasons[index], *lines)))
+        goal = _IntervalGoal(wanted[index], *floors[index], is_bound)
+        times, every_s, lines = _round_to_multiple(found, goal, step_s)
+        found.append(SaveInterval(tier, every_s, times, own[index], (*reasons[index], *lines)))
     every = [one.every_s for one in found]
     overhead = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every, strict=True))
-    return Advice(tuple(found), overhead, waste(tiers, every, rates))
+    return IntervalAdvice(tuple(found), overhead, expected_waste(tiers, every, rates))
 
 
-def waste(tiers: Sequence[Tier], every_s: Sequence[float], rates: Mapping[Kind, float]) -> float:
+def expected_waste(
+    tiers: Sequence[LevelGroup], every_s: Sequence[float], rates: Mapping[FailureKind, float]
+) -> float:
     """The expected share of time that is not training.
 
     Saves, and for each failure half an interval, the lag of the level that survives it, and the restart.
     """
     total = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every_s, strict=True) if t)
     for kind, rate in rates.items():
-        if (found := cover(tiers, kind)) is not None:
+        if (found := find_covering_level(tiers, kind)) is not None:
             index, cost = found
-            total += rate * (every_s[index] / 2 + lag_s(tiers, index, cost.level) + cost.restart_s)
+            total += rate * (every_s[index] / 2 + storage_lag_s(tiers, index, cost.level) + cost.restart_s)
     return min(1.0, total)
 
 
-def _rates(tiers: Sequence[Tier], rates: Mapping[Kind, float]) -> list[float]:
+def _covered_rates(tiers: Sequence[LevelGroup], rates: Mapping[FailureKind, float]) -> list[float]:
     """The failures that each tier is there for: those that it survives, and none nearer does."""
-    found, before = [], set[Kind]()
+    found, before = [], set[FailureKind]()
     for tier in tiers:
         found.append(math.fsum(rate for kind, rate in rates.items() if kind in tier.survives - before))
         before |= tier.survives
     return found
 
 
-def _pooled(tiers: Sequence[Tier], own: Sequence[float], bound: float) -> list[float]:
+def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: float) -> list[float]:
     """Daly's interval of each tier; one that would come oftener than a nearer one goes together with it.
 
     Of a tier whose failures are not known, the shortest that the bound allows.
@@ -199,25 +203,34 @@ def _pooled(tiers: Sequence[Tier], own: Sequence[float], bound: float) -> list[f
     for tier, rate in zip(tiers, own, strict=True):
         pools.append((tier.stall_s, rate, 1))
         # Without a known failure it has no wish of its own.
-        while len(pools) > 1 and pools[-1][1] and daly(*pools[-1][:2]) < daly(*pools[-2][:2]):
+        while (
+            len(pools) > 1 and pools[-1][1] and daly_interval(*pools[-1][:2]) < daly_interval(*pools[-2][:2])
+        ):
             (cost, many, count), (other, more, others) = pools.pop(), pools.pop()
             pools.append((cost + other, many + more, count + others))
-    return [daly(cost, rate) if rate else cost / bound for cost, rate, count in pools for _ in range(count)]
+    return [
+        daly_interval(cost, rate) if rate else cost / bound
+        for cost, rate, count in pools
+        for _ in range(count)
+    ]
 
 
-def _floors(tiers: Sequence[Tier], slots: int, behind: Behind) -> list[tuple[float, str]]:
+def _minimum_intervals(
+    tiers: Sequence[LevelGroup], slots: int, behind: BacklogPolicy
+) -> list[tuple[float, str]]:
     """The shortest interval of each tier, and why."""
     floors, busy = [], 0.0
     for tier in tiers:
         busy += tier.drain_s
-        floors.append((busy, f"a save of it drains for {in_words(busy)}"))
+        floors.append((busy, f"a save of it drains for {format_time_span(busy)}"))
     if tiers and behind != "skip" and busy / max(1, slots) > floors[0][0]:
-        what = f"the deepest save drains for {in_words(busy)}, and memory holds {slots} (behind: {behind})"
+        drains = f"the deepest save drains for {format_time_span(busy)}"
+        what = f"{drains}, and memory holds {slots} (behind: {behind})"
         floors[0] = (busy / max(1, slots), what)
     return floors
 
 
-class _Goal(NamedTuple):
+class _IntervalGoal(NamedTuple):
     """How long an interval is wanted, and must be."""
 
     wanted_s: float
@@ -227,12 +240,14 @@ class _Goal(NamedTuple):
     """Whether what is wanted is also a floor."""
 
 
-def _settle(before: Sequence[Interval], goal: _Goal, step_s: float | None) -> tuple[int, float, list[str]]:
+def _round_to_multiple(
+    before: Sequence[SaveInterval], goal: _IntervalGoal, step_s: float | None
+) -> tuple[int, float, list[str]]:
     """A wish as a multiple of the interval before, or of a step: not below the floor."""
     lines = []
     if goal.floor_s > goal.wanted_s:
-        lines.append(f"no shorter than {in_words(goal.floor_s)}: {goal.why}")
-    wanted = max(goal.floor_s, goal.wanted_s, _LEAST_S)
+        lines.append(f"no shorter than {format_time_span(goal.floor_s)}: {goal.why}")
+    wanted = max(goal.floor_s, goal.wanted_s, _MIN_INTERVAL_S)
     least = wanted if goal.is_bound else goal.floor_s
     unit = before[-1].every_s if before else step_s or 0.0
     if not unit:
@@ -243,14 +258,12 @@ def _settle(before: Sequence[Interval], goal: _Goal, step_s: float | None) -> tu
     return count if before else 1, count * unit, lines
 
 
-def _why_wanted(tier: Tier, rate: float, wanted_s: float) -> str:
+def _explain_interval(tier: LevelGroup, rate: float, wanted_s: float) -> str:
     if not rate:
         return "how often a failure needs it is not known: as often as the bound and its drain allow"
-    times = (
-        f"training waits {in_words(tier.stall_s)} a save, and one failure in {in_words(1 / rate)} needs it"
-    )
-    if abs(daly(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
-        return f"{times}; with the tier beside it, least is lost at {in_words(wanted_s)} (Daly)"
-    return (
-        f"{times}: least is lost at {in_words(wanted_s)} (Daly; Young {in_words(young(tier.stall_s, rate))})"
-    )
+    stall, between = format_time_span(tier.stall_s), format_time_span(1 / rate)
+    times = f"training waits {stall} a save, and one failure in {between} needs it"
+    if abs(daly_interval(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
+        return f"{times}; with the tier beside it, least is lost at {format_time_span(wanted_s)} (Daly)"
+    young = format_time_span(young_interval(tier.stall_s, rate))
+    return f"{times}: least is lost at {format_time_span(wanted_s)} (Daly; Young {young})"

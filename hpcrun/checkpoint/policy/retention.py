@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RetentionVerdict:
     """What becomes of one committed generation, and why."""
 
     key: str
@@ -23,7 +23,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Rule:
+class RetentionRule:
     """What a job wants to keep."""
 
     newest: int
@@ -33,7 +33,7 @@ class Rule:
 
     def judge(
         self, committed: Iterable[tuple[str, int]], pinned: Collection[str] = (), broken: Collection[str] = ()
-    ) -> list[Verdict]:
+    ) -> list[RetentionVerdict]:
         """What becomes of each generation, given as key and step in the order of descent, oldest first.
 
         `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay:
@@ -42,7 +42,9 @@ class Rule:
         ordered = list(committed)
         whole = [key for key, _ in ordered if key not in broken]
         newest = set(whole[-max(1, self.newest) :])
-        return [Verdict(key, step, *self._of(key, step, newest, pinned, broken)) for key, step in ordered]
+        return [
+            RetentionVerdict(key, step, *self._of(key, step, newest, pinned, broken)) for key, step in ordered
+        ]
 
     def _of(
         self, key: str, step: int, newest: Collection[str], pinned: Collection[str], broken: Collection[str]
@@ -58,7 +60,7 @@ class Rule:
         return False, f"older than the newest {max(1, self.newest)} whole saves"
 
 
-def pointed_at(checkpoints: Path) -> set[str]:
+def find_linked_saves(checkpoints: Path) -> set[str]:
     """The names of saves that a symbolic link beside them points at, such as a person's `latest`."""
     try:
         links = [one for one in checkpoints.iterdir() if one.is_symlink()]
@@ -67,7 +69,7 @@ def pointed_at(checkpoints: Path) -> set[str]:
         return set()
 
 
-def kept_count(steps: int, every: int, rule: Rule) -> int:
+def count_kept_saves(steps: int, every: int, rule: RetentionRule) -> int:
     """How many saves lie on the disk at most after a run of so many steps with a save each `every` steps.
 
     A new save is whole before the oldest one goes: one more than the rule keeps.

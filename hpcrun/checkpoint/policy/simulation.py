@@ -12,18 +12,18 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.checkpoint.levels import Level
-from hpcrun.checkpoint.policy.failure_rates import SURVIVES, Kind
-from hpcrun.checkpoint.policy.interval import Advice, Behind, Tier, cover
+from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind
+from hpcrun.checkpoint.policy.interval import BacklogPolicy, IntervalAdvice, LevelGroup, find_covering_level
 
-Failure = tuple[float, Kind]
+FailureEvent = tuple[float, FailureKind]
 """When (seconds since the start), and of which kind."""
-_MOST_SAVES, _LEAST_SAVES = 2048, 64
+_MAX_CYCLE_SAVES, _MIN_CYCLE_SAVES = 2048, 64
 """Of a cycle that is played through: a tier that comes more rarely than that is taken to come as often."""
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """What became of a run."""
 
     efficiency: float
@@ -37,7 +37,7 @@ class Simulated:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class IntervalCandidate:
     """Intervals that were tried."""
 
     every_s: tuple[float, ...]
@@ -45,30 +45,30 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Checked:
+class AdviceCheck:
     """What a simulated run says of recommended intervals."""
 
-    at: Mapping[float, Candidate]
+    at: Mapping[float, IntervalCandidate]
     """By factor: half, once and twice the recommended intervals."""
-    best: Candidate
+    best: IntervalCandidate
     """The best of all that were tried."""
     failures: int
 
 
 @dataclass
-class _Cycle:
+class _SaveCycle:
     """The saves of one cycle, from its beginning, in the steady state."""
 
     length_s: float
     ends: list[float]
     """When each save is over and training goes on."""
-    stored: dict[Level, tuple[list[int], list[float]]] = field(default_factory=dict)
+    stored: dict[CheckpointLevel, tuple[list[int], list[float]]] = field(default_factory=dict)
     """For each level: which saves it gets, and when it has each; in this order."""
 
 
-def draw_trace(rates: Mapping[Kind, float], horizon_s: float, seed: int) -> list[Failure]:
+def draw_failure_trace(rates: Mapping[FailureKind, float], horizon_s: float, seed: int) -> list[FailureEvent]:
     """Failures that come independently, each kind at its rate."""
-    draw, found = random.Random(seed), list[Failure]()
+    draw, found = random.Random(seed), list[FailureEvent]()
     for kind, rate in sorted(rates.items()):
         at = 0.0
         while rate > 0 and (at := at + draw.expovariate(rate)) < horizon_s:
@@ -76,60 +76,60 @@ def draw_trace(rates: Mapping[Kind, float], horizon_s: float, seed: int) -> list
     return sorted(found)
 
 
-def simulate(
-    tiers: Sequence[Tier],
+def simulate_run(
+    tiers: Sequence[LevelGroup],
     every_s: Sequence[float],
-    trace: Sequence[Failure],
+    trace: Sequence[FailureEvent],
     horizon_s: float,
     *,
     slots: int = 2,
-    behind: Behind = "wait",
-) -> Simulated:
+    behind: BacklogPolicy = "wait",
+) -> SimulationResult:
     """A run of so long with these intervals; each has to be a multiple of the one before.
 
     A failure ends the drains that are under way, and a restart that is struck again begins anew.
     """
     times = [max(1, round(each / every_s[0])) for each in every_s]
-    cycle = _play(tiers, times, every_s[0], slots, behind)
-    run = _Run(tiers, cycle, every_s[0])
+    cycle = _simulate_cycle(tiers, times, every_s[0], slots, behind)
+    run = _SimulatedRun(tiers, cycle, every_s[0])
     for at, kind in trace:
         if at < horizon_s:
             run.fail(at, kind)
     run.end(horizon_s)
     kept = run.position_s
     waiting = horizon_s - kept - run.lost_s - run.restart_s
-    return Simulated(kept / horizon_s, run.failures, run.lost_s, run.restart_s, waiting)
+    return SimulationResult(kept / horizon_s, run.failures, run.lost_s, run.restart_s, waiting)
 
 
-def check(
-    tiers: Sequence[Tier],
-    advice: Advice,
-    rates: Mapping[Kind, float],
+def check_advice(
+    tiers: Sequence[LevelGroup],
+    advice: IntervalAdvice,
+    rates: Mapping[FailureKind, float],
     *,
     slots: int = 2,
-    behind: Behind = "wait",
+    behind: BacklogPolicy = "wait",
     seed: int = 0,
     failures: int = 500,
-) -> Checked | None:
+) -> AdviceCheck | None:
     """Try the recommended intervals, their halves and doubles, and a grid around them, on the same trace.
 
     Failures that no level survives are left out; None where no rate is known.
     """
-    rates = {kind: rate for kind, rate in rates.items() if cover(tiers, kind) is not None}
+    rates = {kind: rate for kind, rate in rates.items() if find_covering_level(tiers, kind) is not None}
     total = math.fsum(rates.values())
     if not total:
         return None
     horizon = failures / total
-    trace = draw_trace(rates, horizon, seed)
+    trace = draw_failure_trace(rates, horizon, seed)
     times = [one.times for one in advice.intervals]
     first = advice.intervals[0].every_s
 
-    def run(every: float, factors: Sequence[float]) -> Candidate:
+    def run(every: float, factors: Sequence[float]) -> IntervalCandidate:
         intervals = [every]
         for count, factor in zip(times[1:], factors, strict=True):
             intervals.append(intervals[-1] * max(1, round(count * factor)))
-        told = simulate(tiers, intervals, trace, horizon, slots=slots, behind=behind)
-        return Candidate(tuple(intervals), told.efficiency)
+        told = simulate_run(tiers, intervals, trace, horizon, slots=slots, behind=behind)
+        return IntervalCandidate(tuple(intervals), told.efficiency)
 
     same = [1.0] * (len(times) - 1)
     at = {factor: run(first * factor, same) for factor in (0.5, 1.0, 2.0)}
@@ -138,13 +138,13 @@ def check(
         every = first * 2.0 ** (exponent / 3)
         for factor in (0.25, 0.5, 1.0, 2.0, 4.0) if same else (1.0,):
             tried.append(run(every, [factor / 2.0 ** (exponent / 3), *same[1:]] if same else same))
-    return Checked(at, max(tried, key=lambda one: one.efficiency), len(trace))
+    return AdviceCheck(at, max(tried, key=lambda one: one.efficiency), len(trace))
 
 
-class _Run:
+class _SimulatedRun:
     """Where a run stands: how far it has come, and what each level has of it."""
 
-    def __init__(self, tiers: Sequence[Tier], cycle: _Cycle, every_s: float) -> None:
+    def __init__(self, tiers: Sequence[LevelGroup], cycle: _SaveCycle, every_s: float) -> None:
         self._costs = [one for tier in tiers for one in tier.costs]
         self._cycle, self._every_s = cycle, every_s
         self._has = dict.fromkeys((one.level for one in self._costs), 0)
@@ -189,11 +189,11 @@ class _Run:
                 return rounds * len(self._cycle.ends) + saves[index - 1]
         return 0
 
-    def fail(self, at: float, kind: Kind) -> None:
+    def fail(self, at: float, kind: FailureKind) -> None:
         """What it loses, and from where it goes on."""
         self.train(at)
         reached, self.failures = self.position_s, self.failures + 1
-        left = [one for one in self._costs if kind in SURVIVES[one.level]]
+        left = [one for one in self._costs if kind in SURVIVED_FAILURES[one.level]]
         best = max(left, key=lambda one: self._has[one.level], default=None)
         save = self._has[best.level] if best else 0
         for one in self._costs:
@@ -206,12 +206,16 @@ class _Run:
         self.lost_s += reached - self.position_s
 
 
-def _play(tiers: Sequence[Tier], times: Sequence[int], every_s: float, slots: int, behind: Behind) -> _Cycle:
+def _simulate_cycle(
+    tiers: Sequence[LevelGroup], times: Sequence[int], every_s: float, slots: int, behind: BacklogPolicy
+) -> _SaveCycle:
     """The last of several cycles, when queues are as full as they get."""
-    counts = [min(count, _MOST_SAVES) for count in times]
-    size = max(counts) * -(-_LEAST_SAVES // max(counts))
+    counts = [min(count, _MAX_CYCLE_SAVES) for count in times]
+    size = max(counts) * -(-_MIN_CYCLE_SAVES // max(counts))
     ends, free = list[float](), [0.0] * max(1, slots)
-    stored: dict[Level, list[tuple[int, float]]] = {one.level: [] for tier in tiers for one in tier.costs}
+    stored: dict[CheckpointLevel, list[tuple[int, float]]] = {
+        one.level: [] for tier in tiers for one in tier.costs
+    }
     now = worker = 0.0
     for number in range(1, 2 * size + 1):
         now += every_s
@@ -230,4 +234,4 @@ def _play(tiers: Sequence[Tier], times: Sequence[int], every_s: float, slots: in
         level: ([n - size for n, _ in found if n > size], [at - start for n, at in found if n > size])
         for level, found in stored.items()
     }
-    return _Cycle(ends[-1] - start, [end - start for end in ends[size:]], second)
+    return _SaveCycle(ends[-1] - start, [end - start for end in ends[size:]], second)

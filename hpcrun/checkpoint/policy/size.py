@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpcrun.checkpoint.parity.erasure import parity_room
+from hpcrun.checkpoint.parity.erasure import parity_memory_bytes
 from hpcrun.checkpoint.parity.sets import ErasureSets
 from hpcrun.formulas import layer_parameters, parameters
 from hpcrun.specs.cluster import ClusterSpec
@@ -111,7 +111,9 @@ def _parity_bytes(sizes: SaveSizes, sets: ErasureSets | None) -> SourcedValue:
     if sizes.node.value is None:
         return SourcedValue(None, sizes.node.source)
     node = int(sizes.node.value)
-    most = max(parity_room(node, len(nodes), k) for nodes, k in zip(sets.sets, sets.parity, strict=True))
+    most = max(
+        parity_memory_bytes(node, len(nodes), k) for nodes, k in zip(sets.sets, sets.parity, strict=True)
+    )
     words = f"{sets.scheme}: {most / max(node, 1):.0%} of what a node writes, for two saves of other nodes"
     return SourcedValue(float(most), words)
 

@@ -11,37 +11,44 @@ from dataclasses import dataclass
 from dataclasses import replace as with_values
 from typing import NamedTuple
 
-from hpcrun.checkpoint.levels import LEVELS, HeldParity, Holding, Level, Member, Stamp
-from hpcrun.checkpoint.restore_plan import SHARED, Rebuild, RestorePlan, Source, Survivor
+from hpcrun.checkpoint.levels import (
+    CHECKPOINT_LEVELS,
+    CheckpointLevel,
+    GenerationId,
+    HeldParity,
+    InventoryEntry,
+    SetMember,
+)
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, PartSource, RebuildOrder, RestorePlan, SurvivingMember
 from hpcrun.specs.descent import line_of, order
 from hpcrun.specs.saves import Saved, Unreadable, step_of
 
-POISONED = 2
+SUSPECT_AFTER_FAILURES = 2
 """So many failures, and a generation is passed over."""
-_COST = {level: cost for cost, level in enumerate(LEVELS)}
+_LEVEL_COST = {level: cost for cost, level in enumerate(CHECKPOINT_LEVELS)}
 
 
-Scraps = Callable[[Stamp, Collection[int]], Holding | None]
+FindIntactParts = Callable[[GenerationId, Collection[int]], InventoryEntry | None]
 """Those of the given parts of a generation that lie whole in the run directory, though it does not."""
 
 
 @dataclass(frozen=True)
-class Copy:
+class ObjectCandidate:
     """A generation that lies whole in an object store."""
 
-    stamp: Stamp
+    stamp: GenerationId
     url: str
 
 
-def decide(
-    holdings: Iterable[Holding],
+def decide_restore(
+    holdings: Iterable[InventoryEntry],
     saves: Sequence[Saved],
     unreadable: Sequence[Unreadable],
-    objects: Sequence[Copy],
+    objects: Sequence[ObjectCandidate],
     poison: Mapping[str, int],
     nodes: Sequence[str],
     check: Callable[[Saved], str | None] = lambda _saved: None,
-    scraps: Scraps = lambda _stamp, _missing: None,
+    scraps: FindIntactParts = lambda _stamp, _missing: None,
 ) -> RestorePlan:
     """The plan for the newest generation that is whole, of the line of starts that the run is on.
 
@@ -51,60 +58,60 @@ def decide(
     only about saves that nothing newer makes needless. `scraps` likewise: only where nodes hold a part of a
     generation, and neither they nor the run directory have all of it.
     """
-    near = _by_stamp(holdings, {*nodes, SHARED})
-    poisoned = {generation for generation, count in poison.items() if count >= POISONED}
-    known: list[Stamp | Saved | Copy] = [*near, *saves, *objects]
-    line = {order(one) for one in line_of(_stamp(one) for one in known)}
-    found = _Candidates(near, nodes, check, scraps)
+    near = _group_entries(holdings, {*nodes, SHARED_NODE})
+    poisoned = {generation for generation, count in poison.items() if count >= SUSPECT_AFTER_FAILURES}
+    known: list[GenerationId | Saved | ObjectCandidate] = [*near, *saves, *objects]
+    line = {order(one) for one in line_of(_candidate_id(one) for one in known)}
+    found = _RestoreCandidates(near, nodes, check, scraps)
     for one in known:
-        found.add(order(_stamp(one)), _poison_of(one, poisoned), one)
+        found.add(order(_candidate_id(one)), _suspect_key(one, poisoned), one)
     lost = sorted(unreadable, key=lambda one: step_of(one.path), reverse=True)
     newest = max([step for _, step in line] + [step_of(one.path) for one in lost], default=0)
     used = tuple(sorted(poisoned))
     passed_over: list[str] = []
     for place in sorted(line, reverse=True):
         while lost and step_of(lost[0].path) >= place[1]:
-            passed_over.append(_damaged(lost.pop(0)))
+            passed_over.append(_damage_text(lost.pop(0)))
         plan = found.best(place, passed_over)
         if plan is not None:
             return with_values(
                 plan, lost_steps=newest - place[1], passed_over=tuple(passed_over), poisoned=used
             )
-    passed_over += map(_damaged, lost)
+    passed_over += map(_damage_text, lost)
     return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
 
 
-def _stamp(one: Stamp | Saved | Copy) -> Stamp:
-    if isinstance(one, Copy):
+def _candidate_id(one: GenerationId | Saved | ObjectCandidate) -> GenerationId:
+    if isinstance(one, ObjectCandidate):
         return one.stamp
-    return one if isinstance(one, Stamp) else stamp_of(one)
+    return one if isinstance(one, GenerationId) else generation_id_of(one)
 
 
-def _poison_of(one: Stamp | Saved | Copy, poisoned: Collection[str]) -> str:
+def _suspect_key(one: GenerationId | Saved | ObjectCandidate, poisoned: Collection[str]) -> str:
     """What a candidate is poisoned as; empty where it is not."""
-    key = key_of(one) if isinstance(one, Saved) else _stamp(one).generation
-    is_bad = key in poisoned or (isinstance(one, Stamp) and near_key(key) in poisoned)
+    key = save_failure_key(one) if isinstance(one, Saved) else _candidate_id(one).generation
+    is_bad = key in poisoned or (isinstance(one, GenerationId) and node_failure_key(key) in poisoned)
     return key if is_bad else ""
 
 
-def _damaged(one: Unreadable) -> str:
+def _damage_text(one: Unreadable) -> str:
     return f"{one.path}: is damaged: {one.problem}"
 
 
-def key_of(saved: Saved) -> str:
+def save_failure_key(saved: Saved) -> str:
     """What a save is known by where its failures are counted."""
     return saved.generation or saved.path.name
 
 
-def near_key(generation: str) -> str:
+def node_failure_key(generation: str) -> str:
     """The same for what nodes hold of a generation, of which there may be a whole save besides."""
     return f"near:{generation}"
 
 
-_Candidate = Stamp | Saved | Copy
+_RestoreCandidate = GenerationId | Saved | ObjectCandidate
 
 
-class _Missing(NamedTuple):
+class _MissingParts(NamedTuple):
     """Why a generation cannot be had from where it was looked for, and the parts that are nowhere there."""
 
     why: str
@@ -114,25 +121,25 @@ class _Missing(NamedTuple):
         return self.why
 
 
-class _Candidates:
+class _RestoreCandidates:
     """All that is known of each step of each start, and the best of it."""
 
     def __init__(
         self,
-        near: Mapping[Stamp, list[Holding]],
+        near: Mapping[GenerationId, list[InventoryEntry]],
         nodes: Sequence[str],
         check: Callable[[Saved], str | None],
-        scraps: Scraps,
+        scraps: FindIntactParts,
     ) -> None:
         self._near, self._nodes, self._check, self._scraps = near, nodes, check, scraps
-        self._of: dict[tuple[int, int], list[tuple[str, _Candidate]]] = {}
+        self._of: dict[tuple[int, int], list[tuple[str, _RestoreCandidate]]] = {}
 
-    def add(self, place: tuple[int, int], poisoned: str, candidate: _Candidate) -> None:
+    def add(self, place: tuple[int, int], poisoned: str, candidate: _RestoreCandidate) -> None:
         self._of.setdefault(place, []).append((poisoned, candidate))
 
     def best(self, place: tuple[int, int], passed_over: list[str]) -> RestorePlan | None:
         """The cheapest plan for a step of a start; what is wrong with all others of it is told."""
-        usable: list[_Candidate] = []
+        usable: list[_RestoreCandidate] = []
         _, step = place
         for poisoned, one in self._of[place]:
             if poisoned:
@@ -141,15 +148,15 @@ class _Candidates:
                 )
             else:
                 usable.append(one)
-        plans, partial = [], dict[Stamp, _Missing]()
-        for stamp in (one for one in usable if isinstance(one, Stamp)):
-            outcome = _near_plan(stamp, self._near[stamp], self._nodes)
+        plans, partial = [], dict[GenerationId, _MissingParts]()
+        for stamp in (one for one in usable if isinstance(one, GenerationId)):
+            outcome = _plan_from_nodes(stamp, self._near[stamp], self._nodes)
             if isinstance(outcome, RestorePlan):
                 plans.append(outcome)
             else:
                 partial[stamp] = outcome
         if plans:
-            return min(plans, key=_cost)
+            return min(plans, key=_plan_cost)
         committed, wrong = self._committed(usable, {one.generation for one in partial})
         plan = committed or self._mixed(partial)
         if plan is not None and plan.stamp in partial:
@@ -159,12 +166,12 @@ class _Candidates:
         passed_over += wrong
         if plan is not None:
             return plan
-        for copy in (one for one in usable if isinstance(one, Copy)):
+        for copy in (one for one in usable if isinstance(one, ObjectCandidate)):
             return RestorePlan(copy.stamp, ("object",), copy=copy.url)
         return None
 
     def _committed(
-        self, usable: Sequence[_Candidate], held: Collection[str]
+        self, usable: Sequence[_RestoreCandidate], held: Collection[str]
     ) -> tuple[RestorePlan | None, list[str]]:
         """From a save in the run directory; and what is wrong with others of the step."""
         wrong: list[str] = []
@@ -172,18 +179,20 @@ class _Candidates:
             problem = self._check(saved)
             if problem is None:
                 is_held = saved.generation in held
-                plan = RestorePlan(stamp_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held)
+                plan = RestorePlan(
+                    generation_id_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held
+                )
                 return plan, wrong
             wrong.append(f"{saved.path}: is damaged: {problem}")
         return None, wrong
 
-    def _mixed(self, partial: dict[Stamp, _Missing]) -> RestorePlan | None:
+    def _mixed(self, partial: dict[GenerationId, _MissingParts]) -> RestorePlan | None:
         """From what nodes hold and whole parts of files that are no whole save; it is no longer partial."""
         for stamp in sorted(partial, key=lambda one: -one.attempt):
             scraps = self._scraps(stamp, partial[stamp].numbers) if partial[stamp].numbers else None
             if scraps is None:
                 continue
-            outcome = _near_plan(stamp, [*self._near[stamp], scraps], self._nodes)
+            outcome = _plan_from_nodes(stamp, [*self._near[stamp], scraps], self._nodes)
             if isinstance(outcome, RestorePlan):
                 del partial[stamp]
                 return outcome
@@ -191,84 +200,94 @@ class _Candidates:
         return None
 
 
-def stamp_of(saved: Saved) -> Stamp:
+def generation_id_of(saved: Saved) -> GenerationId:
     """Which state a save is of."""
     one = saved
-    return Stamp(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
+    return GenerationId(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
 
 
-def _cost(plan: RestorePlan) -> tuple[int, int, int]:
+def _plan_cost(plan: RestorePlan) -> tuple[int, int, int]:
     assert plan.stamp is not None
-    worst = max((_COST[level] for level in plan.levels), default=0)
+    worst = max((_LEVEL_COST[level] for level in plan.levels), default=0)
     return worst, len(plan.rebuilds), -plan.stamp.attempt
 
 
-def _by_stamp(holdings: Iterable[Holding], living: Collection[str]) -> dict[Stamp, list[Holding]]:
-    found: dict[Stamp, list[Holding]] = {}
+def _group_entries(
+    holdings: Iterable[InventoryEntry], living: Collection[str]
+) -> dict[GenerationId, list[InventoryEntry]]:
+    found: dict[GenerationId, list[InventoryEntry]] = {}
     for one in holdings:
         if one.node in living:
             found.setdefault(one.stamp, []).append(one)
     return found
 
 
-def _near_plan(stamp: Stamp, holdings: Sequence[Holding], nodes: Sequence[str]) -> RestorePlan | _Missing:
+def _plan_from_nodes(
+    stamp: GenerationId, holdings: Sequence[InventoryEntry], nodes: Sequence[str]
+) -> RestorePlan | _MissingParts:
     """How to get a generation from what nodes hold of it, or why that cannot be done."""
-    sources: dict[int, Source] = {}
-    for source in _sources(holdings):
+    sources: dict[int, PartSource] = {}
+    for source in _list_sources(holdings):
         if not 0 <= source.number < stamp.world_size:
-            return _Missing(f"{source.node} holds part {source.number} of {stamp.world_size}")
+            return _MissingParts(f"{source.node} holds part {source.number} of {stamp.world_size}")
         known = sources.setdefault(source.number, source)
         if known.part != source.part:
-            return _Missing(f"part {source.number} on {_place(known)} is not the one on {_place(source)}")
-        if _COST[source.level] < _COST[known.level]:
+            return _MissingParts(
+                f"part {source.number} on {_source_place(known)} is not the one on {_source_place(source)}"
+            )
+        if _LEVEL_COST[source.level] < _LEVEL_COST[known.level]:
             sources[source.number] = source
     missing = set(range(stamp.world_size)) - sources.keys()
-    rebuilds: list[Rebuild] = []
-    sets = _sets(holdings) if missing else {}
+    rebuilds: list[RebuildOrder] = []
+    sets = _find_erasure_sets(holdings) if missing else {}
     for members, blocks in sets.items():
         for number, part in (one for member in members for one in member.parts):
             if number in sources and sources[number].part != part:
-                where = _place(sources[number])
-                return _Missing(f"part {number} on {where} is not the one that parity was made of")
+                where = _source_place(sources[number])
+                return _MissingParts(f"part {number} on {where} is not the one that parity was made of")
         if missing & {number for one in members for number, _ in one.parts}:
-            order = _rebuild(stamp, members, blocks, sources, _builder(nodes, holdings, len(rebuilds)))
+            order = _plan_rebuild(
+                stamp, members, blocks, sources, _choose_builder(nodes, holdings, len(rebuilds))
+            )
             if order is not None:
                 rebuilds.append(order)
                 missing -= {number for index in order.lost for number, _ in members[index].parts}
     if missing:
-        return _Missing(_what_is_missing(stamp, missing, sources, sets), frozenset(missing))
+        return _MissingParts(_describe_missing(stamp, missing, sources, sets), frozenset(missing))
     levels = {source.level for source in sources.values()} | ({"parity"} if rebuilds else set())
     return RestorePlan(
         stamp,
-        tuple(level for level in LEVELS if level in levels),
+        tuple(level for level in CHECKPOINT_LEVELS if level in levels),
         tuple(sources[number] for number in sorted(sources)),
         tuple(rebuilds),
     )
 
 
-def _place(source: Source) -> str:
+def _source_place(source: PartSource) -> str:
     return source.node or source.path
 
 
-def _sources(holdings: Iterable[Holding]) -> Iterator[Source]:
+def _list_sources(holdings: Iterable[InventoryEntry]) -> Iterator[PartSource]:
     for one in holdings:
         for held in one.parts:
-            yield Source(held.number, one.node, held.path, held.at, held.part, one.level)
+            yield PartSource(held.number, one.node, held.path, held.at, held.part, one.level)
 
 
-_Blocks = dict[int, tuple[str, HeldParity]]
+_ParityBlocks = dict[int, tuple[str, HeldParity]]
 
 
-def _sets(holdings: Iterable[Holding]) -> dict[tuple[Member, ...], _Blocks]:
+def _find_erasure_sets(holdings: Iterable[InventoryEntry]) -> dict[tuple[SetMember, ...], _ParityBlocks]:
     """The erasure sets, with the blocks that are there, by the place of the member that had them."""
-    found: dict[tuple[Member, ...], _Blocks] = {}
+    found: dict[tuple[SetMember, ...], _ParityBlocks] = {}
     for one in holdings:
         if one.parity is not None and 0 <= one.parity.index < len(one.parity.members):
             found.setdefault(one.parity.members, {}).setdefault(one.parity.index, (one.node, one.parity))
     return found
 
 
-def _lost(members: Sequence[Member], blocks: _Blocks, sources: Mapping[int, Source]) -> tuple[int, ...]:
+def _find_lost_members(
+    members: Sequence[SetMember], blocks: _ParityBlocks, sources: Mapping[int, PartSource]
+) -> tuple[int, ...]:
     """The members that are not whole: a part of them is missing, or their parity blocks are."""
     return tuple(
         index
@@ -277,17 +296,21 @@ def _lost(members: Sequence[Member], blocks: _Blocks, sources: Mapping[int, Sour
     )
 
 
-def _rebuild(
-    stamp: Stamp, members: tuple[Member, ...], blocks: _Blocks, sources: Mapping[int, Source], node: str
-) -> Rebuild | None:
-    lost = _lost(members, blocks, sources)
+def _plan_rebuild(
+    stamp: GenerationId,
+    members: tuple[SetMember, ...],
+    blocks: _ParityBlocks,
+    sources: Mapping[int, PartSource],
+    node: str,
+) -> RebuildOrder | None:
+    lost = _find_lost_members(members, blocks, sources)
     if len(lost) == len(members):
         return None
     parity = min(held.parity for _, held in blocks.values())
     if len(lost) > parity:
         return None
     survivors = tuple(
-        Survivor(
+        SurvivingMember(
             index,
             tuple(sources[number] for number, _ in members[index].parts),
             blocks[index][0],
@@ -297,33 +320,33 @@ def _rebuild(
         for index in range(len(members))
         if index not in lost
     )
-    return Rebuild(stamp, node, members, parity, lost, survivors)
+    return RebuildOrder(stamp, node, members, parity, lost, survivors)
 
 
-def rebuilds_of(stamp: Stamp, holdings: Sequence[Holding], node: str) -> list[Rebuild]:
+def plan_rebuilds(stamp: GenerationId, holdings: Sequence[InventoryEntry], node: str) -> list[RebuildOrder]:
     """What a node can make again of a generation by parity, whether or not that makes it whole."""
-    sources: dict[int, Source] = {}
-    for source in _sources(holdings):
+    sources: dict[int, PartSource] = {}
+    for source in _list_sources(holdings):
         sources.setdefault(source.number, source)
     orders = []
-    for members, blocks in _sets(holdings).items():
+    for members, blocks in _find_erasure_sets(holdings).items():
         if any(number not in sources for one in members for number, _ in one.parts):
-            orders.append(_rebuild(stamp, members, blocks, sources, node))
+            orders.append(_plan_rebuild(stamp, members, blocks, sources, node))
     return [order for order in orders if order is not None]
 
 
-def _builder(nodes: Sequence[str], holdings: Iterable[Holding], turn: int) -> str:
+def _choose_builder(nodes: Sequence[str], holdings: Iterable[InventoryEntry], turn: int) -> str:
     """Who rebuilds: a node that has nothing of the generation yet, else one after the other."""
     busy = {one.node for one in holdings}
     free = [node for node in nodes if node not in busy] or list(nodes)
     return free[turn % len(free)]
 
 
-def _what_is_missing(
-    stamp: Stamp,
+def _describe_missing(
+    stamp: GenerationId,
     missing: set[int],
-    sources: Mapping[int, Source],
-    sets: Mapping[tuple[Member, ...], _Blocks],
+    sources: Mapping[int, PartSource],
+    sets: Mapping[tuple[SetMember, ...], _ParityBlocks],
 ) -> str:
     few = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
     parts = (
@@ -334,7 +357,7 @@ def _what_is_missing(
     text = f"{parts} on no node that answers"
     for members, blocks in sets.items():
         if missing & {number for one in members for number, _ in one.parts}:
-            lost = _lost(members, blocks, sources)
+            lost = _find_lost_members(members, blocks, sources)
             parity = min(held.parity for _, held in blocks.values())
             names = ",".join(members[index].node for index in lost)
             text += f"; of the set that it was in {names} are not whole, and parity makes up for {parity}"
@@ -342,9 +365,9 @@ def _what_is_missing(
     return f"{text}, and there is no parity for it"
 
 
-def levels_in_words(plan: RestorePlan) -> str:
+def describe_plan_levels(plan: RestorePlan) -> str:
     """Where a plan gets its state from, for people."""
-    words: dict[Level, str] = {
+    words: dict[CheckpointLevel, str] = {
         "memory": "the memory of nodes",
         "local": "the nodes' own disks",
         "parity": "parity on other nodes",

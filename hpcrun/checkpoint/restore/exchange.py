@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hpcrun.checkpoint.commit import begin, discard, making_way
-from hpcrun.checkpoint.format import MANIFEST, DamagedError, file_name
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.part_writer import write_file, write_on
-from hpcrun.checkpoint.verify import damages, usual_jobs
+from hpcrun.checkpoint.commit import begin_generation, discard_draft, replacing_generation
+from hpcrun.checkpoint.format import MANIFEST_NAME, DamagedError, data_file_name
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.part_writer import write_all, write_synced_file
+from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import file_homes, open_regular
 from hpcrun.specs.hf_directory import CONFIG, INDEX
@@ -26,7 +26,7 @@ from hpcrun.units import amount
 
 _BLOCK = 16 << 20
 _PARTIAL = ".partial"
-_MOST_BYTES = {
+_MAX_BYTES = {
     RECORD: 16 << 20,
     SUMS: 16 << 20,
     "hpcrun.json": 1 << 20,
@@ -38,7 +38,7 @@ _MOST_BYTES = {
 """Of files from elsewhere that are read whole."""
 
 
-def check_source(source: Path) -> None:
+def check_import_source(source: Path) -> None:
     """UsageError where a directory from elsewhere holds what is no file, leads out of it, or is too large."""
     if source.name.startswith(".") and source.name.endswith(_PARTIAL):
         raise UsageError(f"{source}: is an export that was never finished; export again")
@@ -55,7 +55,7 @@ def check_source(source: Path) -> None:
                     continue
                 if not entry.is_file():
                     raise UsageError(f"{path}: is not a regular file; remove it")
-                most = _MOST_BYTES.get(entry.name)
+                most = _MAX_BYTES.get(entry.name)
                 if most is not None and entry.stat().st_size > most:
                     raise UsageError(f"{path}: is larger than {most >> 20} MiB; it is not imported")
     except (FileNotFoundError, NotADirectoryError):
@@ -67,7 +67,7 @@ def check_source(source: Path) -> None:
 
 
 @contextmanager
-def written_aside(directory: Path | str) -> Iterator[Path]:
+def atomic_directory(directory: Path | str) -> Iterator[Path]:
     """A directory to write into, which gets its name when all is well, or disappears.
 
     UsageError where something is there already, SiteError where it cannot be written.
@@ -94,39 +94,39 @@ def written_aside(directory: Path | str) -> Iterator[Path]:
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def copy_out(
+def copy_generation_out(
     saved: Saved,
     directory: Path,
     progress: Callable[[int], None] = lambda _size: None,
     *,
     jobs: int | None = None,
-    owner: Owner | None = None,
+    owner: SaveOwner | None = None,
 ) -> None:
     """The files of a committed generation into an empty directory; DamagedError where one is damaged.
 
     `owner`: whose it is from here on.
     """
-    names = [MANIFEST, *(file_name(number) for number in range(len(saved.file_bytes)))]
+    names = [MANIFEST_NAME, *(data_file_name(number) for number in range(len(saved.file_bytes)))]
     for name in names:
         try:
             source = open_regular(saved.path / name)
         except FileNotFoundError:
             raise DamagedError(f"{saved.path / name}: is missing") from None
         try:
-            _copy(source, directory / name)
+            _copy_synced(source, directory / name)
         finally:
             os.close(source)
     told = replace(saved, **asdict(owner)) if owner else saved
-    write_file(directory / RECORD, render_record(told).encode())
+    write_synced_file(directory / RECORD, render_record(told).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
-    with Generation(replace(saved, path=directory)) as copy:
-        found = damages(copy, jobs or usual_jobs(), progress)
+    with GenerationReader(replace(saved, path=directory)) as copy:
+        found = find_generation_damages(copy, jobs or default_verify_jobs(), progress)
     if found:
         raise DamagedError(f"{saved.path}: {found[0].removeprefix(f'{directory}/')}")
     sync_directory(directory)
 
 
-def copy_in(
+def copy_generation_in(
     saved: Saved,
     checkpoints: Path,
     progress: Callable[[int], None] = lambda _size: None,
@@ -137,15 +137,15 @@ def copy_in(
     needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
     if needed > free:
         raise SiteError(f"{checkpoints}: the state takes {amount(needed)}, and there are {amount(free)} free")
-    owner = Owner.of_next(checkpoints)
-    draft = begin(checkpoints, saved.step, owner.attempt)
+    owner = SaveOwner.for_next_start(checkpoints)
+    draft = begin_generation(checkpoints, saved.step, owner.attempt)
     try:
-        copy_out(saved, draft.aside, progress, jobs=jobs, owner=owner)
+        copy_generation_out(saved, draft.aside, progress, jobs=jobs, owner=owner)
         own = replace(saved, **asdict(owner))
-        with making_way(own, draft.final) as replaced:
+        with replacing_generation(own, draft.final) as replaced:
             draft.aside.rename(draft.final)
     except BaseException:
-        discard(draft)
+        discard_draft(draft)
         raise
     for path in replaced:
         shutil.rmtree(path, ignore_errors=True)
@@ -154,7 +154,7 @@ def copy_in(
 
 
 @dataclass(frozen=True)
-class Owner:
+class SaveOwner:
     """Whose a save is, and where it stands in that run's line of descent."""
 
     run_id: str
@@ -162,14 +162,14 @@ class Owner:
     descent: str
 
     @classmethod
-    def of_next(cls, checkpoints: Path) -> Owner:
+    def for_next_start(cls, checkpoints: Path) -> SaveOwner:
         """Of a save from elsewhere, as if the start that has made the newest save had made it, too."""
         line = saved_steps(checkpoints)
         attempt, descent = (line[-1].attempt, line[-1].descent) if line else (0, "")
         return cls(RunDir(checkpoints.parent).run_id, attempt, descent)
 
 
-def check_newest(checkpoints: Path, step: int) -> None:
+def check_would_be_newest(checkpoints: Path, step: int) -> None:
     """UsageError unless a save of this step would be the one that the run goes on from."""
     newest = max((saved.step for saved in saved_steps(checkpoints)), default=-1)
     if newest >= step:
@@ -179,12 +179,12 @@ def check_newest(checkpoints: Path, step: int) -> None:
         )
 
 
-def _copy(source: int, target: Path) -> None:
+def _copy_synced(source: int, target: Path) -> None:
     """A file, synced."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         while data := os.read(source, _BLOCK):
-            write_on(descriptor, data)
+            write_all(descriptor, data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -15,42 +15,44 @@ from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest
 
-from hpcrun.checkpoint.commit import DAMAGED
-from hpcrun.checkpoint.format import DamagedError, Part, file_name, parse_manifest
-from hpcrun.checkpoint.levels import HeldPart, Holding, Stamp
-from hpcrun.checkpoint.part_check import prove_part
-from hpcrun.checkpoint.part_record import parse_checked
-from hpcrun.checkpoint.restore.sources import DirectoryCopy, generation_of
-from hpcrun.checkpoint.restore_plan import SHARED
+from hpcrun.checkpoint.commit import DAMAGED_PREFIX
+from hpcrun.checkpoint.format import DamagedError, Part, data_file_name, parse_manifest
+from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
+from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.part_record import parse_checksummed
+from hpcrun.checkpoint.restore.sources import DirectoryCopy, identify_generation
+from hpcrun.checkpoint.restore_plan import SHARED_NODE
 
 
-def find_scraps(checkpoints: Path, stamp: Stamp, wanted: Collection[int], *, prove: bool) -> Holding | None:
+def find_intact_parts(
+    checkpoints: Path, stamp: GenerationId, wanted: Collection[int], *, prove: bool
+) -> InventoryEntry | None:
     """Those of the wanted parts that are whole in some directory of their step; None where none is.
 
     `prove`: read all of them. Otherwise their ends and lists of chunks are looked at, and whoever loads them
     sees to the rest.
     """
     generation, found = bytes.fromhex(stamp.generation), dict[int, HeldPart]()
-    for folder in _folders(checkpoints, stamp.step):
-        for number, part in _parts_in(folder, stamp):
+    for folder in _step_directories(checkpoints, stamp.step):
+        for number, part in _list_claimed_parts(folder, stamp):
             if number in found or number not in wanted:
                 continue
-            held = HeldPart(number, str(folder / file_name(part.file)), part.start, part)
+            held = HeldPart(number, str(folder / data_file_name(part.file)), part.start, part)
             with suppress(DamagedError):
-                prove_part(held, generation, ends_only=not prove, shared=True)
+                verify_part(held, generation, ends_only=not prove, shared=True)
                 found[number] = held
     parts = tuple(found[number] for number in sorted(found))
-    return Holding(stamp, "durable", SHARED, parts) if parts else None
+    return InventoryEntry(stamp, "durable", SHARED_NODE, parts) if parts else None
 
 
-def _folders(checkpoints: Path, step: int) -> list[Path]:
+def _step_directories(checkpoints: Path, step: int) -> list[Path]:
     """Where files of a step may lie: committed, set aside, and never committed."""
     name = f"step-{step:08d}"
-    patterns = (name, f"{DAMAGED}{name}.*", f".{name}.*")
+    patterns = (name, f"{DAMAGED_PREFIX}{name}.*", f".{name}.*")
     return [one for pattern in patterns for one in sorted(checkpoints.glob(pattern)) if one.is_dir()]
 
 
-def _parts_in(folder: Path, stamp: Stamp) -> Iterator[tuple[int, Part]]:
+def _list_claimed_parts(folder: Path, stamp: GenerationId) -> Iterator[tuple[int, Part]]:
     """The parts of this generation that a directory claims to have."""
     copy = DirectoryCopy(folder)
     saved, manifest = copy.record(), copy.manifest() or b""
@@ -59,12 +61,12 @@ def _parts_in(folder: Path, stamp: Stamp) -> Iterator[tuple[int, Part]]:
         yield from enumerate(parse_manifest(manifest).parts)
         return
     if not folder.name.startswith("."):
-        if generation_of(folder) == stamp.generation:
+        if identify_generation(folder) == stamp.generation:
             yield from copy.parts(bytes.fromhex(stamp.generation))
         return
     # What is half written may look whole: only what its worker has synced and recorded counts.
     for path in sorted(folder.glob("parts-*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            told = parse_checked(json.loads(path.read_text(encoding="utf-8")))
+            told = parse_checksummed(json.loads(path.read_text(encoding="utf-8")))
             if told["stamp"] == asdict(stamp):
                 yield from [(number, Part(*fields)) for number, _, *fields in told["parts"]]

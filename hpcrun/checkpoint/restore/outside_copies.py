@@ -7,27 +7,32 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hpcrun.checkpoint.flush.arena import SHM, Arena, folders_of
-from hpcrun.checkpoint.flush.local_tier import LocalStation
-from hpcrun.checkpoint.flush.spare_replicas import guest_holdings
-from hpcrun.checkpoint.format import DamagedError, Part, file_name
-from hpcrun.checkpoint.levels import HeldPart, Holding
-from hpcrun.checkpoint.objects.catalogue import ObjectCopy, StoredObject, read_index, read_manifest
-from hpcrun.checkpoint.objects.store import Store
-from hpcrun.checkpoint.parity.blocks import parity_holdings
-from hpcrun.checkpoint.parity.peers import Credentials, Peers
+from hpcrun.checkpoint.flush.arena import SHM, Arena, find_arenas
+from hpcrun.checkpoint.flush.local_tier import LocalTier
+from hpcrun.checkpoint.flush.spare_replicas import list_spare_replicas
+from hpcrun.checkpoint.format import DamagedError, Part, data_file_name
+from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
+from hpcrun.checkpoint.objects.catalogue import (
+    ObjectCopy,
+    StoredObject,
+    read_object_index,
+    read_object_manifest,
+)
+from hpcrun.checkpoint.objects.store import ObjectStore
+from hpcrun.checkpoint.parity.blocks import list_parity_entries
+from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.part_check import damages_in, without
-from hpcrun.checkpoint.restore.decide import rebuilds_of
-from hpcrun.checkpoint.restore_plan import SHARED
+from hpcrun.checkpoint.part_check import exclude_damaged_parts, find_damaged_parts
+from hpcrun.checkpoint.restore.decide import plan_rebuilds
+from hpcrun.checkpoint.restore_plan import SHARED_NODE
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import Saved
 
 
-class StoredCopy:
+class ObjectStoreCopy:
     """A generation in an object store, of which only what is missing elsewhere is fetched."""
 
-    def __init__(self, store: Store, copy: ObjectCopy) -> None:
+    def __init__(self, store: ObjectStore, copy: ObjectCopy) -> None:
         self.name = copy.url
         self.generation: str | None = copy.saved.generation
         self._store, self._copy = store, copy
@@ -36,7 +41,7 @@ class StoredCopy:
     def manifest(self) -> bytes | None:
         """The manifest, as it is found there."""
         try:
-            return read_manifest(self._store, self._copy)
+            return read_object_manifest(self._store, self._copy)
         except DamagedError:
             return None
 
@@ -49,7 +54,7 @@ class StoredCopy:
         begin, done = part.start + at, 0
         try:
             if part.file not in self._indices:
-                self._indices[part.file] = read_index(self._store, self._copy, part.file)
+                self._indices[part.file] = read_object_index(self._store, self._copy, part.file)
             for one in self._indices[part.file]:
                 first = max(begin, one.start)
                 size = min(begin + len(into), one.start + one.size_bytes) - first
@@ -66,49 +71,53 @@ class StoredCopy:
         yield from ()
 
 
-def holdings_here(run_id: str, local: str | None, shm: Path = SHM) -> list[Holding]:
+def find_local_inventory(run_id: str, local: str | None, shm: Path = SHM) -> list[InventoryEntry]:
     """What can be read from this machine of what nodes keep: their memory here, and disks that are mounted.
 
     `local` is the job's checkpoint.local.
     """
-    found = list[Holding]()
-    for folder in folders_of(shm, run_id):
+    found = list[InventoryEntry]()
+    for folder in find_arenas(shm, run_id):
         arena = Arena(folder)
         found += arena.holdings(folder.name)
-        found += guest_holdings(arena.files, folder.name)
-        found += [replace(one, node=folder.name) for one in parity_holdings(arena.files)]
+        found += list_spare_replicas(arena.files, folder.name)
+        found += [replace(one, node=folder.name) for one in list_parity_entries(arena.files)]
     if local is not None:
         try:
-            nodes = LocalStation(local, run_id, "").nodes()
+            nodes = LocalTier(local, run_id, "").nodes()
         except SiteError:  # a variable that only the nodes have
             return found
         for node in nodes:
-            found += LocalStation(local, run_id, node).holdings()
+            found += LocalTier(local, run_id, node).holdings()
     return found
 
 
-def rebuilt_here(holdings: Sequence[Holding], save: Path, generation: str, folder: Path) -> list[Holding]:
+def rebuild_parts_locally(
+    holdings: Sequence[InventoryEntry], save: Path, generation: str, folder: Path
+) -> list[InventoryEntry]:
     """Parts of a generation that parity makes again, in files of a folder.
 
     It is made from what of these holdings, and of the files of the save itself, proves whole.
     """
-    own = [replace(one, node=SHARED) for one in holdings if one.stamp.generation == generation]
-    own = without(own, damages_in(own, {generation}))
-    made = list[Holding]()
+    own = [replace(one, node=SHARED_NODE) for one in holdings if one.stamp.generation == generation]
+    own = exclude_damaged_parts(own, find_damaged_parts(own, {generation}))
+    made = list[InventoryEntry]()
     for stamp in {one.stamp: None for one in own if one.parity is not None}:
         mine = [one for one in own if one.stamp == stamp]
         members = {
             part for one in mine if one.parity for member in one.parity.members for part in member.parts
         }
-        files = tuple(HeldPart(n, str(save / file_name(part.file)), part.start, part) for n, part in members)
-        there = [Holding(stamp, "durable", SHARED, files)]
-        whole = without(there, damages_in(there, {generation}))
-        peers = Peers(Credentials("", SHARED, ""), {})
+        files = tuple(
+            HeldPart(n, str(save / data_file_name(part.file)), part.start, part) for n, part in members
+        )
+        there = [InventoryEntry(stamp, "durable", SHARED_NODE, files)]
+        whole = exclude_damaged_parts(there, find_damaged_parts(there, {generation}))
+        peers = PeerClient(PeerCredentials("", SHARED_NODE, ""), {})
         try:
-            for order in rebuilds_of(stamp, [*mine, *whole], SHARED):
+            for order in plan_rebuilds(stamp, [*mine, *whole], SHARED_NODE):
                 with suppress(SiteError, OSError):  # too little is left: what is missing is told anyway
                     names = ",".join(order.members[index].node for index in order.lost)
-                    made.append(replace(rebuild_members(order, peers, SHARED, folder), node=names))
+                    made.append(replace(rebuild_members(order, peers, SHARED_NODE, folder), node=names))
         finally:
             peers.close()
     return made

@@ -15,47 +15,47 @@ from pathlib import Path
 
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from hpcrun.checkpoint.commit import DAMAGED, set_aside
+from hpcrun.checkpoint.commit import DAMAGED_PREFIX, quarantine_generation
 from hpcrun.checkpoint.format import (
-    CHUNK,
-    END,
+    CHUNK_FRAME,
+    END_FRAME,
     HEADER_BYTES,
-    MANIFEST,
-    PART,
-    TAIL,
+    MANIFEST_NAME,
+    PART_FRAME,
+    TAIL_FRAME,
+    ChunkLocation,
+    ChunkSpec,
     DamagedError,
     Part,
-    Piece,
-    Place,
-    file_name,
-    lay_out,
+    align_size,
+    compute_structure_digest,
+    data_file_name,
     pack_header,
-    padded,
     parse_manifest,
     parse_tail,
+    plan_part_layout,
     render_tail,
-    structure_digest,
 )
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.part_writer import write_file
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.checkpoint.restore.sources import (
-    Copy,
     DirectoryCopy,
-    digests_of,
-    generation_of,
-    remake_manifest,
-    tail_of,
+    GenerationCopy,
+    identify_generation,
+    read_chunk_digests,
+    read_verified_tail,
+    rebuild_manifest,
 )
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of
 
-_Chunks = list[tuple[Piece, Place]]
+_Chunks = list[tuple[ChunkSpec, ChunkLocation]]
 
 
 @dataclass
-class Repair:
+class RepairReport:
     """What came of a damaged generation."""
 
     path: Path
@@ -74,42 +74,44 @@ class Repair:
     """The committed generation; None where nothing was changed."""
 
 
-def damaged_generations(checkpoints: Path, step: int | None = None) -> list[Path]:
+def find_repair_candidates(checkpoints: Path, step: int | None = None) -> list[Path]:
     """What may need repair: every save, and what was set aside and has no other save in its place."""
     saves, unreadable = read_saves(checkpoints)
     found = [saved.path for saved in saves if saved.format_version == FORMAT_VERSION]
     found += [one.path for one in unreadable]
     taken = {step_of(path) for path in found}
-    aside = sorted(checkpoints.glob(f"{DAMAGED}*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    found += [path for path in aside if _step_of(path) not in taken]
-    return [path for path in found if step in (None, _step_of(path))]
+    aside = sorted(
+        checkpoints.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
+    found += [path for path in aside if _parse_directory_step(path) not in taken]
+    return [path for path in found if step in (None, _parse_directory_step(path))]
 
 
-def repair(
+def repair_generation(
     path: Path,
-    others: Sequence[Copy] = (),
-    stamps: Sequence[Stamp] = (),
+    others: Sequence[GenerationCopy] = (),
+    stamps: Sequence[GenerationId] = (),
     *,
     dry_run: bool = False,
     progress: Callable[[int], None] = lambda _size: None,
-) -> Repair | None:
+) -> RepairReport | None:
     """Repair one generation from other copies; None where there is nothing wrong with it.
 
     Copies of other generations are left out. `stamps` tell of generations whose commit
     record is lost. OSError where the repaired files cannot be written.
     """
-    step = _step_of(path)
-    told = Repair(path, generation_of(path, step), step)
+    step = _parse_directory_step(path)
+    told = RepairReport(path, identify_generation(path, step), step)
     if told.generation is None:
         told.problem = "no file says which generation it is of"
         return told
     own = DirectoryCopy(path, "its own files")
-    copies: list[Copy] = [own, *_beside(path, told.generation)]
+    copies: list[GenerationCopy] = [own, *_sibling_copies(path, told.generation)]
     copies += [one for one in others if one.generation in (None, told.generation)]
-    found = _Found(told, copies, stamps)
+    found = _RecoveredMetadata(told, copies, stamps)
     if found.saved is None or found.manifest is None:
         return told
-    work = _Work(told, found.saved, found.manifest, copies, progress)
+    work = _GenerationRepair(told, found.saved, found.manifest, copies, progress)
     whole = work.survey() and not told.mended and path.name.startswith("step-")
     if whole:
         return None
@@ -123,25 +125,27 @@ def repair(
     return told
 
 
-def _step_of(path: Path) -> int:
+def _parse_directory_step(path: Path) -> int:
     """Which step a directory was named after, also when it was set aside."""
-    return step_of(Path(path.name.removeprefix(DAMAGED).partition(".")[0]))
+    return step_of(Path(path.name.removeprefix(DAMAGED_PREFIX).partition(".")[0]))
 
 
-def _beside(path: Path, generation: str) -> list[Copy]:
+def _sibling_copies(path: Path, generation: str) -> list[GenerationCopy]:
     """Other directories of the same generation, in the same place."""
-    around = [*path.parent.glob("step-*"), *path.parent.glob(f"{DAMAGED}*")]
+    around = [*path.parent.glob("step-*"), *path.parent.glob(f"{DAMAGED_PREFIX}*")]
     return [
         DirectoryCopy(one, one.name)
         for one in sorted(around)
-        if one != path and one.is_dir() and generation_of(one) == generation
+        if one != path and one.is_dir() and identify_generation(one) == generation
     ]
 
 
-class _Found:
+class _RecoveredMetadata:
     """Record and manifest of a generation, from wherever they can be had."""
 
-    def __init__(self, told: Repair, copies: list[Copy], stamps: Sequence[Stamp]) -> None:
+    def __init__(
+        self, told: RepairReport, copies: list[GenerationCopy], stamps: Sequence[GenerationId]
+    ) -> None:
         assert told.generation is not None
         self._told, self._copies = told, copies
         self.manifest: bytes | None = None
@@ -153,9 +157,11 @@ class _Found:
         digest = self.saved.manifest_hash if self.saved else None
         self.manifest = self._manifest(bytes.fromhex(told.generation), digest)
         if self.manifest is None:
-            told.problem = f"{MANIFEST} is damaged, in no other copy, and cannot be made again from the parts"
+            told.problem = (
+                f"{MANIFEST_NAME} is damaged, in no other copy, and cannot be made again from the parts"
+            )
         elif self.saved is None and stamp is not None:
-            self.saved = _record_of(stamp, told.path, self.manifest)
+            self.saved = _rebuild_record(stamp, told.path, self.manifest)
             told.mended.append((RECORD, "made again from what a node keeps"))
 
     def _record(self) -> Saved | None:
@@ -173,11 +179,11 @@ class _Found:
             if data is None or not _is_manifest(data, generation, digest):
                 continue
             if copy is not self._copies[0]:
-                self._told.mended.append((MANIFEST, copy.name))
+                self._told.mended.append((MANIFEST_NAME, copy.name))
             return data
-        data = remake_manifest(generation, self._copies, digest)
+        data = rebuild_manifest(generation, self._copies, digest)
         if data is not None:
-            self._told.mended.append((MANIFEST, "made again from the parts"))
+            self._told.mended.append((MANIFEST_NAME, "made again from the parts"))
         return data
 
 
@@ -190,7 +196,7 @@ def _is_manifest(data: bytes, generation: bytes, digest: str | None) -> bool:
         return False
 
 
-def _record_of(stamp: Stamp, path: Path, data: bytes) -> Saved:
+def _rebuild_record(stamp: GenerationId, path: Path, data: bytes) -> Saved:
     """A commit record made again; when it was written is not known any more."""
     manifest, sizes = parse_manifest(data), dict[int, int]()
     for part in manifest.parts:
@@ -203,7 +209,7 @@ def _record_of(stamp: Stamp, path: Path, data: bytes) -> Saved:
         stamp.attempt,
         format_version=FORMAT_VERSION,
         generation=stamp.generation,
-        structure=structure_digest(manifest.tensors),
+        structure=compute_structure_digest(manifest.tensors),
         run_id=RunDir(path.parent.parent).run_id,
         descent=stamp.descent,
         manifest_bytes=len(data),
@@ -213,31 +219,31 @@ def _record_of(stamp: Stamp, path: Path, data: bytes) -> Saved:
 
 
 @dataclass
-class _Plan:
+class _PartRepairPlan:
     """How one part can be made whole."""
 
     number: int
     part: Part
     tail: bytes
-    digests: dict[Place, int]
+    digests: dict[ChunkLocation, int]
     chunks: _Chunks
-    source: dict[Place, Copy]
+    source: dict[ChunkLocation, GenerationCopy]
 
 
-class _Work:
+class _GenerationRepair:
     """The repair of one generation of which record and manifest are known."""
 
     def __init__(
         self,
-        told: Repair,
+        told: RepairReport,
         saved: Saved,
         manifest: bytes,
-        copies: list[Copy],
+        copies: list[GenerationCopy],
         progress: Callable[[int], None],
     ) -> None:
         self._told, self._saved, self._copies, self._progress = told, saved, copies, progress
         self._data, self._manifest = manifest, parse_manifest(manifest)
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _PartRepairPlan] = {}
         self._touched: set[int] = set()
         """Files that cannot stay as they are."""
 
@@ -254,20 +260,20 @@ class _Work:
 
     def _check_sizes(self) -> None:
         for file, size in enumerate(self._saved.file_bytes):
-            path = self._told.path / file_name(file)
+            path = self._told.path / data_file_name(file)
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 self._touched.add(file)
-                self._told.mended.append((file_name(file), "written again in its right size"))
+                self._told.mended.append((data_file_name(file), "written again in its right size"))
 
     def _survey_part(self, number: int, chunks: _Chunks) -> None:
         part = self._manifest.parts[number]
         tail = self._tail(number, part, chunks)
         if tail is None:
-            self._told.missing.append(f"the list of chunks of part {number} ({file_name(part.file)})")
+            self._told.missing.append(f"the list of chunks of part {number} ({data_file_name(part.file)})")
             return
         digests = {place: digest for _, place, digest in parse_tail(tail, number)}
-        plan = self._plans[number] = _Plan(number, part, tail, digests, chunks, {})
+        plan = self._plans[number] = _PartRepairPlan(number, part, tail, digests, chunks, {})
         if not self._frame_is_whole(plan):
             self._touched.add(part.file)
             self._told.mended.append((f"headers of part {number}", "made again"))
@@ -275,7 +281,7 @@ class _Work:
             source = self._chunk(plan, piece, place)
             self._progress(piece.size_bytes)
             if source is None:
-                self._told.missing.append(f"{piece} (part {number}, {file_name(part.file)})")
+                self._told.missing.append(f"{piece} (part {number}, {data_file_name(part.file)})")
                 continue
             plan.source[place] = source
             self._told.taken[source.name] += piece.size_bytes
@@ -285,16 +291,16 @@ class _Work:
 
     def _tail(self, number: int, part: Part, chunks: _Chunks) -> bytes | None:
         for copy in self._copies:
-            if (tail := tail_of(copy, number, part)) is not None:
+            if (tail := read_verified_tail(copy, number, part)) is not None:
                 if copy is not self._copies[0]:
                     self._touched.add(part.file)
                     self._told.mended.append((f"tail of part {number}", copy.name))
                 return tail
-        digests: dict[Place, int] = {}
+        digests: dict[ChunkLocation, int] = {}
         for copy in reversed(self._copies):
-            digests |= digests_of(copy, self._manifest.generation, number, part, chunks)
+            digests |= read_chunk_digests(copy, self._manifest.generation, number, part, chunks)
         if len(digests) == len(chunks):
-            listed = lay_out(number, [piece for piece, _ in chunks]).listed
+            listed = plan_part_layout(number, [piece for piece, _ in chunks]).listed
             tail = render_tail(number, listed, [digests[place] for _, place in chunks])
             if xxh3_64_hexdigest(tail) == part.tail_hash:
                 self._touched.add(part.file)
@@ -302,7 +308,7 @@ class _Work:
                 return tail
         return None
 
-    def _frame_is_whole(self, plan: _Plan) -> bool:
+    def _frame_is_whole(self, plan: _PartRepairPlan) -> bool:
         """Whether every header in the part's own file is the right one."""
         own, header = self._copies[0], memoryview(bytearray(HEADER_BYTES))
         return all(
@@ -310,17 +316,17 @@ class _Work:
             for at, expected in self._headers(plan)
         )
 
-    def _headers(self, plan: _Plan) -> Iterator[tuple[int, bytes]]:
+    def _headers(self, plan: _PartRepairPlan) -> Iterator[tuple[int, bytes]]:
         number, part, owner = plan.number, plan.part, self._manifest.generation
-        yield 0, pack_header(PART, Place(number, 0), owner, part.size_bytes, 0)
+        yield 0, pack_header(PART_FRAME, ChunkLocation(number, 0), owner, part.size_bytes, 0)
         for piece, place in plan.chunks:
-            yield place.at, pack_header(CHUNK, place, owner, piece.size_bytes, plan.digests[place])
-        at = Place(number, part.tail_at)
-        yield part.tail_at, pack_header(TAIL, at, owner, part.tail_bytes, int(part.tail_hash, 16))
+            yield place.at, pack_header(CHUNK_FRAME, place, owner, piece.size_bytes, plan.digests[place])
+        at = ChunkLocation(number, part.tail_at)
+        yield part.tail_at, pack_header(TAIL_FRAME, at, owner, part.tail_bytes, int(part.tail_hash, 16))
         end = part.size_bytes - HEADER_BYTES
-        yield end, pack_header(END, Place(number, end), owner, part.tail_at, 0)
+        yield end, pack_header(END_FRAME, ChunkLocation(number, end), owner, part.tail_at, 0)
 
-    def _chunk(self, plan: _Plan, piece: Piece, place: Place) -> Copy | None:
+    def _chunk(self, plan: _PartRepairPlan, piece: ChunkSpec, place: ChunkLocation) -> GenerationCopy | None:
         """The first copy that has the chunk whole."""
         into = memoryview(bytearray(piece.size_bytes))
         for copy in self._copies:
@@ -328,7 +334,9 @@ class _Work:
                 return copy
         return None
 
-    def _read(self, plan: _Plan, copy: Copy, place: Place, into: memoryview) -> bool:
+    def _read(
+        self, plan: _PartRepairPlan, copy: GenerationCopy, place: ChunkLocation, into: memoryview
+    ) -> bool:
         return (
             place in plan.digests
             and copy.read(plan.number, plan.part, place.at + HEADER_BYTES, into)
@@ -344,12 +352,12 @@ class _Work:
         try:
             for file in range(len(self._saved.file_bytes)):
                 self._place_file(aside, file)
-            write_file(aside / MANIFEST, self._data)
-            write_file(aside / RECORD, render_record(self._saved).encode())
+            write_synced_file(aside / MANIFEST_NAME, self._data)
+            write_synced_file(aside / RECORD, render_record(self._saved).encode())
             sync_directory(aside)
             self._prove(aside)
             if final.exists():
-                set_aside(final)
+                quarantine_generation(final)
             aside.rename(final)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
@@ -359,7 +367,7 @@ class _Work:
 
     def _place_file(self, aside: Path, file: int) -> None:
         """A file that is whole is linked: nobody ever writes to it again."""
-        own, target = self._told.path / file_name(file), aside / file_name(file)
+        own, target = self._told.path / data_file_name(file), aside / data_file_name(file)
         if file not in self._touched:
             try:
                 os.link(own, target)
@@ -377,12 +385,12 @@ class _Work:
         finally:
             os.close(descriptor)
 
-    def _write_part(self, descriptor: int, plan: _Plan) -> None:
+    def _write_part(self, descriptor: int, plan: _PartRepairPlan) -> None:
         for at, header in self._headers(plan):
             _write_at(descriptor, plan.part.start + at, memoryview(header))
         at = plan.part.start + plan.part.tail_at + HEADER_BYTES
         _write_at(descriptor, at, memoryview(plan.tail).cast("B"))
-        zeros = bytes(padded(len(plan.tail)) - len(plan.tail))
+        zeros = bytes(align_size(len(plan.tail)) - len(plan.tail))
         _write_at(descriptor, at + len(plan.tail), memoryview(zeros))
         for piece, place in plan.chunks:
             into = memoryview(bytearray(piece.size_bytes))
@@ -391,7 +399,7 @@ class _Work:
             _write_at(descriptor, plan.part.start + place.at + HEADER_BYTES, into)
 
     def _prove(self, aside: Path) -> None:
-        with Generation(replace(self._saved, path=aside)) as generation:
+        with GenerationReader(replace(self._saved, path=aside)) as generation:
             for number, chunks in enumerate(generation.chunks_by_part()):
                 if self._manifest.parts[number].file in self._touched:
                     for damage in generation.damages_of_part(number, chunks):

@@ -15,33 +15,33 @@ from typing import Protocol
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import (
-    CHUNK,
-    END,
+    CHUNK_FRAME,
+    END_FRAME,
     HEADER_BYTES,
-    MANIFEST,
-    PART,
+    MANIFEST_NAME,
     PART_ALIGN,
-    TAIL,
+    PART_FRAME,
+    TAIL_FRAME,
+    ChunkLocation,
+    ChunkSpec,
     DamagedError,
     Part,
-    Piece,
-    Place,
-    collect,
-    file_name,
-    owner_of,
-    padded,
+    align_size,
+    collect_tensors,
+    data_file_name,
+    parse_header_owner,
     parse_tail,
     render_manifest,
     render_tensors,
     unpack_header,
 )
-from hpcrun.checkpoint.generation import MOST_MANIFEST_BYTES
-from hpcrun.checkpoint.levels import Holding
+from hpcrun.checkpoint.generation import MAX_MANIFEST_BYTES
+from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.files import UntrustedFileError, open_own, open_regular, read_regular
 from hpcrun.specs.saves import Saved, read_save
 
 
-class Copy(Protocol):
+class GenerationCopy(Protocol):
     """A place where parts of one generation may lie."""
 
     @property
@@ -74,12 +74,12 @@ class DirectoryCopy:
     @property
     def generation(self) -> str | None:
         """Which generation the files are of."""
-        return generation_of(self.path)
+        return identify_generation(self.path)
 
     def manifest(self) -> bytes | None:
         """The manifest, as it is found there."""
         try:
-            return read_regular(self.path / MANIFEST, MOST_MANIFEST_BYTES, follow=True)
+            return read_regular(self.path / MANIFEST_NAME, MAX_MANIFEST_BYTES, follow=True)
         except (OSError, UntrustedFileError):
             return None
 
@@ -90,20 +90,20 @@ class DirectoryCopy:
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""
-        return read_at(self.path / file_name(part.file), part.start + at, into)
+        return try_read_file_at(self.path / data_file_name(part.file), part.start + at, into)
 
     def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
         """The parts of all data files, from one header to the next."""
         for path in sorted(self.path.glob("data-*.bin")):
             digits = path.stem.removeprefix("data-")
             if digits.isdecimal():
-                yield from _parts_of_file(path, int(digits), generation)
+                yield from _scan_parts(path, int(digits), generation)
 
 
-class HeldCopy:
+class NodeCopy:
     """What a node has kept of a generation at a level of its own, where its files can be read from here."""
 
-    def __init__(self, holding: Holding) -> None:
+    def __init__(self, holding: InventoryEntry) -> None:
         self.name = f"{holding.level} of {holding.node}"
         self.generation: str | None = holding.stamp.generation
         self._held = {held.number: held for held in holding.parts}
@@ -119,7 +119,7 @@ class HeldCopy:
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""
         held = self._held.get(number)
-        return held is not None and read_at(Path(held.path), held.at + at, into, is_own=True)
+        return held is not None and try_read_file_at(Path(held.path), held.at + at, into, is_own=True)
 
     def parts(self, generation: bytes) -> Iterator[tuple[int, Part]]:
         """The parts that the node has recorded."""
@@ -127,7 +127,7 @@ class HeldCopy:
             yield number, held.part
 
 
-def generation_of(path: Path, step: int | None = None) -> str | None:
+def identify_generation(path: Path, step: int | None = None) -> str | None:
     """Whose files a directory has: by its record, else by its manifest, else by a data file's first bytes.
 
     The record of another step than the expected one has come there by mistake.
@@ -144,35 +144,35 @@ def generation_of(path: Path, step: int | None = None) -> str | None:
         pass  # the manifest is damaged too
     for file in sorted(path.glob("data-*.bin")):
         header = bytearray(HEADER_BYTES)
-        found = owner_of(bytes(header)) if read_at(file, 0, memoryview(header)) else None
+        found = parse_header_owner(bytes(header)) if try_read_file_at(file, 0, memoryview(header)) else None
         if found is not None:
             return found[2].hex()
     return None
 
 
-def remake_manifest(generation: bytes, copies: list[Copy], digest: str | None) -> bytes | None:
+def rebuild_manifest(generation: bytes, copies: list[GenerationCopy], digest: str | None) -> bytes | None:
     """The manifest that was written with these parts, from what the parts say of themselves.
 
     `digest` is the hash that the commit record has of it, where there is one: any other is not the one.
     """
-    parts: dict[int, tuple[Part, list[tuple[Piece, Place]]]] = {}
+    parts: dict[int, tuple[Part, list[tuple[ChunkSpec, ChunkLocation]]]] = {}
     for copy in copies:
         for number, part in copy.parts(generation):
-            if number not in parts and (tail := tail_of(copy, number, part)) is not None:
+            if number not in parts and (tail := read_verified_tail(copy, number, part)) is not None:
                 listed = [(piece, place) for piece, place, _ in parse_tail(tail, number)]
                 parts[number] = part, listed
     if sorted(parts) != list(range(len(parts))) or not parts:
         return None
     rows = [parts[number] for number in range(len(parts))]
     try:
-        tensors = render_tensors(collect(listed for _, listed in rows))
+        tensors = render_tensors(collect_tensors(listed for _, listed in rows))
     except DamagedError:
         return None
     manifest = render_manifest(generation, [part for part, _ in rows], tensors)
     return manifest if digest in (None, xxh3_64_hexdigest(manifest)) else None
 
 
-def tail_of(copy: Copy, number: int, part: Part) -> bytes | None:
+def read_verified_tail(copy: GenerationCopy, number: int, part: Part) -> bytes | None:
     """A part's list of its chunks, proved; None where the copy has another, or none."""
     tail = bytearray(part.tail_bytes)
     if not copy.read(number, part, part.tail_at + HEADER_BYTES, memoryview(tail)):
@@ -180,16 +180,20 @@ def tail_of(copy: Copy, number: int, part: Part) -> bytes | None:
     return bytes(tail) if xxh3_64_hexdigest(tail) == part.tail_hash else None
 
 
-def digests_of(
-    copy: Copy, generation: bytes, number: int, part: Part, chunks: list[tuple[Piece, Place]]
-) -> dict[Place, int]:
+def read_chunk_digests(
+    copy: GenerationCopy,
+    generation: bytes,
+    number: int,
+    part: Part,
+    chunks: list[tuple[ChunkSpec, ChunkLocation]],
+) -> dict[ChunkLocation, int]:
     """The hashes that the chunks' own headers have, of those that are whole."""
-    found, header = dict[Place, int](), bytearray(HEADER_BYTES)
+    found, header = dict[ChunkLocation, int](), bytearray(HEADER_BYTES)
     for piece, place in chunks:
         if not copy.read(number, part, place.at, memoryview(header)):
             continue
         try:
-            length, digest = unpack_header(header, CHUNK, place, generation)
+            length, digest = unpack_header(header, CHUNK_FRAME, place, generation)
         except DamagedError:
             continue
         if length == piece.size_bytes:
@@ -197,7 +201,7 @@ def digests_of(
     return found
 
 
-def read_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> bool:
+def try_read_file_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> bool:
     """Fill a buffer from a file, which must be ours where `is_own`; False where it cannot be filled."""
     try:
         descriptor = open_own(path) if is_own else open_regular(path, follow=True)
@@ -217,25 +221,25 @@ def read_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> b
     return True
 
 
-def _parts_of_file(path: Path, file: int, generation: bytes) -> Iterator[tuple[int, Part]]:
+def _scan_parts(path: Path, file: int, generation: bytes) -> Iterator[tuple[int, Part]]:
     start, header = 0, memoryview(bytearray(HEADER_BYTES))
 
-    def unpacked(kind: int, place: Place) -> tuple[int, int]:
-        if not read_at(path, start + place.at, header):
+    def unpacked(kind: int, place: ChunkLocation) -> tuple[int, int]:
+        if not try_read_file_at(path, start + place.at, header):
             raise DamagedError(f"{path}: ends early")
         return unpack_header(bytearray(header), kind, place, generation)
 
-    while read_at(path, start, header):
-        owner = owner_of(bytes(header))
-        if owner is None or owner[0] != PART or owner[2] != generation:
+    while try_read_file_at(path, start, header):
+        owner = parse_header_owner(bytes(header))
+        if owner is None or owner[0] != PART_FRAME or owner[2] != generation:
             return
         number, size = owner[1], 0
         try:
-            size, _ = unpacked(PART, Place(number, 0))
-            tail_at, _ = unpacked(END, Place(number, size - HEADER_BYTES))
-            tail_bytes, digest = unpacked(TAIL, Place(number, tail_at))
+            size, _ = unpacked(PART_FRAME, ChunkLocation(number, 0))
+            tail_at, _ = unpacked(END_FRAME, ChunkLocation(number, size - HEADER_BYTES))
+            tail_bytes, digest = unpacked(TAIL_FRAME, ChunkLocation(number, tail_at))
             yield number, Part(file, start, size, tail_at, tail_bytes, f"{digest:016x}")
         except DamagedError:
             if size <= 0:
                 return
-        start += padded(size, PART_ALIGN)
+        start += align_size(size, PART_ALIGN)

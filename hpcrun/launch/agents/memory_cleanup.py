@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcrun.checkpoint.flush.arena import SHM
-from hpcrun.checkpoint.flush.stale_memory import clean_up
+from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.errors import UsageError
 from hpcrun.files import clock_of
 from hpcrun.runs.lease import has_active_leader
@@ -25,7 +25,7 @@ def clean_up_memory(own: RunDir, root: Path = SHM) -> list[str]:
 
     return [
         f"{folder}: removed {size_bytes >> 20} MiB that a run has left in memory; it is over"
-        for folder, size_bytes in clean_up(root, is_alive).items()
+        for folder, size_bytes in clean_up_stale_memory(root, is_alive).items()
     ]
 
 

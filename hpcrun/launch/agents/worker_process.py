@@ -19,7 +19,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
-from hpcrun.checkpoint.flush.arena import SHM, arena_folder, remove_folder
+from hpcrun.checkpoint.flush.arena import SHM, locate_arena, remove_arena_folder
 from hpcrun.errors import SiteError
 from hpcrun.files import append_to
 from hpcrun.launcher_world import without_rank_variables
@@ -122,7 +122,7 @@ class WorkerProcess:
             child.wait()
             child.stdout.close()
         if self._began:
-            remove_folder(arena_folder(SHM, self._run.run_id, self._node))
+            remove_arena_folder(locate_arena(SHM, self._run.run_id, self._node))
         self._selector.close()
 
     def _start(self) -> None:

@@ -11,14 +11,14 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from hpcrun.checkpoint.commit import problem_of
-from hpcrun.checkpoint.flush.arena import SHM, SOCKET, usual_folder
+from hpcrun.checkpoint.commit import find_save_problem
+from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, default_arena_folder
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.generation import Generation
-from hpcrun.checkpoint.levels import Holding, Stamp
-from hpcrun.checkpoint.parity.sets import Domains, ErasureSets, choose_sets
-from hpcrun.checkpoint.restore.decide import decide, levels_in_words, near_key
-from hpcrun.checkpoint.restore.intact_parts import find_scraps
+from hpcrun.checkpoint.generation import GenerationReader
+from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
+from hpcrun.checkpoint.parity.sets import ErasureSets, FailureDomains, choose_erasure_sets
+from hpcrun.checkpoint.restore.decide import decide_restore, describe_plan_levels, node_failure_key
+from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
@@ -72,13 +72,13 @@ class CheckpointCoordinator:
         self._secret = secrets.token_hex(32)
         self._level_tracker = LevelTracker(())
         self._attempt: Attempt | None = None
-        self._restored: Stamp | None = None
+        self._restored: GenerationId | None = None
         self._restored_from_nodes = False
         """Whether something of it came from nodes."""
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
-        self._scraps: dict[tuple[Stamp, frozenset[int]], Holding | None] = {}
+        self._scraps: dict[tuple[GenerationId, frozenset[int]], InventoryEntry | None] = {}
         """What was found in the run directory, so that it is read once a decision."""
         self._durability_watchdog = DurabilityWatchdog(run, spec.checkpoint)
         wanted = spec.checkpoint.object
@@ -103,7 +103,7 @@ class CheckpointCoordinator:
             near = max(near, self._guests.covered_step())
         return max(steps[-1].step if steps else 0, restored, near)
 
-    def prepare(self, attempt: Attempt, placement: Placement, domains: Domains) -> dict[str, str]:
+    def prepare(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> dict[str, str]:
         """Before ranks start: workers are there, and it is written down what ranks go on from.
 
         Gives what the ranks' environment has to say of it. SiteError where everything that was saved is
@@ -133,7 +133,7 @@ class CheckpointCoordinator:
             self._guests.begin(attempt.number, placement, domains, plan)
         return {DRAIN_VARIABLE: worker_socket_template(self._run)} if self._workers.ready else {}
 
-    def _open(self, attempt: Attempt, placement: Placement, domains: Domains) -> list[str]:
+    def _open(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> list[str]:
         """Have a worker on every node that lives; those that have none."""
         there = [*placement.nodes, *(node for node in self._nodes.alive if node not in placement.nodes)]
         sets = self._sets(attempt, placement, domains)
@@ -161,12 +161,12 @@ class CheckpointCoordinator:
             self._note(f"no drain worker has come up on {', '.join(silent)}: what they hold is not used")
         return silent
 
-    def _sets(self, attempt: Attempt, placement: Placement, domains: Domains) -> ErasureSets:
+    def _sets(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> ErasureSets:
         asked = self._spec.checkpoint.parity
         has_rs = find_spec("pyeclib") is not None
         survive = asked.survive
         try:
-            return choose_sets(
+            return choose_erasure_sets(
                 placement.nodes,
                 domains,
                 scheme=asked.scheme,
@@ -179,7 +179,7 @@ class CheckpointCoordinator:
                 raise
             # The nodes that are left are what there is: better than to end a run that was promised more.
             self._note(f"{error}; this attempt goes on without that")
-            return choose_sets(
+            return choose_erasure_sets(
                 placement.nodes, domains, scheme=asked.scheme, set_size=asked.set_size, with_rs=has_rs
             )
 
@@ -194,31 +194,33 @@ class CheckpointCoordinator:
             if not plan.rebuilds:
                 return plan
             for order, outcome in self._workers.rebuild(plan.rebuilds):
-                if isinstance(outcome, Holding):
+                if isinstance(outcome, InventoryEntry):
                     holdings.append(replace(outcome, level="parity"))
                     continue
                 self._note(f"step {order.stamp.step} cannot be rebuilt on {order.node}: {outcome}")
                 holdings = [one for one in holdings if not _is_in_set(one, order.stamp, order.members)]
         return self._look_around([one for one in holdings if one.parity is None], placement)
 
-    def _look_around(self, holdings: Sequence[Holding], placement: Placement) -> RestorePlan:
+    def _look_around(self, holdings: Sequence[InventoryEntry], placement: Placement) -> RestorePlan:
         saves, unreadable = read_saves(self._run.checkpoints)
         found = sort_saves(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
         check = _check_metadata if self.has_levels else _check_files
         poison = read_suspect_saves(self._run)
-        plan = decide(holdings, found.own, unreadable, [], poison, nodes, check, self._find_intact_parts)
+        plan = decide_restore(
+            holdings, found.own, unreadable, [], poison, nodes, check, self._find_intact_parts
+        )
         # Where there is no other attempt, ranks had better take an older save than end.
         return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
 
-    def _find_intact_parts(self, stamp: Stamp, missing: Collection[int]) -> Holding | None:
+    def _find_intact_parts(self, stamp: GenerationId, missing: Collection[int]) -> InventoryEntry | None:
         """What the run directory has of what no node has; all of it is read where that is in doubt."""
         key = stamp, frozenset(missing)
         if key not in self._scraps:
             # Without another attempt there is none to find out what is damaged, either.
             prove = stamp.generation in self._proved or self._spec.retries is None
-            search = partial(find_scraps, self._run.checkpoints, stamp, key[1], prove=prove)
+            search = partial(find_intact_parts, self._run.checkpoints, stamp, key[1], prove=prove)
             self._scraps[key] = run_while_pumping(self._nodes.rest, search)
         return self._scraps[key]
 
@@ -237,7 +239,7 @@ class CheckpointCoordinator:
         if plan.stamp is None:
             self._note("nothing that was saved is whole: starting from the beginning")
         elif plan.save is None or plan.copy is not None:
-            self._note(f"going on from step {step}, out of {levels_in_words(plan)}")
+            self._note(f"going on from step {step}, out of {describe_plan_levels(plan)}")
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
         # What is damaged ranks see for themselves, but not what has failed.
@@ -331,23 +333,23 @@ class CheckpointCoordinator:
         is damaged, nothing tells against what nodes hold.
         """
         if generation in self._proved and self._restored_from_nodes:
-            record_failed_restart(self._run, near_key(generation), is_proved=True)
+            record_failed_restart(self._run, node_failure_key(generation), is_proved=True)
         else:
             record_load_failure(self._run, generation)
 
 
 def worker_socket_template(run: RunDir) -> str:
     """The socket of a node's drain worker, NODE_MARK for the node."""
-    return str(usual_folder(SHM, run.run_id, NODE_MARK) / SOCKET)
+    return str(default_arena_folder(SHM, run.run_id, NODE_MARK) / SOCKET_NAME)
 
 
-def _is_in_set(holding: Holding, stamp: Stamp, members: object) -> bool:
+def _is_in_set(holding: InventoryEntry, stamp: GenerationId, members: object) -> bool:
     return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
 
 
 def _check_files(saved: Saved) -> str | None:
     """Where ranks look for themselves: whether the files are there, and as long as they should be."""
-    return problem_of(saved)
+    return find_save_problem(saved)
 
 
 def _check_metadata(saved: Saved) -> str | None:
@@ -355,7 +357,7 @@ def _check_metadata(saved: Saved) -> str | None:
     if saved.format_version == 1:
         return None
     try:
-        Generation(saved).close()
+        GenerationReader(saved).close()
     except DamagedError as error:
         return str(error).removeprefix(f"{saved.path}{os.sep}")
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import Stamp
+from hpcrun.checkpoint.levels import GenerationId
 
 _MAX_GENERATIONS = 16
 """So many generations are followed; older ones are complete, or never will be."""
@@ -28,11 +28,11 @@ class LevelTracker:
 
     def __init__(self, nodes: Collection[str]) -> None:
         self._nodes = frozenset(nodes)
-        self._stamps: dict[str, Stamp] = {}
+        self._stamps: dict[str, GenerationId] = {}
         self._shares: dict[tuple[str, str], _LevelProgress] = {}
         self.complete: dict[str, int] = {}
         """The newest step that each level has from all nodes."""
-        self.whole: Stamp | None = None
+        self.whole: GenerationId | None = None
         """The last state that all nodes have sealed in memory."""
 
     def hear(self, node: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -66,14 +66,14 @@ class LevelTracker:
                     yield from self._fail(stamp, level, share, f"{node}: its drain worker died{why}")
 
     def _fail(
-        self, stamp: Stamp, level: str, share: _LevelProgress, problem: str
+        self, stamp: GenerationId, level: str, share: _LevelProgress, problem: str
     ) -> Iterator[dict[str, Any]]:
         """Told once for a level and generation, whoever fails besides."""
         if not share.is_told:
             share.is_told, share.problem = True, problem
             yield {**_event_fields(stamp, level), "problem": problem}
 
-    def _remember(self, stamp: Stamp) -> None:
+    def _remember(self, stamp: GenerationId) -> None:
         if stamp.generation in self._stamps:
             return
         self._stamps[stamp.generation] = stamp
@@ -83,14 +83,14 @@ class LevelTracker:
             self._shares = {key: share for key, share in self._shares.items() if key[0] != old}
 
 
-def _event_fields(stamp: Stamp, level: str) -> dict[str, Any]:
+def _event_fields(stamp: GenerationId, level: str) -> dict[str, Any]:
     return {"step": stamp.step, "generation": stamp.generation, "level": level}
 
 
-def _generation_of(told: dict[str, Any], known: dict[str, Stamp]) -> Stamp | None:
+def _generation_of(told: dict[str, Any], known: dict[str, GenerationId]) -> GenerationId | None:
     """Which generation a message is about: by its stamp, or by the id of one that was heard of before."""
     values = told.get("stamp", told)
     try:
-        return Stamp(**{name: values[name] for name in Stamp.__dataclass_fields__})
+        return GenerationId(**{name: values[name] for name in GenerationId.__dataclass_fields__})
     except (KeyError, TypeError):
         return known.get(str(told.get("generation")))

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.objects.catalogue import list_saves
-from hpcrun.checkpoint.objects.download import bring_home
-from hpcrun.checkpoint.restore.decide import Copy, decide
+from hpcrun.checkpoint.objects.catalogue import list_whole_copies
+from hpcrun.checkpoint.objects.download import download_generation
+from hpcrun.checkpoint.restore.decide import ObjectCandidate, decide_restore
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.checkpointing.pumping import run_while_pumping
@@ -42,7 +42,7 @@ class ObjectStoreSource:
             return plan
         newest = plan.lost_steps + (plan.stamp.step if plan.stamp else 0)
         while True:
-            far = decide([], [], [], copies, read_suspect_saves(self._run), nodes)
+            far = decide_restore([], [], [], copies, read_suspect_saves(self._run), nodes)
             if far.stamp is None or (plan.stamp is not None and order(far.stamp) <= order(plan.stamp)):
                 return plan
             stamp = far.stamp
@@ -57,15 +57,17 @@ class ObjectStoreSource:
             lost = max(0, newest - stamp.step)
             return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
 
-    def _copies(self) -> list[Copy]:
+    def _copies(self) -> list[ObjectCandidate]:
         found = run_while_pumping(
-            self._rest, lambda: list_saves(self._spec.url, self._run.run_id, self._spec.endpoint)
+            self._rest, lambda: list_whole_copies(self._spec.url, self._run.run_id, self._spec.endpoint)
         )
-        return [Copy(one.stamp, one.url) for one in found]
+        return [ObjectCandidate(one.stamp, one.url) for one in found]
 
     def _download(self, generation: str) -> str:
         url, endpoint = self._spec.url, self._spec.endpoint
-        return str(bring_home(url, endpoint, self._run.run_id, generation, self._run.checkpoints).path)
+        return str(
+            download_generation(url, endpoint, self._run.run_id, generation, self._run.checkpoints).path
+        )
 
     def _has_stored(self) -> bool:
         """Whether an earlier attempt has told of a copy."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from hpcrun.checkpoint.flush.spare_replicas import is_guest
-from hpcrun.checkpoint.levels import Stamp
-from hpcrun.checkpoint.parity.sets import Domains
+from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
+from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.parity.sets import FailureDomains
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.hostlist import fold
 from hpcrun.launch.agents.nodes import Nodes
@@ -29,7 +29,9 @@ ReplicaAssignment = dict[str, list[str]]
 """Spare → the nodes whose parts it is to hold, those first that matter most."""
 
 
-def assign_replicas(spares: Sequence[str], nodes: Sequence[str], domains: Domains) -> ReplicaAssignment:
+def assign_replicas(
+    spares: Sequence[str], nodes: Sequence[str], domains: FailureDomains
+) -> ReplicaAssignment:
     """Who copies whose parts: every node once, the nearest first, before any is covered twice.
 
     Of those for the second time, the ones come first that another spare takes last, and may have no room for.
@@ -52,7 +54,7 @@ def assign_replicas(spares: Sequence[str], nodes: Sequence[str], domains: Domain
     return shares
 
 
-def _fabric_distance(one: str, other: str, domains: Domains) -> int:
+def _fabric_distance(one: str, other: str, domains: FailureDomains) -> int:
     """How many levels of the fabric have to be gone up until both are in one unit; unknown is far."""
     for height, units in enumerate(domains.values()):
         if units.get(one) is not None and units.get(one) == units.get(other):
@@ -62,7 +64,7 @@ def _fabric_distance(one: str, other: str, domains: Domains) -> int:
 
 def count_spare_replicas(plan: RestorePlan) -> int:
     """How many parts of a plan come out of copies on spares."""
-    return sum(is_guest(one.path) for one in plan.sources)
+    return sum(is_spare_replica(one.path) for one in plan.sources)
 
 
 class SpareReplicaScheduler:
@@ -76,17 +78,17 @@ class SpareReplicaScheduler:
         self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
         self._shares: ReplicaAssignment = {}
         self._spares: list[str] = []
-        self._newest: Stamp | None = None
+        self._newest: GenerationId | None = None
         self._completed = 0
-        self._ordered: dict[str, tuple[int, Stamp, float]] = {}
+        self._ordered: dict[str, tuple[int, GenerationId, float]] = {}
         """What each spare is about, and since when."""
-        self._waiting: dict[str, Stamp] = {}
+        self._waiting: dict[str, GenerationId] = {}
         self._held: dict[int, dict[str, set[str]]] = {}
         """Step → spare → whose parts it has."""
         self._told: dict[str, list[str]] = {}
         self._noted: set[tuple[str, str]] = set()
 
-    def begin(self, attempt: int, placement: Placement, domains: Domains, plan: RestorePlan) -> None:
+    def begin(self, attempt: int, placement: Placement, domains: FailureDomains, plan: RestorePlan) -> None:
         """An attempt begins: of what nodes with ranks have as guests, only what it goes on from is kept."""
         there = self._workers.ready
         nodes = tuple(dict.fromkeys(placement.nodes))
@@ -102,13 +104,15 @@ class SpareReplicaScheduler:
                 f"spare{'s' * (len(spares) != 1)} {fold(spares)}: each save is copied there out of the nodes'"
                 " memory, as far as there is room; a node is lost without harm where there is a copy"
             )
-        used = [one for one in plan.sources if is_guest(one.path)]
+        used = [one for one in plan.sources if is_spare_replica(one.path)]
         for node in nodes:
             if plan.stamp is not None and node in there:
                 numbers = [one.number for one in used if one.node == node]
                 self._workers.dismiss(node, plan.stamp.generation, numbers)
 
-    def hear(self, node: str, message: dict[str, Any], whole: Stamp | None) -> Iterator[dict[str, Any]]:
+    def hear(
+        self, node: str, message: dict[str, Any], whole: GenerationId | None
+    ) -> Iterator[dict[str, Any]]:
         """The events that a message makes; `whole`: the newest state that all nodes have in memory."""
         kind = message.get("kind")
         if kind == "died":
@@ -131,7 +135,7 @@ class SpareReplicaScheduler:
                 return step
         return 0
 
-    def _due(self, stamp: Stamp) -> None:
+    def _due(self, stamp: GenerationId) -> None:
         self._completed += 1
         if self._completed == 2:
             # Only now is the state that the attempt began with of no more use, as its slots are used again.
@@ -144,7 +148,7 @@ class SpareReplicaScheduler:
             else:
                 self._order(spare, stamp)
 
-    def _order(self, spare: str, stamp: Stamp) -> None:
+    def _order(self, spare: str, stamp: GenerationId) -> None:
         if spare in self._nodes.alive and spare in self._workers.ready:
             number = self._workers.copy(spare, stamp, self._shares[spare])
             self._ordered[spare] = number, stamp, time.monotonic()
@@ -183,7 +187,7 @@ class SpareReplicaScheduler:
             )
         yield event
 
-    def _report_problems(self, spare: str, stamp: Stamp, problems: dict[str, Any]) -> None:
+    def _report_problems(self, spare: str, stamp: GenerationId, problems: dict[str, Any]) -> None:
         """Once an attempt for each node that it is about; events have the rest."""
         new = [node for node in problems if (spare, node) not in self._noted]
         self._noted |= {(spare, node) for node in new}

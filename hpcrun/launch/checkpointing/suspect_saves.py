@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.checkpoint.restore.decide import POISONED, near_key
+from hpcrun.checkpoint.restore.decide import SUSPECT_AFTER_FAILURES, node_failure_key
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -21,7 +21,7 @@ def record_failed_restart(run: RunDir, generation: str, *, is_proved: bool = Fal
     """Count a failure, or all that it takes where the generation has proved to be damaged; how many now."""
     counts = read_suspect_saves(run)
     counts[generation] = (
-        max(POISONED, counts.get(generation, 0)) if is_proved else counts.get(generation, 0) + 1
+        max(SUSPECT_AFTER_FAILURES, counts.get(generation, 0)) if is_proved else counts.get(generation, 0) + 1
     )
     run.checkpoints.mkdir(exist_ok=True, mode=0o700)
     write_json(run.poison, counts)
@@ -30,16 +30,18 @@ def record_failed_restart(run: RunDir, generation: str, *, is_proved: bool = Fal
 
 def record_load_failure(run: RunDir, generation: str) -> None:
     """What nodes hold of a generation could not be loaded: it has to prove itself before it is used again."""
-    if not read_suspect_saves(run).get(near_key(generation)):
-        record_failed_restart(run, near_key(generation))
+    if not read_suspect_saves(run).get(node_failure_key(generation)):
+        record_failed_restart(run, node_failure_key(generation))
 
 
 def generations_to_verify(run: RunDir) -> set[str]:
     """The generations that could not be loaded from nodes, and are not given up yet."""
-    prefix = near_key("")
+    prefix = node_failure_key("")
     counts = read_suspect_saves(run).items()
     return {
-        key.removeprefix(prefix) for key, count in counts if key.startswith(prefix) and 0 < count < POISONED
+        key.removeprefix(prefix)
+        for key, count in counts
+        if key.startswith(prefix) and 0 < count < SUSPECT_AFTER_FAILURES
     }
 
 

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hpcrun.checkpoint.flush.spare_replicas import is_guest
-from hpcrun.checkpoint.levels import Holding, Stamp, parse_holding
-from hpcrun.checkpoint.restore.inventory import HoldingReader
-from hpcrun.checkpoint.restore_plan import Rebuild
+from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
+from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, parse_inventory_entry
+from hpcrun.checkpoint.restore.inventory import InventoryReader
+from hpcrun.checkpoint.restore_plan import RebuildOrder
 from hpcrun.launch.agents.nodes import Nodes
 
 READY_TIMEOUT_S = 30.0
@@ -72,7 +72,7 @@ class WorkerClient:
 
     def inventory(
         self, nodes: Sequence[str], prove: Collection[str] = (), timeout_s: float | None = None
-    ) -> tuple[list[Holding], list[str]]:
+    ) -> tuple[list[InventoryEntry], list[str]]:
         """All that nodes hold, and which nodes did not answer: those have nothing.
 
         `prove`: of these generations only what each node has read and found to be as it was written.
@@ -82,7 +82,7 @@ class WorkerClient:
         more = {"prove": sorted(prove)} if prove else {}
         for node in nodes:
             self._nodes.send_to_worker(node, {"do": "inventory", "id": number} | more)
-        found, open_ones, reader = list[Holding](), dict.fromkeys(nodes), HoldingReader()
+        found, open_ones, reader = list[InventoryEntry](), dict.fromkeys(nodes), InventoryReader()
         for node, message in self._await("inventory", {number}, open_ones, timeout_s):
             for one in reader.read({**one, "node": node} for one in message.get("holdings", ())):
                 if isinstance(one, str):
@@ -92,18 +92,18 @@ class WorkerClient:
             if not message.get("more"):
                 open_ones.pop(node, None)
         # Of two nodes that have a part, the one whose ranks have written it is mostly where it is needed.
-        found.sort(key=lambda one: any(is_guest(part.path) for part in one.parts))
+        found.sort(key=lambda one: any(is_spare_replica(part.path) for part in one.parts))
         return found, list(open_ones)
 
     def rebuild(
-        self, orders: Iterable[Rebuild], timeout_s: float = REBUILD_TIMEOUT_S
-    ) -> list[tuple[Rebuild, Holding | str]]:
+        self, orders: Iterable[RebuildOrder], timeout_s: float = REBUILD_TIMEOUT_S
+    ) -> list[tuple[RebuildOrder, InventoryEntry | str]]:
         """What came of each order: what is there now, or why it is not."""
         numbers = {next(self._numbers): order for order in orders}
         for number, order in numbers.items():
             told = json.loads(json.dumps(asdict(order)))
             self._nodes.send_to_worker(order.node, {"do": "rebuild", "id": number, "order": told})
-        outcomes: list[tuple[Rebuild, Holding | str]] = []
+        outcomes: list[tuple[RebuildOrder, InventoryEntry | str]] = []
         open_ones = dict.fromkeys(order.node for order in numbers.values())
         for node, message in self._await("rebuilt", numbers, open_ones, timeout_s):
             order = numbers.pop(message["id"])
@@ -118,7 +118,7 @@ class WorkerClient:
         for node in self.ready:
             self._nodes.send_to_worker(node, {"do": "release", "keep": sorted(keep)})
 
-    def copy(self, node: str, stamp: Stamp, of: Sequence[str]) -> int:
+    def copy(self, node: str, stamp: GenerationId, of: Sequence[str]) -> int:
         """Have a node copy what others have in memory of a state; the number by which it answers."""
         number = next(self._numbers)
         self._nodes.send_to_worker(
@@ -180,9 +180,9 @@ class WorkerClient:
             self.news.append((node, message))
 
 
-def _parse_inventory_entry(node: str, told: Any) -> Holding | str:
+def _parse_inventory_entry(node: str, told: Any) -> InventoryEntry | str:
     """What a node tells of; a text where that makes no sense."""
     try:
-        return parse_holding({**told, "node": node})
+        return parse_inventory_entry({**told, "node": node})
     except (TypeError, ValueError) as error:
         return f"{node} tells of a holding that is none: {error}"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcrun import process
-from hpcrun.checkpoint.flush.arena import SHM, arena_folder, remove_folder
+from hpcrun.checkpoint.flush.arena import SHM, locate_arena, remove_arena_folder
 from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recovery
 from hpcrun.launch.attempt_monitor import AttemptOutcome
@@ -122,7 +122,7 @@ class LocalRecovery:
         """Nobody leads the run: its end is written down here, or the job queued again, as it wants it."""
         run, spec = self._run, self._spec
         clean_up_leftovers(run)
-        remove_folder(arena_folder(SHM, run.run_id, self._host))
+        remove_arena_folder(locate_arena(SHM, run.run_id, self._host))
         attempts = run.attempts()
         outcome = FailoverState(None, self._host, self._crash.signal_name).last_attempt(run, ())
         if outcome is None:
