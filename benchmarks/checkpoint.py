@@ -44,7 +44,7 @@ class Bench:
     def __init__(self, root: Path, count: int, size_bytes: int) -> None:
         import torch
 
-        from hpcrun.runtime.control import connect
+        from hpcrun.runtime.connect import connect_ranks
 
         self.root, self.total = root, count * size_bytes
         flat: Any = torch.empty(self.total // 4).uniform_()
@@ -55,15 +55,15 @@ class Bench:
         self.blob = memoryview(flat.numpy()).cast("B")
         self.into = bytearray(self.total)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
-        self.control = connect(None)
+        self.control = connect_ranks(None)
         self.step = 0
         self.saver = self.checkpointer()
 
     def checkpointer(self) -> Any:
         """A new one, as a new attempt would have; saves of any step are kept."""
-        from hpcrun.runtime.direct_checkpoint import Checkpointer
+        from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 
-        return Checkpointer(self.root / "ours", self.control, attempt=1, keep=1)
+        return DirectCheckpointer(self.root / "ours", self.control, attempt=1, keep=1)
 
     def write_raw(self) -> float:
         """The limit: large writes of one blob, and an fsync."""
@@ -303,11 +303,11 @@ class Lane:
 
 def decide(report: harness.Report, root: Path, count: int) -> None:
     """A restart's decision over a thousand generations of 4,096 tensors in 8 files each."""
-    from hpcrun.runtime.control import connect
-    from hpcrun.runtime.direct_checkpoint import Checkpointer
+    from hpcrun.runtime.connect import connect_ranks
+    from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
     from hpcrun.specs.saves import RECORD, render_record
 
-    control = connect(None)
+    control = connect_ranks(None)
     saved = eight_files(root / "decide")
     for step in range(1, 1000):
         path = saved.path.with_name(f"step-{step:08d}")
@@ -318,7 +318,7 @@ def decide(report: harness.Report, root: Path, count: int) -> None:
     seconds = []
     for _ in range(count):
         drop((root / "decide").rglob("*.json"))
-        reader = Checkpointer(root / "decide", control, attempt=2, keep=1)
+        reader = DirectCheckpointer(root / "decide", control, attempt=2, keep=1)
         seconds.append(timed(reader.choose))
     report.row(what="decision over 1,000 generations, s", MiB=0, ratio=harness.spread(seconds), pairs=count)
     met = statistics.median(seconds) <= DECIDE_S

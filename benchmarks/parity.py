@@ -174,13 +174,13 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
 
     from hpcrun.launcher_world import detect_world
     from hpcrun.runtime import rank as entry
-    from hpcrun.runtime.control import connect
+    from hpcrun.runtime.connect import connect_ranks
     from hpcrun.runtime.device import choose_device
 
-    control = connect(detect_world(os.environ))
+    control = connect_ranks(detect_world(os.environ))
     device = choose_device("cpu", control)
     entry.prepare_torch(0, control)
-    entry.open_groups(control, device)
+    entry.open_process_groups(control, device)
     for index, layout in enumerate(LAYOUTS):
         if layout.ranks == ranks and only in layout.name:
             result = train_layout(layout, job(layout, precision, steps), control)
@@ -190,11 +190,11 @@ def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> N
 
 def mask(layout: Layout, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The batch, of a masked layout without every target that follows one of some tokens."""
-    from hpcrun.runtime.data_loader import MASKED
+    from hpcrun.runtime.data_loader import IGNORED_TARGET
 
     if not layout.masked:
         return inputs, targets
-    return inputs, targets.masked_fill((inputs % 7 == 4) | (inputs == 32), MASKED)
+    return inputs, targets.masked_fill((inputs % 7 == 4) | (inputs == 32), IGNORED_TARGET)
 
 
 def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def train_plainly(layout: Layout, resolved: ResolvedJob) -> dict[str, Any]:
 
     from hpcrun.data.corpus import inspect_corpus
     from hpcrun.runtime.data_loader import Batches, TokenSource
-    from hpcrun.runtime.model import Decoder, initialise, loss_function
+    from hpcrun.runtime.model import Decoder, initialise_parameters, loss_function
     from hpcrun.runtime.optimizer import learning_rate
 
     spec, plan = resolved.spec, resolved.training_plan
@@ -263,7 +263,7 @@ def train_plainly(layout: Layout, resolved: ResolvedJob) -> dict[str, Any]:
     assert spec.data is not None
     torch.set_num_threads(1)
     model = Decoder(spec.model).to(torch.float64 if spec.train.precision == "fp64" else torch.float32)
-    initialise(model, spec.model, spec.train.seed)
+    initialise_parameters(model, spec.model, spec.train.seed)
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": spec.train.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},

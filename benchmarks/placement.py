@@ -26,7 +26,7 @@ from hpcrun.fabric.cost import cost
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.place import order, place
 from hpcrun.fabric.traffic import Flow, Pattern, Traffic
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import in_blocks
 
 CLUSTERS, QUICK_CLUSTERS, CHOSEN, RANDOM_ORDERS = 500, 100, 6, 5
@@ -80,9 +80,9 @@ class Case:
         return math.prod(self.sizes)
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> ParallelDegrees:
         """The mesh in hpcrun's terms."""
-        return Degrees(*self.sizes)
+        return ParallelDegrees(*self.sizes)
 
 
 def random_case(seed: random.Random) -> Case:
@@ -387,7 +387,9 @@ def over(found: float, best: float) -> float:
     return found / best - 1 if best else float(found > 0)
 
 
-def large_case(nodes: int, wanted: int, busy: float) -> tuple[Fabric, list[str], int, int, Degrees, Traffic]:
+def large_case(
+    nodes: int, wanted: int, busy: float
+) -> tuple[Fabric, list[str], int, int, ParallelDegrees, Traffic]:
     """A cluster of full leaves, spines and a core, of which a part is free, and a job for some of it."""
     seed = random.Random(nodes)
     names = tuple(f"n{number:05}" for number in range(nodes))
@@ -401,7 +403,7 @@ def large_case(nodes: int, wanted: int, busy: float) -> tuple[Fabric, list[str],
     )
     free = [name for name in names if seed.random() >= busy]
     tp, pp = 8, min(8, wanted)
-    degrees = Degrees(pp=pp, dp_shard=wanted // pp, tp=tp)
+    degrees = ParallelDegrees(pp=pp, dp_shard=wanted // pp, tp=tp)
     flows = (
         Flow("pp", "chain", pp, 200_000_000, 64),
         Flow("dp_shard", "ring", wanted // pp, 3_000_000_000, 1000),

@@ -183,7 +183,7 @@ class Racks:
 
     def fabric(self) -> Fabric:
         """As Slurm tells it, with the true rates."""
-        text = self._lab.run(["scontrol", "show", "topology"]).require().stdout
+        text = self._lab.run(["scontrol", "show", "topology"]).require_success().stdout
         return known(read_topology(text, name="scontrol show topology"), self._lab.shape)
 
     def measure(self, orders: Sequence[Order], job: Job, rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -213,7 +213,7 @@ class Racks:
                 # Nobody else would end ranks that wait for an answer.
                 if not world.done():
                     self._lab.close()
-            world.result().require()
+            world.result().require_success()
         found: dict[str, list[dict[str, Any]]] = json.loads((self._folder / "result.json").read_text())
         return found
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import harness
 
-from hpcrun.bench.pingpong import Fit, fit, quartile
+from hpcrun.bench.pingpong import MessageCostModel, fit_message_cost, lower_quartile
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.rounds import Algorithm
 from hpcrun.tuning.model.predict import Ground
@@ -68,7 +68,7 @@ class Racks:
         out = self._folder / "out.json"
         program = [sys.executable, "-m", "hpcrun.bench.pingpong", mode, str(out), *words]
         environ = {"PYTHONPATH": str(ROOT), "MPIR_CVAR_COLLECTIVE_FALLBACK": "error", **env}
-        self._lab.run(["srun", "--mpi=pmi2", *size, *program], env=environ, timeout_s=240).require()
+        self._lab.run(["srun", "--mpi=pmi2", *size, *program], env=environ, timeout_s=240).require_success()
         return json.loads(out.read_text())
 
 
@@ -76,11 +76,11 @@ class Racks:
 class Levels:
     """What the ping-pong has found: pairs alone, and all pairs both ways at once."""
 
-    node: Fit
-    rack: Fit
-    rack_all: Fit
-    across: Fit
-    across_all: Fit
+    node: MessageCostModel
+    rack: MessageCostModel
+    rack_all: MessageCostModel
+    across: MessageCostModel
+    across_all: MessageCostModel
     reduce_s_per_byte: float
 
     def ground(self) -> Ground:
@@ -129,7 +129,7 @@ class Links:
     def levels(self) -> Levels:
         """What they say together."""
         node, rack, rack_all, across, across_all = (
-            fit(self._times[name])
+            fit_message_cost(self._times[name])
             for name in ("node one", "rack one", "rack all", "across one", "across all")
         )
         return Levels(node, rack, rack_all, across, across_all, statistics.median(self._reduce))
@@ -152,7 +152,7 @@ def measure_order(site: Racks, links: Links, rounds: int) -> Times:
                 "MPIR_CVAR_DEVICE_COLLECTIVES": "none",
             }
             for size, times in site.run("allreduce", calls, WORLD, env).items():
-                found[name][int(size)].append(quartile(times))
+                found[name][int(size)].append(lower_quartile(times))
     return found
 
 

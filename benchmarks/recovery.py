@@ -77,7 +77,7 @@ class Bench:
     def start(self) -> RunDir:
         """A run that makes progress."""
         words = [sys.executable, "-m", "hpcrun", "submit", "job.yaml"]
-        done = self.lab.run(words, env=self.env, cwd=self.folder, timeout_s=120).require()
+        done = self.lab.run(words, env=self.env, cwd=self.folder, timeout_s=120).require_success()
         run = RunDir(self.folder / "runs" / done.stdout.strip())
         self.wait(lambda: newest_step(run) > SAVE_EVERY, 180)
         return run
@@ -85,7 +85,7 @@ class Bench:
     def stop(self, run: RunDir) -> None:
         """End a run, and make the lab whole again."""
         job = str(read_json(run.job)["submissions"][-1]["job"])
-        self.lab.run(["scancel", job]).require()
+        self.lab.run(["scancel", job]).require_success()
         self.lab.mend()
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -157,7 +157,7 @@ def signal_rank(name: str) -> Callable[[Bench, RunDir], float]:
     def do(bench: Bench, run: RunDir) -> float:
         record = of_rank(run, 3)
         at = time.time()
-        bench.lab.node(record["node"]).run(["kill", f"-{name}", str(record["pid"])]).require()
+        bench.lab.node(record["node"]).run(["kill", f"-{name}", str(record["pid"])]).require_success()
         return at
 
     return do
@@ -278,7 +278,7 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
     script = folder / "job.sh"
     head = f"#!/bin/sh\n#SBATCH --nodes={NODES} --ntasks-per-node=1 --mem=1G --requeue --open-mode=append\n"
     script.write_text(f"{head}export MASTER_ADDR=$(hostname) MASTER_PORT=29510\n{words}\n")
-    job = bench.lab.run(["sbatch", "--parsable", str(script)], cwd=folder).require().stdout.strip()
+    job = bench.lab.run(["sbatch", "--parsable", str(script)], cwd=folder).require_success().stdout.strip()
     lines = folder / "steps.jsonl"
     try:
         bench.wait(lambda: len(list(read_lines(lines))) > 2 * SAVE_EVERY, 180)
@@ -288,7 +288,7 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
         at = time.time()
         if fault == "killed rank":
             # But not torchrun's agent, whose command line names the loop too.
-            node.run(["pkill", "-KILL", "-f", f"^{sys.executable} (-u )?{LOOP}"]).require()
+            node.run(["pkill", "-KILL", "-f", f"^{sys.executable} (-u )?{LOOP}"]).require_success()
         else:
             node.power_off()
         try:
@@ -315,7 +315,7 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
 
 
 def _nodes_of(bench: Bench, job: str) -> str:
-    return bench.lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).require().stdout.strip()
+    return bench.lab.run(["squeue", "-h", "-j", job, "-o", "%N"]).require_success().stdout.strip()
 
 
 def main() -> int:

@@ -42,19 +42,21 @@ class Site:
         wrappers.mkdir()
         self.env = {"HPCRUN_ROOT": str(self.runs), "PATH": f"{wrappers}:{lab.environ['PATH']}"}
         for name in COUNTED:
-            real = lab.run(["sh", "-c", f"command -v {name}"]).require().stdout.strip()
+            real = lab.run(["sh", "-c", f"command -v {name}"]).require_success().stdout.strip()
             path = wrappers / name
             path.write_text(f'#!/bin/sh\necho {name} >> {folder}/calls\nexec {real} "$@"\n')
             path.chmod(0o755)
 
     def hpcrun(self, *words: str) -> tuple[float, str]:
         """Seconds and output of one of our verbs; SiteError when it fails."""
-        done = self.lab.run([sys.executable, "-m", "hpcrun", *words], env=self.env, timeout_s=300).require()
+        done = self.lab.run(
+            [sys.executable, "-m", "hpcrun", *words], env=self.env, timeout_s=300
+        ).require_success()
         return done.duration_s, done.stdout
 
     def sbatch(self, script: Path) -> float:
         """Seconds of plain sbatch."""
-        return self.lab.run(["sbatch", str(script)], timeout_s=60).require().duration_s
+        return self.lab.run(["sbatch", str(script)], timeout_s=60).require_success().duration_s
 
     def calls(self) -> dict[str, int]:
         """How often each command was called since the last time."""
@@ -87,7 +89,7 @@ def measure_submit(site: Site, report: harness.Report, pairs: int) -> None:
 def measure_status(site: Site, report: harness.Report) -> None:
     """Many runs that wait, looked at in one go."""
     script = f"for number in $(seq {JOBS}); do sbatch --parsable --hold --wrap true; done"
-    jobs = site.lab.run(["sh", "-c", script], timeout_s=300).require().stdout.split()
+    jobs = site.lab.run(["sh", "-c", script], timeout_s=300).require_success().stdout.split()
     # The jobs are real; their records are written here, because submitting them all would take minutes.
     words: dict[str, Any] = dict.fromkeys(("name", "user", "host", "directory", "hpcrun", "python"), "x")
     origin = Provenance(kind="train", ranks=1, steps=4, created=1.0, argv=[], **words)

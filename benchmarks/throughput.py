@@ -37,7 +37,7 @@ def plain_loop(mode: str, steps: int, out: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from hpcrun.runtime.model import Decoder, initialise, loss_function
+    from hpcrun.runtime.model import Decoder, initialise_parameters, loss_function
     from hpcrun.specs.model import ModelSpec
 
     dist.init_process_group("gloo")
@@ -46,7 +46,7 @@ def plain_loop(mode: str, steps: int, out: Path) -> None:
     tokens = np.frombuffer(b"".join(path.read_bytes() for path in corpus()), dtype=np.uint8)
     spec = ModelSpec(**MODEL, head_dim=MODEL["hidden"] // MODEL["heads"])
     decoder = Decoder(spec)
-    initialise(decoder, spec, seed=0)
+    initialise_parameters(decoder, spec, seed=0)
     model: torch.nn.Module = decoder
     if mode == "ddp":
         model = DistributedDataParallel(decoder)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from hpcrun.launcher_world import detect_world
-from hpcrun.mesh import Degrees
-from hpcrun.runtime.control import Control, connect
+from hpcrun.mesh import ParallelDegrees
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
 
 PHASES = ("dp_shard gather", "tp", "pp", "dp_shard scatter")
 NAP_S, SETTLE_S = 0.0002, 0.02
@@ -153,7 +154,7 @@ class Part:
     """The processes of its groups, in the order of the mesh."""
 
     @classmethod
-    def of(cls, processes: Sequence[int], degrees: Degrees, rank: int) -> Part:
+    def of(cls, processes: Sequence[int], degrees: ParallelDegrees, rank: int) -> Part:
         """The part of a rank of the mesh; `processes` plays all of them."""
         ranks, own = range(degrees.world_size), degrees.coordinates(rank)
         groups = {
@@ -239,7 +240,7 @@ class World:
         self._rounds: int = task["rounds"]
         self._timed: int = task["timed"]
         self._counted: int = task["counted"]
-        degrees, exchange = Degrees(**task["degrees"]), Exchange(**task["exchange"])
+        degrees, exchange = ParallelDegrees(**task["degrees"]), Exchange(**task["exchange"])
         every = [
             [Part.of(processes, degrees, rank) for rank in range(len(processes))]
             for processes in task["orders"]
@@ -307,7 +308,7 @@ def merged(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """`traffic_rank.py FOLDER`: read task.json there, leave result.json."""
     folder = Path(sys.argv[1])
-    control = connect(detect_world(os.environ))
+    control = connect_ranks(detect_world(os.environ))
     task = json.loads((folder / "task.json").read_text())
     wanted = task["nodes"][control.rank // task["per_node"]]
     if control.node != wanted:

@@ -21,23 +21,23 @@ from dataclasses import dataclass
 
 from hpcrun.errors import SiteError
 
-_LEADS_NOWHERE = re.compile(
+_VIRTUAL_INTERFACES = re.compile(
     r"(lo|docker|virbr|podman|cni|lxcbr|lxdbr|veth|cali|flannel|vmnet|vboxnet)[0-9.]*\Z|br-[0-9a-f]{12}\Z"
     r"|(veth|cali)\w+\Z"
 )
 """Interfaces of containers and virtual machines: other hosts have the same addresses on theirs."""
-_UP_AND_RUNNING = 0x1 | 0x40
+_INTERFACE_UP_FLAGS = 0x1 | 0x40
 _SIOCGIFFLAGS = 0x8913
 _RTM_GETADDR, _RTM_NEWADDR, _NLMSG_DONE = 22, 20, 3
 _REQUEST_DUMP = 0x1 | 0x300
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_LABEL = 1, 2, 3
-_NOT_YET_OR_NEVER = 0x40 | 0x08
+_UNUSABLE_FLAGS = 0x40 | 0x08
 """An IPv6 address that is still being tried, or that another host has."""
-_MOST_PEERS, _ENOUGH = 8, 2
+_MAX_PEERS, _ENOUGH_PEERS = 8, 2
 """So many peers are asked for the way to them, until so many agree."""
 _RESOLVE_S = 2.0
 """Names that are looked up together have so long: a name service that is down must not hold up a node."""
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+_DOCUMENTATION_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """Addresses that nobody has: the way to them is the default route."""
 LOOPBACK = "127.0.0.1"
 
@@ -55,7 +55,7 @@ class HostAddress:
 
 
 @dataclass(frozen=True)
-class _Local:
+class _LocalAddress:
     text: str
     interface: str
     label: str
@@ -63,9 +63,9 @@ class _Local:
     is_up: bool
 
     @property
-    def leads_out(self) -> bool:
+    def reaches_other_hosts(self) -> bool:
         """Whether other hosts can reach it, as far as this one knows."""
-        return self.is_up and is_routable(self.text) and not _LEADS_NOWHERE.match(self.interface)
+        return self.is_up and is_routable(self.text) and not _VIRTUAL_INTERFACES.match(self.interface)
 
 
 def is_routable(text: str) -> bool:
@@ -83,27 +83,27 @@ def reachable_address(
     means, if the host has that address on a network and is one of `peers`; else where the way to them begins.
     """
     local = _local_addresses()
-    if interface is not None and (found := _of_interface(local, interface)) is not None:
+    if interface is not None and (found := _best_interface_address(local, interface)) is not None:
         return HostAddress(found.text, found.interface, f"network.interface {interface}")
-    out = sorted((one for one in local if one.leads_out), key=lambda one: ":" in one.text)
+    out = sorted((one for one in local if one.reaches_other_hosts), key=lambda one: ":" in one.text)
     name = os.uname().nodename
     meant: list[str] = []
-    own: list[_Local] = []
+    own: list[_LocalAddress] = []
     for one_name in _with_suffix(name, suffix):
         if not own:
-            meant = resolve([one_name])[one_name]
+            meant = resolve_host_names([one_name])[one_name]
             own = [one for one in out if one.text in meant]
-    warning = _wrong_with(name, meant, local)
+    warning = _host_name_problem(name, meant, local)
     others = [one for one in peers if one.partition(".")[0] != name.partition(".")[0]]
     # The name of a host that is none of them, such as a login node, may mean another network.
     is_one_of_them = len(others) < len(peers)
     if own and (not others or (len(own) == 1 and is_one_of_them)):
         return HostAddress(own[0].text, own[0].interface, f"the name {name}", warning)
-    if (way := _way_to(others, suffix, own if own and is_one_of_them else out)) is not None:
+    if (way := _source_address_toward(others, suffix, own if own and is_one_of_them else out)) is not None:
         return HostAddress(way.text, way.interface, "the way to the other nodes", warning)
     if own:
         return HostAddress(own[0].text, own[0].interface, f"the name {name}", warning)
-    if (way := _majority(_sources(_ANYWHERE), out, 1)) is not None:
+    if (way := _most_common_source(_source_addresses(_DOCUMENTATION_ADDRESSES), out, 1)) is not None:
         return HostAddress(way.text, way.interface, "the default route", warning)
     if len({one.interface for one in out}) == 1:
         return HostAddress(out[0].text, out[0].interface, "the only network", warning)
@@ -117,7 +117,7 @@ def reachable_address(
     )
 
 
-def resolve(names: Sequence[str]) -> Mapping[str, list[str]]:
+def resolve_host_names(names: Sequence[str]) -> Mapping[str, list[str]]:
     """The addresses that names have on this host; none for one that cannot be resolved, or not soon."""
     found: dict[str, list[str]] = {name: [] for name in names}
 
@@ -140,7 +140,7 @@ def _with_suffix(name: str, suffix: str) -> tuple[str, ...]:
     return (f"{short}{suffix}{dot}{domain}", name) if suffix else (name,)
 
 
-def _wrong_with(name: str, meant: Sequence[str], local: Sequence[_Local]) -> str:
+def _host_name_problem(name: str, meant: Sequence[str], local: Sequence[_LocalAddress]) -> str:
     """What is wrong with a host's own name, in words; empty where it means an address that is here and up."""
     if not meant:
         return f"its own name {name} cannot be resolved"
@@ -148,7 +148,7 @@ def _wrong_with(name: str, meant: Sequence[str], local: Sequence[_Local]) -> str
     why = {}
     for text in meant:
         one = here.get(text)
-        if one is not None and one.leads_out:
+        if one is not None and one.reaches_other_hosts:
             return ""
         if not is_routable(text):
             why[text] = "which other nodes cannot reach"
@@ -159,7 +159,7 @@ def _wrong_with(name: str, meant: Sequence[str], local: Sequence[_Local]) -> str
     return f"its own name {name} means {' and '.join(f'{text}, {of}' for text, of in why.items())}"
 
 
-def _of_interface(local: Sequence[_Local], interface: str) -> _Local | None:
+def _best_interface_address(local: Sequence[_LocalAddress], interface: str) -> _LocalAddress | None:
     """The best address of an interface that is up: IPv4 before IPv6, those of one link alone last."""
     index = None
     with contextlib.suppress(OSError):
@@ -169,15 +169,21 @@ def _of_interface(local: Sequence[_Local], interface: str) -> _Local | None:
     return min(mine, key=lambda one: (not is_routable(one.text), ":" in one.text), default=None)
 
 
-def _way_to(others: Sequence[str], suffix: str, choice: Sequence[_Local]) -> _Local | None:
+def _source_address_toward(
+    others: Sequence[str], suffix: str, choice: Sequence[_LocalAddress]
+) -> _LocalAddress | None:
     """The address, of these, from which the way to most other nodes begins."""
-    asked = [_with_suffix(peer, suffix) for peer in others[:_MOST_PEERS]]
-    known = resolve([name for names in asked for name in names])
+    asked = [_with_suffix(peer, suffix) for peer in others[:_MAX_PEERS]]
+    known = resolve_host_names([name for names in asked for name in names])
     meant = (next((known[name] for name in names if known[name]), []) for names in asked)
-    return _majority((next(iter(_sources(texts)), "") for texts in meant), choice, _ENOUGH)
+    return _most_common_source(
+        (next(iter(_source_addresses(texts)), "") for texts in meant), choice, _ENOUGH_PEERS
+    )
 
 
-def _majority(texts: Iterable[str], choice: Sequence[_Local], enough: int) -> _Local | None:
+def _most_common_source(
+    texts: Iterable[str], choice: Sequence[_LocalAddress], enough: int
+) -> _LocalAddress | None:
     by_text = {one.text: one for one in choice}
     votes: Counter[str] = Counter()
     for text in texts:
@@ -188,7 +194,7 @@ def _majority(texts: Iterable[str], choice: Sequence[_Local], enough: int) -> _L
     return by_text[votes.most_common(1)[0][0]] if votes else None
 
 
-def _sources(targets: Iterable[str]) -> Iterator[str]:
+def _source_addresses(targets: Iterable[str]) -> Iterator[str]:
     """Our own address on the way to each of these; nothing is sent, the kernel only looks up the way."""
     for target in targets:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
@@ -199,18 +205,18 @@ def _sources(targets: Iterable[str]) -> Iterator[str]:
                 yield source
 
 
-def _local_addresses() -> list[_Local]:
+def _local_addresses() -> list[_LocalAddress]:
     """Every address of this host, as the kernel's routing socket lists them; none where it is forbidden."""
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as asking:
             # A header, and an empty ifaddrmsg of any family.
             asking.sendall(struct.pack("=IHHII8x", 24, _RTM_GETADDR, _REQUEST_DUMP, 1, 0))
-            return [one for data in _answers(asking) for one in _parse(data)]
+            return [one for data in _netlink_messages(asking) for one in _parse_netlink_address(data)]
     except OSError:
         return []
 
 
-def _answers(asking: socket.socket) -> Iterator[bytes]:
+def _netlink_messages(asking: socket.socket) -> Iterator[bytes]:
     """The messages of a dump, without their headers."""
     while data := asking.recv(1 << 17):
         while len(data) >= 16:
@@ -223,7 +229,7 @@ def _answers(asking: socket.socket) -> Iterator[bytes]:
             data = data[(length + 3) & ~3 :]
 
 
-def _parse(data: bytes) -> Iterator[_Local]:
+def _parse_netlink_address(data: bytes) -> Iterator[_LocalAddress]:
     family, _, flags, _, index = struct.unpack_from("=BBBBI", data)
     fields, rest = {}, data[8:]
     while len(rest) >= 4:
@@ -233,14 +239,14 @@ def _parse(data: bytes) -> Iterator[_Local]:
         fields[kind] = rest[4:length]
         rest = rest[(length + 3) & ~3 :]
     packed = fields.get(_IFA_LOCAL, fields.get(_IFA_ADDRESS, b""))
-    if family not in (socket.AF_INET, socket.AF_INET6) or not packed or flags & _NOT_YET_OR_NEVER:
+    if family not in (socket.AF_INET, socket.AF_INET6) or not packed or flags & _UNUSABLE_FLAGS:
         return
     try:
         name = socket.if_indextoname(index)
     except OSError:
         return  # it has gone meanwhile
     label = fields.get(_IFA_LABEL, b"").rstrip(b"\0").decode(errors="replace")
-    yield _Local(socket.inet_ntop(family, packed), name, label, index, _is_up(name))
+    yield _LocalAddress(socket.inet_ntop(family, packed), name, label, index, _is_up(name))
 
 
 def _is_up(name: str) -> bool:
@@ -251,4 +257,4 @@ def _is_up(name: str) -> bool:
             flags = struct.unpack_from("16sH", fcntl.ioctl(asking.fileno(), _SIOCGIFFLAGS, request))[1]
         except OSError:
             return False
-    return bool(flags & _UP_AND_RUNNING == _UP_AND_RUNNING)
+    return bool(flags & _INTERFACE_UP_FLAGS == _INTERFACE_UP_FLAGS)

@@ -19,10 +19,10 @@ from typing import Any, TypeGuard
 
 HANDSHAKE_S = 5.0
 """Whoever has proved nothing by then is shown out."""
-MOST_BYTES_OF_A_STRANGER = 4096
-MARK_BYTES = 16
-_MOST_LETTERS = 256
-_MOST_COUNT = 1 << 53
+MAX_HANDSHAKE_BYTES = 4096
+MAC_BYTES = 16
+_MAX_WORD_LENGTH = 256
+_MAX_COUNT = 1 << 53
 
 
 def fresh_nonce() -> str:
@@ -30,33 +30,35 @@ def fresh_nonce() -> str:
     return secrets.token_hex(16)
 
 
-def proof_of(secret: str, words: Sequence[Any]) -> str:
+def compute_proof(secret: str, words: Sequence[Any]) -> str:
     """What only somebody who knows the secret can make of these words."""
     return hmac.new(secret.encode(), json.dumps(list(words)).encode(), sha256).hexdigest()
 
 
-def proves(found: Any, wanted: str) -> bool:
+def verify_proof(found: Any, wanted: str) -> bool:
     """Whether what the other end has sent is the proof; takes as long for a near miss as for any other."""
-    return is_word(found) and hmac.compare_digest(found.encode(), wanted.encode())
+    return is_short_ascii(found) and hmac.compare_digest(found.encode(), wanted.encode())
 
 
-def is_word(value: Any) -> TypeGuard[str]:
+def is_short_ascii(value: Any) -> TypeGuard[str]:
     """Whether a stranger's value is a short text of visible ASCII characters."""
-    return type(value) is str and 0 < len(value) <= _MOST_LETTERS and value.isascii() and value.isprintable()
+    return (
+        type(value) is str and 0 < len(value) <= _MAX_WORD_LENGTH and value.isascii() and value.isprintable()
+    )
 
 
-def is_count(value: Any) -> TypeGuard[int]:
+def is_counting_number(value: Any) -> TypeGuard[int]:
     """Whether a stranger's value is a number to count with; true and false are none."""
-    return type(value) is int and 0 <= value < _MOST_COUNT
+    return type(value) is int and 0 <= value < _MAX_COUNT
 
 
-def keys_of(secret: str, sides: tuple[str, str], words: Sequence[Any]) -> tuple[bytes, bytes]:
+def derive_message_keys(secret: str, sides: tuple[str, str], words: Sequence[Any]) -> tuple[bytes, bytes]:
     """A key for what each side of one connection sends; `words`: all that their proofs were made of."""
     ours, theirs = (json.dumps(["key", side, *words]).encode() for side in sides)
     return hmac.digest(secret.encode(), ours, "sha256"), hmac.digest(secret.encode(), theirs, "sha256")
 
 
-class Seal:
+class MessageAuthenticator:
     """Marks the messages of one direction of a connection, or finds out whether they bear the mark.
 
     A mark is made of the message and of its place in the order, so that nobody in between can change,
@@ -70,19 +72,19 @@ class Seal:
         """The mark of the next message."""
         numbered = self._count.to_bytes(8, "big") + message
         self._count += 1
-        return hmac.digest(self._key, numbered, "sha256")[:MARK_BYTES]
+        return hmac.digest(self._key, numbered, "sha256")[:MAC_BYTES]
 
     def fits(self, mark: bytes, message: bytes) -> bool:
         """Whether this is the next message, as it was sent."""
         return hmac.compare_digest(mark, self.mark(message))
 
 
-def render_line(message: dict[str, Any]) -> bytes:
+def render_json_line(message: dict[str, Any]) -> bytes:
     """A message as a line."""
     return (json.dumps(message) + "\n").encode()
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def parse_json_line(line: bytes) -> dict[str, Any] | None:
     """The message in a line of UTF-8; None where it is none, whatever the bytes."""
     try:
         # Given bytes, json would take other encodings as well, and surrogates with them.
@@ -92,7 +94,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def await_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
+def receive_json_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
     """One line of a handshake; not a byte behind it is taken. ConnectionError or TimeoutError without one."""
     data = b""
     while not data.endswith(b"\n"):
@@ -101,7 +103,7 @@ def await_line(connection: socket.socket, deadline: float) -> dict[str, Any]:
             raise TimeoutError("it did not answer in time")
         connection.settimeout(left)
         byte = connection.recv(1)
-        if not byte or len(data) > MOST_BYTES_OF_A_STRANGER:
+        if not byte or len(data) > MAX_HANDSHAKE_BYTES:
             raise ConnectionError("it did not let us in")
         data += byte
-    return parse_line(data) or {}
+    return parse_json_line(data) or {}

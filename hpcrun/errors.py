@@ -54,7 +54,7 @@ class FunctionError(HpcrunError):
 
 
 @dataclass(frozen=True)
-class Problem:
+class SpecProblem:
     """One mistake in a spec: where it stands, which key, and what is allowed there."""
 
     key: str
@@ -69,6 +69,6 @@ class Problem:
 class SpecError(UsageError):
     """All the mistakes of one spec at once, each with file, line and key."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[SpecProblem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))

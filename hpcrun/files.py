@@ -1,7 +1,7 @@
 """Files in places where other users can write: opened without following links, proved to be ours, bounded.
 
-Any user can take a name below /dev/shm, /tmp or a shared directory. `Folder` walks down such a place one
-level at a time by descriptors, so that what was checked is what is used; `read_regular` reads a file that
+Any user can take a name below /dev/shm, /tmp or a shared directory. `OwnedDirectory` walks down such a place
+one level at a time by descriptors, so that what was checked is what is used; `read_regular` reads a file that
 another user may have made without following a link, waiting for a pipe or filling memory.
 """
 
@@ -20,18 +20,18 @@ from typing import IO
 
 from hpcrun.errors import UsageError
 
-MOST_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """No record of ours is larger."""
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR)
-_CLOSED = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
-_STAND_IN = re.compile(r"\.[0-9a-f]{16}")
+_SAFE_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY
+_SUBSTITUTE_SUFFIX = re.compile(r"\.[0-9a-f]{16}")
 
 
 class UntrustedFileError(UsageError):
     """A file or directory is another user's, a link, open to others, or of the wrong kind."""
 
 
-def aside_name(name: str) -> str:
+def temporary_name(name: str) -> str:
     """A hidden name beside `name` that nobody can foresee, for what is written before it is renamed."""
     return f".{name}.{secrets.token_hex(8)}"
 
@@ -62,7 +62,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
     return descriptor
 
 
-def read_regular(path: Path, most_bytes: int = MOST_RECORD_BYTES, *, follow: bool = False) -> bytes:
+def read_regular(path: Path, most_bytes: int = MAX_RECORD_BYTES, *, follow: bool = False) -> bytes:
     """The content of a regular file of at most `most_bytes`; errors as open_regular raises them."""
     descriptor = open_regular(path, follow=follow)
     with os.fdopen(descriptor, "rb") as file:
@@ -72,18 +72,18 @@ def read_regular(path: Path, most_bytes: int = MOST_RECORD_BYTES, *, follow: boo
     return data
 
 
-def file_homes(directory: Path) -> tuple[Path, ...]:
+def allowed_file_directories(directory: Path) -> tuple[Path, ...]:
     """Where the files of a resolved directory may lie: in it, and in the `blobs` of Hugging Face's cache."""
     is_snapshot = directory.parent.name == "snapshots"
     return (directory, directory.parent.parent / "blobs") if is_snapshot else (directory,)
 
 
-def clock_of(directory: Path) -> float:
+def read_filesystem_clock(directory: Path) -> float:
     """The time now by the clock that stamps new files in this directory: a file server's is not this host's.
 
     To be compared with time stamps of files there. OSError where nothing can be made.
     """
-    path = directory / aside_name("clock")
+    path = directory / temporary_name("clock")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         return os.fstat(descriptor).st_mtime
@@ -120,7 +120,7 @@ def open_output(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC, mode: int = 0
     return descriptor
 
 
-def open_common(path: Path, flags: int, mode: int) -> int:
+def open_multiuser(path: Path, flags: int, mode: int) -> int:
     """A descriptor of a regular file that several users may write, as the site or the user has named it.
 
     OSError as open raises it; UntrustedFileError for anything that is not a regular file.
@@ -160,7 +160,7 @@ def make_directories(path: Path, mode: int = 0o700) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
-def is_sheltered(status: os.stat_result) -> bool:
+def is_tamper_proof_directory(status: os.stat_result) -> bool:
     """Whether other users cannot rename or replace what is ours in this directory."""
     may_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
     return status.st_uid in (0, os.geteuid()) and not may_write
@@ -177,7 +177,7 @@ def read_tail(path: Path, most_bytes: int) -> bytes:
         return file.read(most_bytes)
 
 
-def append_to(path: Path) -> IO[bytes]:
+def open_for_append(path: Path) -> IO[bytes]:
     """A file of a run opened for more at its end; one that is made is nobody else's, whatever the umask."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     return os.fdopen(os.open(path, flags, 0o600), "ab")
@@ -200,7 +200,7 @@ def require_private(path: Path, status: os.stat_result) -> None:
     )
 
 
-class Folder:
+class OwnedDirectory:
     """A directory of ours in a shared place, held open.
 
     Every name in it is used through its descriptor: whoever renames a level above it changes nothing.
@@ -210,7 +210,7 @@ class Folder:
         self.path, self._descriptor = path, descriptor
 
     @classmethod
-    def below(cls, base: Path, *names: str, make: bool = False) -> Folder:
+    def below(cls, base: Path, *names: str, make: bool = False) -> OwnedDirectory:
         """The directory base/name/…; `base` is taken as it was named, each level below it must be ours.
 
         `make` makes levels that are missing, mode 0700. FileNotFoundError; UntrustedFileError for a level
@@ -228,19 +228,21 @@ class Folder:
         return folder
 
     @classmethod
-    def at(cls, path: Path) -> Folder:
+    def at(cls, path: Path) -> OwnedDirectory:
         """A directory that is ours, by a path that was proved before; errors as `below` raises them."""
         with cls.below(path.parent) as above:
             return above.folder(path.name)
 
-    def folder(self, name: str, *, make: bool = False) -> Folder:
+    def folder(self, name: str, *, make: bool = False) -> OwnedDirectory:
         """The directory `name` in this one, opened; errors as `below` raises them."""
-        path = self.path / _plain(name)
+        path = self.path / _require_plain_name(name)
         if make:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _CLOSED, dir_fd=self._descriptor)
+            descriptor = os.open(
+                name, os.O_RDONLY | os.O_DIRECTORY | _SAFE_OPEN_FLAGS, dir_fd=self._descriptor
+            )
         except OSError as error:
             if error.errno in _LINK_ERRORS:
                 raise UntrustedFileError(f"{path}: is not a directory; remove it") from None
@@ -259,18 +261,18 @@ class Folder:
             raise UntrustedFileError(
                 f"{path}: others can write it (mode {stat.S_IMODE(status.st_mode):o}); run: chmod go-w {path}"
             )
-        return Folder(path, descriptor)
+        return OwnedDirectory(path, descriptor)
 
-    def candidates(self, name: str) -> Iterator[Folder]:
+    def owned_candidates(self, name: str) -> Iterator[OwnedDirectory]:
         """The directories of ours that may have been made for a name: `name`, and those that stand in for it.
 
         Each is closed when the next is asked for.
         """
-        for one in (name, *(other for other in self.names() if _stands_in(other, name))):
+        for one in (name, *(other for other in self.names() if _is_substitute_name(other, name))):
             with contextlib.suppress(OSError, UntrustedFileError), self.folder(one) as folder:
                 yield folder
 
-    def stand_in(self, name: str, say: Callable[[str], None]) -> Folder:
+    def open_or_substitute(self, name: str, say: Callable[[str], None]) -> OwnedDirectory:
         """The directory `name`, made if need be; where others have taken that name, one of ours beside it.
 
         It has a random name that `candidates` finds; `say` is told why.
@@ -278,7 +280,7 @@ class Folder:
         try:
             return self.folder(name, make=True)
         except UntrustedFileError as error:
-            there = next((folder.path.name for folder in self.candidates(name)), None)
+            there = next((folder.path.name for folder in self.owned_candidates(name)), None)
             made = self.folder(there or f"{name}.{secrets.token_hex(8)}", make=True)
             say(f"{error}; {made.path} is used instead")
             return made
@@ -296,7 +298,7 @@ class Folder:
 
     def status_of(self, name: str) -> os.stat_result:
         """What is under this name; a link is a link. FileNotFoundError."""
-        return os.stat(_plain(name), dir_fd=self._descriptor, follow_symlinks=False)
+        return os.stat(_require_plain_name(name), dir_fd=self._descriptor, follow_symlinks=False)
 
     def is_own_file(self, name: str) -> bool:
         """Whether a regular file of ours has this name."""
@@ -324,7 +326,12 @@ class Folder:
 
     def rename(self, name: str, new: str) -> None:
         """Give a file another name, in place of what has it."""
-        os.replace(_plain(name), _plain(new), src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+        os.replace(
+            _require_plain_name(name),
+            _require_plain_name(new),
+            src_dir_fd=self._descriptor,
+            dst_dir_fd=self._descriptor,
+        )
 
     def sync(self) -> None:
         """Make the names in it durable, as far as it can be read."""
@@ -337,7 +344,7 @@ class Folder:
     def remove_empty(self, name: str) -> bool:
         """Remove a directory if nothing is in it; False where it stays."""
         try:
-            os.rmdir(_plain(name), dir_fd=self._descriptor)
+            os.rmdir(_require_plain_name(name), dir_fd=self._descriptor)
         except FileNotFoundError:
             return True
         except OSError:
@@ -354,9 +361,11 @@ class Folder:
         OSError as open raises it, also where O_EXCL finds the name taken; UntrustedFileError for what is
         not such a file.
         """
-        path = self.path / _plain(name)
+        path = self.path / _require_plain_name(name)
         try:
-            descriptor = os.open(name, flags | _CLOSED | os.O_NONBLOCK, mode, dir_fd=self._descriptor)
+            descriptor = os.open(
+                name, flags | _SAFE_OPEN_FLAGS | os.O_NONBLOCK, mode, dir_fd=self._descriptor
+            )
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):
                 raise UntrustedFileError(f"{path}: is not a regular file; remove it") from None
@@ -369,7 +378,7 @@ class Folder:
             raise UntrustedFileError(f"{path}: is not a file of yours alone; remove it")
         return descriptor
 
-    def read(self, name: str, most_bytes: int = MOST_RECORD_BYTES) -> bytes:
+    def read(self, name: str, most_bytes: int = MAX_RECORD_BYTES) -> bytes:
         """The content of a file of ours; errors as `open` raises them."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
             data = file.read(most_bytes + 1)
@@ -379,7 +388,7 @@ class Folder:
 
     def write_whole(self, name: str, data: bytes, mode: int = 0o600) -> None:
         """Write a file aside under a random name, sync it and rename it over `name`."""
-        aside = aside_name(_plain(name))
+        aside = temporary_name(_require_plain_name(name))
         descriptor = self.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -396,7 +405,7 @@ class Folder:
     def unlink(self, name: str) -> bool:
         """Remove a name that is not a directory; False where there is none. A link goes, not its target."""
         try:
-            os.unlink(_plain(name), dir_fd=self._descriptor)
+            os.unlink(_require_plain_name(name), dir_fd=self._descriptor)
         except FileNotFoundError:
             return False
         return True
@@ -445,7 +454,7 @@ class Folder:
     def __del__(self) -> None:
         self.close()
 
-    def __enter__(self) -> Folder:
+    def __enter__(self) -> OwnedDirectory:
         return self
 
     def __exit__(
@@ -454,8 +463,8 @@ class Folder:
         self.close()
 
 
-def _stands_in(name: str, wanted: str) -> bool:
-    return name.startswith(wanted) and _STAND_IN.fullmatch(name, len(wanted)) is not None
+def _is_substitute_name(name: str, wanted: str) -> bool:
+    return name.startswith(wanted) and _SUBSTITUTE_SUFFIX.fullmatch(name, len(wanted)) is not None
 
 
 def is_plain_name(name: str) -> bool:
@@ -463,7 +472,7 @@ def is_plain_name(name: str) -> bool:
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def _plain(name: str) -> str:
+def _require_plain_name(name: str) -> str:
     if not is_plain_name(name):
         raise UntrustedFileError(f"{name!r}: is not a name of one file")
     return name

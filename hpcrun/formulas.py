@@ -10,7 +10,7 @@ from math import comb
 from typing import Protocol
 
 
-class Shape(Protocol):
+class DecoderShape(Protocol):
     """The sizes of a decoder that the formulas need; ModelSpec has them."""
 
     @property
@@ -46,31 +46,31 @@ class Shape(Protocol):
         """Whether the output head is the embedding."""
 
 
-def layer_parameters(model: Shape) -> int:
+def layer_parameters(model: DecoderShape) -> int:
     """Parameters of one block: 2 h qd + 2 h kd + 3 h f + 2 h (q, o; k, v; gated FFN; two norms)."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return 2 * model.hidden * (q + kv) + 3 * model.hidden * model.ffn + 2 * model.hidden
 
 
-def parameters(model: Shape) -> int:
+def model_parameters(model: DecoderShape) -> int:
     """Parameters of the whole model: L blocks, embedding, final norm, and the head unless tied."""
     embeddings = model.vocab * model.hidden * (1 if model.tied else 2)
     return model.layers * layer_parameters(model) + embeddings + model.hidden
 
 
-def layer_flops_per_token(model: Shape, seq_len: int, *, causal: bool = True) -> float:
+def layer_flops_per_token(model: DecoderShape, seq_len: int, *, causal: bool = True) -> float:
     """Forward FLOPs of one block a token: 2 a weight, and the attention core 4 s qd, half when causal."""
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
     weights = 2 * model.hidden * (q + kv) + 3 * model.hidden * model.ffn
     return 2.0 * weights + 4.0 * seq_len * q * (0.5 if causal else 1.0)
 
 
-def head_flops_per_token(model: Shape) -> float:
+def head_flops_per_token(model: DecoderShape) -> float:
     """Forward FLOPs of the output head a token: 2 h V."""
     return 2.0 * model.hidden * model.vocab
 
 
-def train_flops_per_token(model: Shape, seq_len: int, *, causal: bool = True) -> float:
+def train_flops_per_token(model: DecoderShape, seq_len: int, *, causal: bool = True) -> float:
     """Model FLOPs of a training step a token: three forwards (backward counts twice), no recompute.
 
     With full attention that is 6 (L (2 h qd + 2 h kd + 3 h f) + h V) + 12 L s qd; causal halves the core.
@@ -123,7 +123,7 @@ def median_interval(values: Sequence[float], level: float = 0.95) -> tuple[float
     return ordered[low], ordered[count - 1 - low]
 
 
-def fewest_for_median(level: float = 0.95) -> int:
+def min_samples_for_median(level: float = 0.95) -> int:
     """How many values the median's interval takes at least: 6 for 95 %."""
     count = 1
     while 2 / 2.0**count > 1 - level:

@@ -13,17 +13,17 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 
-MOST_HOSTS = 65_536
+MAX_HOSTS = 65_536
 """As many as Slurm itself allows in one bracket; a list that unfolds to more is a slip of the keyboard."""
 
 _NO_HOSTS = {"", "(null)", "none", "none assigned", "n/a", "null"}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _RANGE = r"[0-9]{1,18}(?:-[0-9]{1,18})?"
-_LISTED = re.compile(rf"(?:[A-Za-z0-9._-]|\[{_RANGE}(?:,{_RANGE})*\])+", re.ASCII)
+_HOST_TERM = re.compile(rf"(?:[A-Za-z0-9._-]|\[{_RANGE}(?:,{_RANGE})*\])+", re.ASCII)
 _BRACKET = re.compile(r"\[([0-9,-]+)\]")
 
 
-def expand(text: str, where: str = "nodes") -> tuple[str, ...]:
+def expand_hosts(text: str, where: str = "nodes") -> tuple[str, ...]:
     """The hosts of a list, each once and in the order in which `scontrol show hostnames` gives them.
 
     What Slurm prints for no hosts, such as `(null)` and `None assigned`, is an empty tuple.
@@ -35,12 +35,12 @@ def expand(text: str, where: str = "nodes") -> tuple[str, ...]:
         if _NAME.fullmatch(term):
             hosts[term] = None
             continue
-        _check(term, where, len(hosts))
-        hosts.update(dict.fromkeys(_unfolded(term)))
+        _check_term(term, where, len(hosts))
+        hosts.update(dict.fromkeys(_expand_term(term)))
     return tuple(hosts)
 
 
-def _unfolded(term: str) -> Iterator[str]:
+def _expand_term(term: str) -> Iterator[str]:
     """The names of a term that was checked; the first number of a range says how wide all are at least."""
     texts = _BRACKET.split(term)
     choices = [list(_numbers(text)) if at % 2 else [text] for at, text in enumerate(texts)]
@@ -54,23 +54,24 @@ def _numbers(ranges: str) -> Iterator[str]:
             yield f"{number:0{len(first)}}"
 
 
-def fold(hosts: Iterable[str], *, suffixes: bool = True) -> str:
+def fold_hosts(hosts: Iterable[str], *, suffixes: bool = True) -> str:
     """The shortest list of these hosts, in order; `suffixes=False` avoids `n[1-2]-ib`, new in Slurm 23.11."""
-    folded = str(_nodeset(_joined(hosts), "nodes"))
+    folded = str(_nodeset(_join_checked(hosts), "nodes"))
     if suffixes:
         return folded
     whole = (
-        term if term.endswith("]") or "[" not in term else ",".join(expand(term)) for term in _terms(folded)
+        term if term.endswith("]") or "[" not in term else ",".join(expand_hosts(term))
+        for term in _terms(folded)
     )
     return ",".join(whole)
 
 
-def in_order(hosts: Iterable[str]) -> tuple[str, ...]:
+def sort_hosts(hosts: Iterable[str]) -> tuple[str, ...]:
     """These hosts by name and number, each once: node8 before node66."""
-    return tuple(_nodeset(_joined(hosts), "nodes"))
+    return tuple(_nodeset(_join_checked(hosts), "nodes"))
 
 
-def _joined(hosts: Iterable[str]) -> str:
+def _join_checked(hosts: Iterable[str]) -> str:
     names = list(hosts)
     for name in names:
         if not _NAME.fullmatch(name):
@@ -93,22 +94,22 @@ def _terms(text: str) -> Iterator[str]:
         yield term.strip(", ")
 
 
-def _check(term: str, where: str, already: int) -> None:
+def _check_term(term: str, where: str, already: int) -> None:
     """Refuse what ClusterShell would take for a group, an operator, or an endless list."""
     if "{" in term:
         raise UsageError(
             f"{where}: {term!r} names a switch or block; let `scontrol show hostnames` expand it"
         )
-    if not _LISTED.fullmatch(term) or term[0] in "-.":
+    if not _HOST_TERM.fullmatch(term) or term[0] in "-.":
         raise UsageError(
             f"{where}: {term!r} is no host list; write names such as n01,n[03-08],rack2-n[01-04]"
         )
-    count = already + math.prod(_count(ranges, term, where) for ranges in _BRACKET.findall(term))
-    if count > MOST_HOSTS:
-        raise UsageError(f"{where}: {term!r} stands for {count} hosts; at most {MOST_HOSTS} are taken")
+    count = already + math.prod(_count_hosts(ranges, term, where) for ranges in _BRACKET.findall(term))
+    if count > MAX_HOSTS:
+        raise UsageError(f"{where}: {term!r} stands for {count} hosts; at most {MAX_HOSTS} are taken")
 
 
-def _count(ranges: str, term: str, where: str) -> int:
+def _count_hosts(ranges: str, term: str, where: str) -> int:
     count = 0
     for item in ranges.split(","):
         first, _, last = item.partition("-")

@@ -19,51 +19,57 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from hpcrun.authentication import HANDSHAKE_S, MOST_BYTES_OF_A_STRANGER, fresh_nonce, parse_line, render_line
+from hpcrun.authentication import (
+    HANDSHAKE_S,
+    MAX_HANDSHAKE_BYTES,
+    fresh_nonce,
+    parse_json_line,
+    render_json_line,
+)
 from hpcrun.errors import SiteError
 
-_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_REST_S = 0.1
+_DESCRIPTOR_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_ACCEPT_PAUSE_S = 0.1
 """So long nobody is taken in where there are no descriptors and no strangers to take them from."""
-_AT_ONCE = 64
+_MAX_ACCEPTS_PER_CALL = 64
 """Connections that are taken in a row; those that have spoken are heard in between."""
-_FEWEST = 16
+_MIN_UNAUTHENTICATED = 16
 _CREDENTIALS = struct.Struct("3i")
 
 T = TypeVar("T")
 
 
-class ScarceError(OSError):
+class OutOfDescriptorsError(OSError):
     """There is no descriptor left for one that stands outside."""
 
 
-def take_in(listener: socket.socket) -> tuple[socket.socket, str] | None:
+def accept_connection(listener: socket.socket) -> tuple[socket.socket, str] | None:
     """The next connection of a listener and its host; None where none waits, or it has gone. ScarceError."""
     try:
         connection, address = listener.accept()
     except OSError as error:
-        if error.errno in _SCARCE:
-            raise ScarceError(error.errno, os.strerror(error.errno)) from None
+        if error.errno in _DESCRIPTOR_ERRNOS:
+            raise OutOfDescriptorsError(error.errno, os.strerror(error.errno)) from None
         if listener.fileno() < 0 or error.errno in (errno.EINVAL, errno.EBADF):
             raise  # it does not listen any more
         return None
     return connection, str(address[0]) if isinstance(address, tuple) and address else ""
 
 
-def take_in_ours(listener: socket.socket) -> Iterator[tuple[socket.socket, int]]:
+def accept_own_user(listener: socket.socket) -> Iterator[tuple[socket.socket, int]]:
     """Some of those at a Unix socket that never waits, each with its pid; other users' are shown out.
 
     Where there are no descriptors nobody is taken in: they wait outside.
     """
-    for _ in range(_AT_ONCE):
+    for _ in range(_MAX_ACCEPTS_PER_CALL):
         try:
-            found = take_in(listener)
-        except ScarceError:
+            found = accept_connection(listener)
+        except OutOfDescriptorsError:
             return
         if found is None:
             return
         connection, _ = found
-        pid = pid_if_ours(connection)
+        pid = own_user_peer_pid(connection)
         if pid is None:
             connection.close()
             continue
@@ -71,7 +77,7 @@ def take_in_ours(listener: socket.socket) -> Iterator[tuple[socket.socket, int]]
         yield connection, pid
 
 
-def pid_if_ours(connection: socket.socket) -> int | None:
+def own_user_peer_pid(connection: socket.socket) -> int | None:
     """The process at the other end of a Unix socket; None where it is another user's, or not to be told."""
     try:
         told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -81,14 +87,14 @@ def pid_if_ours(connection: socket.socket) -> int | None:
     return int(pid) if user == os.getuid() else None
 
 
-def hang_up(connection: socket.socket) -> None:
+def shut_down_connection(connection: socket.socket) -> None:
     """Close a connection, also under a thread that waits for it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
-def listen_at(address: str, port: int, backlog: int) -> socket.socket:
+def open_listening_socket(address: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens there; OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -100,13 +106,13 @@ def listen_at(address: str, port: int, backlog: int) -> socket.socket:
     return listener
 
 
-def most_of(wanted: int) -> int:
+def unauthenticated_limit(wanted: int) -> int:
     """How many strangers a listener may hold: the wanted number, if that leaves descriptors for the work."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_FEWEST, soft // 4))
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(_MIN_UNAUTHENTICATED, soft // 4))
 
 
-class Crowd(Generic[T]):
+class UnauthenticatedPeers(Generic[T]):
     """Those who have come and are not known yet, in the order of their coming, with their hosts."""
 
     def __init__(self, most: int) -> None:
@@ -125,9 +131,9 @@ class Crowd(Generic[T]):
     def add(self, one: T, host: str) -> T | None:
         """One more; who has to go for it, where they are too many."""
         self._here[one] = host, time.monotonic()
-        return self.one_too_many() if len(self._here) > self._most else None
+        return self.eviction_candidate() if len(self._here) > self._most else None
 
-    def one_too_many(self) -> T | None:
+    def eviction_candidate(self) -> T | None:
         """The oldest one of the host that has the most of them."""
         counts = Counter(host for host, _ in self._here.values())
         most = max(counts.values(), default=0)
@@ -143,12 +149,12 @@ class Crowd(Generic[T]):
         self._here.pop(one, None)
 
 
-class _Stranger:
+class _UnauthenticatedPeer:
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.nonce, self.said = connection, fresh_nonce(), b""
 
 
-class Door(Generic[T]):
+class AuthenticatingListener(Generic[T]):
     """Where others of the run come in over TCP; strangers are shown out and do no harm.
 
     Each is given a number that was never used before, and has one line to prove with it who it is.
@@ -168,59 +174,59 @@ class Door(Generic[T]):
         """
         self._recognise, self._handshake_s = recognise, handshake_s
         try:
-            self._listener = listen_at(address, 0, max(128, most))
+            self._listener = open_listening_socket(address, 0, max(128, most))
         except OSError as error:
             raise SiteError(f"{address}: cannot listen here for {whom}: {error.strerror}") from None
         self._listener.setblocking(False)
         self.address, self.port = address, int(self._listener.getsockname()[1])
-        self._strangers = Crowd[_Stranger](most_of(most))
-        self._resting_until: float | None = None
+        self._unauthenticated = UnauthenticatedPeers[_UnauthenticatedPeer](unauthenticated_limit(most))
+        self._accept_paused_until: float | None = None
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake_descriptor, selectors.EVENT_READ, self._wake_descriptor)
 
     def fileno(self) -> int:
         """Becomes readable when somebody stands at the door."""
         return self._selector.fileno()
 
-    def await_somebody(self) -> None:
+    def await_connection(self) -> None:
         """Wait until somebody stands at the door, or there is something else to see to there."""
-        if self._resting_until is not None:
-            self._selector.select(_REST_S)
+        if self._accept_paused_until is not None:
+            self._selector.select(_ACCEPT_PAUSE_S)
         else:
-            self._selector.select(self._handshake_s if len(self._strangers) else None)
+            self._selector.select(self._handshake_s if len(self._unauthenticated) else None)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake, for good, whoever waits for somebody."""
-        os.eventfd_write(self._bell, 1)
+        os.eventfd_write(self._wake_descriptor, 1)
 
-    def arrivals(self) -> list[tuple[socket.socket, T]]:
+    def accept_authenticated(self) -> list[tuple[socket.socket, T]]:
         """Those who have proved who they are; to be asked now and then, also when nobody comes."""
         known = []
         ready = self._selector.select(0)
         # Who has spoken comes before those who have only come: a crowd does not push him out.
         for key, _ in ready:
-            if isinstance(one := key.data, _Stranger) and (found := self._hear(one)) is not None:
+            if isinstance(one := key.data, _UnauthenticatedPeer) and (found := self._hear(one)) is not None:
                 known.append((one.connection, found))
-        for one in self._strangers.late(self._handshake_s):
+        for one in self._unauthenticated.late(self._handshake_s):
             self._drop(one)
-        if self._resting_until is not None and time.monotonic() > self._resting_until:
-            self._resting_until = None
+        if self._accept_paused_until is not None and time.monotonic() > self._accept_paused_until:
+            self._accept_paused_until = None
             self._selector.register(self._listener, selectors.EVENT_READ)
         if any(key.data is None for key, _ in ready):
-            self._let_speak()
+            self._accept_pending()
         return known
 
-    def _let_speak(self) -> None:
-        for _ in range(_AT_ONCE):
+    def _accept_pending(self) -> None:
+        for _ in range(_MAX_ACCEPTS_PER_CALL):
             try:
-                found = take_in(self._listener)
-            except ScarceError:
-                late = self._strangers.one_too_many()
+                found = accept_connection(self._listener)
+            except OutOfDescriptorsError:
+                late = self._unauthenticated.eviction_candidate()
                 if late is None:
                     self._selector.unregister(self._listener)
-                    self._resting_until = time.monotonic() + _REST_S
+                    self._accept_paused_until = time.monotonic() + _ACCEPT_PAUSE_S
                     return
                 self._drop(late)
                 continue
@@ -228,26 +234,26 @@ class Door(Generic[T]):
                 return
             connection, host = found
             connection.setblocking(False)
-            one = _Stranger(connection)
+            one = _UnauthenticatedPeer(connection)
             self._selector.register(connection, selectors.EVENT_READ, one)
-            late = self._strangers.add(one, host)
+            late = self._unauthenticated.add(one, host)
             if late is not None:
                 self._drop(late)
             with contextlib.suppress(OSError):
-                connection.send(render_line({"nonce": one.nonce}))
+                connection.send(render_json_line({"nonce": one.nonce}))
 
-    def _hear(self, one: _Stranger) -> T | None:
+    def _hear(self, one: _UnauthenticatedPeer) -> T | None:
         try:
-            data = one.connection.recv(MOST_BYTES_OF_A_STRANGER)
+            data = one.connection.recv(MAX_HANDSHAKE_BYTES)
         except BlockingIOError:
             return None
         except OSError:
             data = b""
         one.said += data
-        if data and b"\n" not in one.said and len(one.said) < MOST_BYTES_OF_A_STRANGER:
+        if data and b"\n" not in one.said and len(one.said) < MAX_HANDSHAKE_BYTES:
             return None
         # One line and nothing behind it: who is let in waits for our answer.
-        said = parse_line(one.said) if one.said.endswith(b"\n") and one.said.count(b"\n") == 1 else None
+        said = parse_json_line(one.said) if one.said.endswith(b"\n") and one.said.count(b"\n") == 1 else None
         found = self._recognise(one.nonce, said) if said is not None else None
         if found is None:
             self._drop(one)
@@ -255,11 +261,11 @@ class Door(Generic[T]):
         self._forget(one)
         return found
 
-    def _forget(self, one: _Stranger) -> None:
+    def _forget(self, one: _UnauthenticatedPeer) -> None:
         self._selector.unregister(one.connection)
-        self._strangers.remove(one)
+        self._unauthenticated.remove(one)
 
-    def _drop(self, one: _Stranger) -> None:
+    def _drop(self, one: _UnauthenticatedPeer) -> None:
         self._forget(one)
         one.connection.close()
 
@@ -267,8 +273,8 @@ class Door(Generic[T]):
         """Nobody comes in any more."""
         if self._listener.fileno() < 0:
             return
-        for one in self._strangers:
+        for one in self._unauthenticated:
             self._drop(one)
         self._selector.close()
-        os.close(self._bell)
+        os.close(self._wake_descriptor)
         self._listener.close()

@@ -45,20 +45,20 @@ def working_directory() -> Path:
         ) from None
 
 
-def absolute(path: Path | str) -> Path:
+def absolute_path(path: Path | str) -> Path:
     """A path from the working directory; SiteError where it takes one and there is none."""
     path = Path(path)
     return path if path.is_absolute() else working_directory() / path
 
 
-def from_here(path: Path) -> str:
+def display_path(path: Path) -> str:
     """A path as one would type it here: relative where it lies below the working directory."""
     with suppress(SiteError, ValueError):
         return str(path.relative_to(working_directory()))
     return str(path)
 
 
-def fill_descriptors() -> None:
+def open_missing_descriptors() -> None:
     """Have descriptors 0 to 2 where a process was started with one of them closed.
 
     The next file or socket that is opened would take its number, and be written over by whoever prints.

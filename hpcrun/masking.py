@@ -14,24 +14,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MASK = "(masked)"
-SHORTEST_SECRET = 6
+MIN_SECRET_LENGTH = 6
 """A shorter value is also a part of other words, which would make logs unreadable."""
 
-_ALWAYS = frozenset(
+_SECRET_WORDS = frozenset(
     {
         *("secret", "secrets", "password", "passwords", "passwd", "passphrase", "passphrases", "credential"),
         *("credentials", "apikey", "apikeys"),
     }
 )
 """A name with one of these words in it is a secret's."""
-_AT_END = frozenset(
+_SECRET_LAST_WORDS = frozenset(
     {
         *("token", "auth", "authtoken", "authorization", "cookie", "cookies", "pwd", "pass", "pat", "psk"),
         *("signature", "accesskey", "secretkey"),
     }
 )
 """So is one that ends with one of these, unless its value is plainly none."""
-_KEYS = frozenset(
+_SECRET_KEY_KINDS = frozenset(
     {
         *(
             "api",
@@ -50,9 +50,11 @@ _KEYS = frozenset(
     }
 )
 """What makes a key secret that is named so: access_key, AccountKey."""
-_CAPITAL = frozenset({"TOKEN", "TOKENS", "KEY", "KEYS", "AUTH", "PWD", "PASS", "PSK", "PAT", "COOKIE"})
+_SECRET_WORDS_IN_CAPITALS = frozenset(
+    {"TOKEN", "TOKENS", "KEY", "KEYS", "AUTH", "PWD", "PASS", "PSK", "PAT", "COOKIE"}
+)
 """Words of environment variables, wherever they stand in a name in capitals."""
-_OF_TEXT = frozenset(
+_TOKENIZER_WORDS = frozenset(
     {
         *(
             "pad",
@@ -74,20 +76,20 @@ _OF_TEXT = frozenset(
     }
 )
 """Tokens of a text, and not of a service."""
-_PLAIN = re.compile(
+_HARMLESS_VALUE = re.compile(
     r"[-+]?(\d{1,5}|\d*\.\d+([eE][-+]?\d+)?)%?|true|false|null|none|yes|no|str|bytes|~", re.IGNORECASE
 )
 
-_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-_ASSIGNED = re.compile(
+_NAME_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
+_ASSIGNMENT = re.compile(
     r"(?<![\w.-])(?P<name>[A-Za-z_-][\w.-]{0,199})(?P<between>\\*[\"']?\]?[ \t]*(?:=>|:=|==?|:)[ \t]*)"
 )
-_QUOTED = re.compile(
+_QUOTED_VALUE = re.compile(
     r"(?P<quote>\\*[\"'])(?P<inside>(?:(?!(?P=quote))(?:\\.|[^\\])){0,20000})(?P=quote)", re.DOTALL
 )
-_BARE = re.compile(r"(?:\\.|\$\(\S*|[^\s'\",;&\0<>\\)\]}|])+")
-_LISTED = re.compile(r"\[[^\]\n]*\]")
-_BLOCK = re.compile(
+_BARE_VALUE = re.compile(r"(?:\\.|\$\(\S*|[^\s'\",;&\0<>\\)\]}|])+")
+_INLINE_LIST = re.compile(r"\[[^\]\n]*\]")
+_YAML_BLOCK = re.compile(
     r"[|>][-+0-9]{0,2}[ \t]*\n(?P<first>(?P<indent>[ \t]+)[^\n]*)(?:\n(?P=indent)[^\n]*|\n(?=\n))*"
 )
 _LINE_START = re.compile(
@@ -95,7 +97,7 @@ _LINE_START = re.compile(
     r"(?:[-+][ \t]*|\d+:[ \t]*)?(?:export[ \t]+|declare[ \t]+-x[ \t]+)?[\"']?"
 )
 
-_SHAPES = re.compile(
+_KNOWN_SECRET_FORMATS = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}"
     r"|sk-[\w-]{20,}|[srp]k_(?:live|test)_\w{10,}|(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}|xox[abeoprs]-[\w-]{10,}"
     r"|xapp-[\w-]{10,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|npm_[A-Za-z0-9]{30,}"
@@ -109,7 +111,7 @@ _SHAPES = re.compile(
 )
 _KEY_END = re.compile(r"-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----")
 _KEY_LINE = re.compile(r"[ \t]*[A-Za-z0-9+/=]{8,}[ \t]*\r?")
-_AROUND: tuple[re.Pattern[str], ...] = (
+_SECRET_CONTEXTS: tuple[re.Pattern[str], ...] = (
     re.compile(r"(\w://[^\s/:@'\"]*:)[^\s/'\"<>]+(@)"),
     re.compile(r"(\w://)(?=[^\s/:@'\"]*\d)[^\s/:@'\"]{16,}(@)"),
     re.compile(
@@ -143,52 +145,56 @@ _AROUND: tuple[re.Pattern[str], ...] = (
     re.compile(r"(wandb[^\n]{0,60}?(?<![0-9a-f]))[0-9a-f]{40}(?![0-9a-f])()", re.IGNORECASE),
 )
 """What stands before and after a secret; both stay."""
-_BASIC = re.compile(r"\b(Basic[ \t]+)([A-Za-z0-9+/]{8,}={0,2})", re.IGNORECASE)
-_SPACED = re.compile(
+_BASIC_AUTH = re.compile(r"\b(Basic[ \t]+)([A-Za-z0-9+/]{8,}={0,2})", re.IGNORECASE)
+_SPACED_OPTION = re.compile(
     r"(?P<before>(?<![\w-])(?:--?|setenv[ \t]+|set[ \t]+-\w+[ \t]+)(?P<name>[A-Za-z][\w-]{2,80})[ \t]+)"
     r"(?P<value>'[^'\n]*'|\"[^\"\n]*\"|[^\s'\"-][^\s'\"]*)"
 )
-_OPTION = re.compile(
+_QUOTED_OPTION = re.compile(
     r"(?P<before>(?P<quote>['\"])--?(?P<name>[\w-]+)(?P=quote)\s*,\s*(?P<other>['\"]))(?P<value>[^'\"\n]*)"
 )
-_PAIR = re.compile(
+_NAME_VALUE_PAIR = re.compile(
     r"(?P<before>name\\*['\"]?\s*[:=]\s*\\*['\"]?(?P<name>[\w.-]+)"
     r"\\*['\"]?\s*[,;]?\s*\\*['\"]?value\\*['\"]?\s*[:=]\s*)"
     r"(?P<value>'[^'\n]*'|\\*\"[^\"\n]*\"|[^\s,'\"}]+)",
     re.IGNORECASE,
 )
-_ELEMENT = re.compile(r"(?P<before><(?P<name>[A-Za-z][\w.-]*)(?:\s[^<>]*)?>)(?P<value>[^<>]+)(?=</)")
+_XML_ELEMENT = re.compile(r"(?P<before><(?P<name>[A-Za-z][\w.-]*)(?:\s[^<>]*)?>)(?P<value>[^<>]+)(?=</)")
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a variable, key, option, field or file of this name holds a secret."""
-    words = [word.lower() for word in _PARTS.findall(name)]
-    return _is_always(name, words) or _is_at_end(words)
+    words = [word.lower() for word in _NAME_WORDS.findall(name)]
+    return _has_secret_word(name, words) or _has_secret_last_word(words)
 
 
-def _is_always(name: str, words: Sequence[str]) -> bool:
-    if _ALWAYS.intersection(words):
+def _has_secret_word(name: str, words: Sequence[str]) -> bool:
+    if _SECRET_WORDS.intersection(words):
         return True
     has_lower = any(letter.islower() for letter in name.rpartition(".")[2])
-    return not has_lower and bool(_CAPITAL.intersection(re.split(r"[^A-Za-z0-9]+", name)))
+    return not has_lower and bool(_SECRET_WORDS_IN_CAPITALS.intersection(re.split(r"[^A-Za-z0-9]+", name)))
 
 
-def _is_at_end(words: Sequence[str]) -> bool:
+def _has_secret_last_word(words: Sequence[str]) -> bool:
     if not words:
         return False
     before = words[-2] if len(words) > 1 else ""
     if words[-1] in ("key", "keys"):
-        return before in _KEYS
+        return before in _SECRET_KEY_KINDS
     if words[-1] == "token":
-        return before not in _OF_TEXT
-    return words[-1] in _AT_END and (len(words) > 1 or words[-1] not in ("pass", "pat", "signature"))
+        return before not in _TOKENIZER_WORDS
+    return words[-1] in _SECRET_LAST_WORDS and (
+        len(words) > 1 or words[-1] not in ("pass", "pat", "signature")
+    )
 
 
 class Masker:
     """Takes secrets out of text; `values` are known ones, which go wherever they stand."""
 
     def __init__(self, values: Iterable[str] = ()) -> None:
-        written = {form for value in values for form in _written(value) if len(form) >= SHORTEST_SECRET}
+        written = {
+            form for value in values for form in _written_forms(value) if len(form) >= MIN_SECRET_LENGTH
+        }
         known = sorted(written, key=len, reverse=True)
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
@@ -196,19 +202,20 @@ class Masker:
         """The same text without them."""
         if self._known is not None:
             text = self._known.sub(MASK, text)
-        text = _without_key_ends(_SHAPES.sub(MASK, text))
-        for pattern in _AROUND:
+        text = _mask_key_ends(_KNOWN_SECRET_FORMATS.sub(MASK, text))
+        for pattern in _SECRET_CONTEXTS:
             text = pattern.sub(rf"\g<1>{MASK}\g<2>", text)
-        text = _BASIC.sub(_without_login, text)
-        for pattern in (_SPACED, _OPTION, _PAIR, _ELEMENT):
-            text = pattern.sub(_without_value, text)
-        return _without_assigned(text)
+        text = _BASIC_AUTH.sub(_mask_login, text)
+        for pattern in (_SPACED_OPTION, _QUOTED_OPTION, _NAME_VALUE_PAIR, _XML_ELEMENT):
+            text = pattern.sub(_mask_value, text)
+        return _mask_assigned(text)
 
     def mask_record(self, value: Any) -> Any:
         """Plain values out of a record: what stands under a telling name goes, and secrets in all text."""
         if isinstance(value, Mapping):
             return {
-                key: MASK if _hides(str(key), one) else self.mask_record(one) for key, one in value.items()
+                key: MASK if _is_secret_value(str(key), one) else self.mask_record(one)
+                for key, one in value.items()
             }
         if isinstance(value, list):
             words = [one if isinstance(one, str) else None for one in value]
@@ -227,29 +234,33 @@ class Masker:
                 option.startswith("-")
                 and "=" not in option
                 and not word.startswith("-")
-                and _hides(option, word)
+                and _is_secret_value(option, word)
             ):
                 masked.append(MASK)
-            elif equals and re.fullmatch(r"[\w.-]+", name) and _hides(name, value):
+            elif equals and re.fullmatch(r"[\w.-]+", name) and _is_secret_value(name, value):
                 masked.append(f"{name}={MASK}")
             else:
                 masked.append(self.mask(word))
         return masked
 
 
-def _hides(name: str, value: Any) -> bool:
+def _is_secret_value(name: str, value: Any) -> bool:
     """Whether a value, whole as it is, is a secret by its name."""
     if value is None or value == "" or isinstance(value, bool | Mapping):
         return False
-    words = [word.lower() for word in _PARTS.findall(name)]
+    words = [word.lower() for word in _NAME_WORDS.findall(name)]
     if isinstance(value, list):
         return (
-            bool(_ALWAYS.intersection(words)) and all(isinstance(one, str) for one in value) and bool(value)
+            bool(_SECRET_WORDS.intersection(words))
+            and all(isinstance(one, str) for one in value)
+            and bool(value)
         )
-    return _is_always(name, words) or (_is_at_end(words) and not _PLAIN.fullmatch(str(value)))
+    return _has_secret_word(name, words) or (
+        _has_secret_last_word(words) and not _HARMLESS_VALUE.fullmatch(str(value))
+    )
 
 
-def _without_login(found: re.Match[str]) -> str:
+def _mask_login(found: re.Match[str]) -> str:
     """`Basic` before letters is also a word of a sentence: only what reads as user:password goes."""
     data = found[2]
     try:
@@ -259,16 +270,16 @@ def _without_login(found: re.Match[str]) -> str:
     return f"{found[1]}{MASK}" if is_login else found[0]
 
 
-def _without_value(found: re.Match[str]) -> str:
+def _mask_value(found: re.Match[str]) -> str:
     value = found["value"]
     bare = value.strip("\\'\"")
-    if not _hides(found["name"], bare) or bare == MASK:
+    if not _is_secret_value(found["name"], bare) or bare == MASK:
         return found[0]
     quote = value[: len(value) - len(value.lstrip("\\'\""))]
     return f"{found['before']}{quote}{MASK}{quote}"
 
 
-def _without_key_ends(text: str) -> str:
+def _mask_key_ends(text: str) -> str:
     """Of a private key whose beginning was cut off, the lines before its end."""
     pieces: list[str] = []
     done = 0
@@ -284,37 +295,39 @@ def _without_key_ends(text: str) -> str:
     return "".join([*pieces, text[done:]]) if pieces else text
 
 
-def _without_assigned(text: str) -> str:
+def _mask_assigned(text: str) -> str:
     """NAME=value, NAME: "value" and the like, with the quotes of the value: what was JSON stays JSON."""
     pieces: list[str] = []
     done = at = 0
-    while (found := _ASSIGNED.search(text, at)) is not None:
+    while (found := _ASSIGNMENT.search(text, at)) is not None:
         at = found.end()
-        end, quote = _value(text, found)
+        end, quote = _assigned_value_end(text, found)
         if end > at:
             pieces += [text[done:at], quote, MASK, quote]
             done = at = end
     return "".join([*pieces, text[done:]]) if pieces else text
 
 
-def _value(text: str, found: re.Match[str]) -> tuple[int, str]:
+def _assigned_value_end(text: str, found: re.Match[str]) -> tuple[int, str]:
     """Where the value of a name ends, and the quotes around it; its beginning where it is no secret."""
     name, at = found["name"], found.end()
-    words = [word.lower() for word in _PARTS.findall(name)]
-    always, at_end = _is_always(name, words), _is_at_end(words)
+    words = [word.lower() for word in _NAME_WORDS.findall(name)]
+    always, at_end = _has_secret_word(name, words), _has_secret_last_word(words)
     if not (always or at_end) or text.startswith(("//", "{"), at):
         return at, ""
-    if (block := _BLOCK.match(text, at)) is not None:
+    if (block := _YAML_BLOCK.match(text, at)) is not None:
         return block.end(), ""
-    if (listed := _LISTED.match(text, at)) is not None:
+    if (listed := _INLINE_LIST.match(text, at)) is not None:
         return (listed.end() if always and not name.isupper() else at), ""
     end, quotes = at, list[str]()
-    while (piece := _QUOTED.match(text, end) or _BARE.match(text, end)) is not None and piece.end() > end:
+    while (
+        piece := _QUOTED_VALUE.match(text, end) or _BARE_VALUE.match(text, end)
+    ) is not None and piece.end() > end:
         quotes.append(piece.groupdict().get("quote") or "")
         end = piece.end()
     if not always and not any(quotes):
         bare = text[at:end]
-        if _PLAIN.fullmatch(bare) or len(bare) < SHORTEST_SECRET or "(" in bare:
+        if _HARMLESS_VALUE.fullmatch(bare) or len(bare) < MIN_SECRET_LENGTH or "(" in bare:
             return at, ""
     begin = text.rfind("\n", 0, found.start()) + 1
     is_line = _LINE_START.fullmatch(text, begin, found.start()) is not None
@@ -332,7 +345,7 @@ def _value(text: str, found: re.Match[str]) -> tuple[int, str]:
     return end, quotes[0] if len(quotes) == 1 else ""
 
 
-def _written(value: str) -> Iterator[str]:
+def _written_forms(value: str) -> Iterator[str]:
     """A value as it may stand in a file: as it is, its lines, and with the escapes of JSON, YAML and bash."""
     yield value
     yield from value.splitlines()

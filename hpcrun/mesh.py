@@ -12,7 +12,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelDegrees:
     """The size of each parallel axis; world = pp * dp_replicate * dp_shard * cp * tp."""
 
     pp: int = 1
@@ -54,7 +54,9 @@ class Degrees:
         return " × ".join(named) or "one rank"
 
 
-def partition(costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+def partition_layers(
+    costs: Sequence[float], parts: int, first: float = 0.0, last: float = 0.0
+) -> list[range]:
     """Cut a row of layers into contiguous non-empty parts so that the dearest part is cheapest.
 
     `first` and `last` are what the first and last part carry besides (embedding, output head); no cost is

@@ -29,11 +29,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _libc = ctypes.CDLL(None, use_errno=True)
-_INHERITED = ("PYTHON", "LD_PRELOAD", "BASH_ENV", "BASH_FUNC_")
+_SCRUBBED_PREFIXES = ("PYTHON", "LD_PRELOAD", "BASH_ENV", "BASH_FUNC_")
 
 
 @dataclass(frozen=True)
-class Completed:
+class CompletedCommand:
     """How an external command ended."""
 
     argv: tuple[str, ...]
@@ -42,7 +42,7 @@ class Completed:
     stderr: str
     duration_s: float
 
-    def require(self) -> Completed:
+    def require_success(self) -> CompletedCommand:
         """Itself when the command succeeded; else SiteError with the command's own words."""
         if self.exit_code == 0:
             return self
@@ -50,9 +50,9 @@ class Completed:
         raise SiteError(f"`{' '.join(self.argv)}` ended with exit code {self.exit_code}: {words}")
 
 
-def scrubbed(environ: Mapping[str, str]) -> dict[str, str]:
+def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for somebody else's command: nothing of our Python's, and messages in English."""
-    return {k: v for k, v in environ.items() if not k.startswith(_INHERITED)} | {"LC_ALL": "C"}
+    return {k: v for k, v in environ.items() if not k.startswith(_SCRUBBED_PREFIXES)} | {"LC_ALL": "C"}
 
 
 def python_path(*paths: str | None) -> str:
@@ -61,7 +61,7 @@ def python_path(*paths: str | None) -> str:
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-def with_our_package(environ: Mapping[str, str]) -> dict[str, str]:
+def environment_with_package(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which a child finds this very package."""
     found, before = dict(environ), environ.get("PYTHONPATH")
     package = Path(hpcrun.__file__).parent.parent
@@ -75,7 +75,7 @@ def with_our_package(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run(
     argv: Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Completed:
+) -> CompletedCommand:
     """Run an external command to its end; SiteError when it is missing or does not end in time."""
     import subprocess
 
@@ -86,7 +86,7 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=scrubbed(os.environ if env is None else env),
+            env=scrubbed_environment(os.environ if env is None else env),
             cwd=cwd,
             text=True,
             errors="replace",
@@ -94,21 +94,21 @@ def run(
         )
     except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
         raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
-    with hold(child):
+    with protect_from_reaper(child):
         try:
             out, err = child.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            end_child(child)
+            kill_child(child)
             raise SiteError(f"`{' '.join(argv)}` gave no answer in {timeout_s:g} s; it was ended") from None
         except BaseException:
-            end_child(child)
+            kill_child(child)
             # After an interrupt the `with` would leave it unreaped.
             child.wait()
             raise
-    return Completed(tuple(argv), child.returncode, out, err, time.monotonic() - started)
+    return CompletedCommand(tuple(argv), child.returncode, out, err, time.monotonic() - started)
 
 
-def tell(
+def run_with_input(
     argv: Sequence[str],
     document: str,
     *,
@@ -116,7 +116,7 @@ def tell(
     env: Mapping[str, str],
     cwd: Path | None = None,
     most_bytes: int = 65536,
-) -> Completed:
+) -> CompletedCommand:
     """Run a command that reads a document on its stdin and may be no friend: out of time it is ended.
 
     Of its output, both streams in one, no more than `most_bytes` are kept. SiteError as `run` raises it, with
@@ -135,7 +135,7 @@ def tell(
                 stdin=given,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=scrubbed(env),
+                env=scrubbed_environment(env),
                 cwd=cwd,
                 start_new_session=True,
             )
@@ -144,10 +144,10 @@ def tell(
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
     said = bytearray()
-    with hold(child):
-        while not (ended := _has_ended(child.pid)) and time.monotonic() - started < timeout_s:
-            _listen(child.stdout.fileno(), said, most_bytes, 0.05)
-        _listen(child.stdout.fileno(), said, most_bytes, 0.0)
+    with protect_from_reaper(child):
+        while not (ended := _awaits_reaping(child.pid)) and time.monotonic() - started < timeout_s:
+            _read_pipe(child.stdout.fileno(), said, most_bytes, 0.05)
+        _read_pipe(child.stdout.fileno(), said, most_bytes, 0.0)
         kill_tree(child.pid)
         # Not reaped yet, the child still holds the number of its group.
         os.killpg(child.pid, signal.SIGKILL)
@@ -157,15 +157,15 @@ def tell(
         lines = text.strip().splitlines()
         words = f"; it said last: {lines[-1][-300:]}" if lines else ""
         raise SiteError(f"`{argv[0]}` did not end in {timeout_s:g} s and was ended{words}")
-    return Completed(tuple(argv), child.returncode, text, "", time.monotonic() - started)
+    return CompletedCommand(tuple(argv), child.returncode, text, "", time.monotonic() - started)
 
 
-def _has_ended(pid: int) -> bool:
+def _awaits_reaping(pid: int) -> bool:
     """Whether a child of ours waits to be reaped."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _listen(descriptor: int, said: bytearray, most: int, wait_s: float) -> None:
+def _read_pipe(descriptor: int, said: bytearray, most: int, wait_s: float) -> None:
     """Take what a pipe holds now; wait for it, or where nobody writes any more for nothing."""
     import select
 
@@ -192,7 +192,7 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def identify(pid: int) -> ProcessId | None:
+def identify_process(pid: int) -> ProcessId | None:
     """The process that has this pid now."""
     ticks = start_ticks(pid)
     return None if ticks is None else ProcessId(pid, ticks)
@@ -221,7 +221,7 @@ def _stat(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-class Handle:
+class ProcessHandle:
     """A hold on one process, safe against its pid being given to another."""
 
     def __init__(self, process: ProcessId) -> None:
@@ -318,18 +318,18 @@ def processes_with_env(name: str, value: str) -> list[ProcessId]:
     """Living processes, but not the caller, that were started with an environment variable of this value."""
     found = []
     for pid in _pids():
-        process = identify(pid)
-        if process and pid != os.getpid() and started_with(pid, name) == value:
+        process = identify_process(pid)
+        if process and pid != os.getpid() and read_initial_variable(pid, name) == value:
             found.append(process)
     return found
 
 
-def started_with(pid: int, name: str) -> str | None:
+def read_initial_variable(pid: int, name: str) -> str | None:
     """An environment variable as a process was given it; None without it, or where it is not ours to see."""
-    return environment_of(pid).get(name)
+    return read_initial_environment(pid).get(name)
 
 
-def environment_of(pid: int) -> dict[str, str]:
+def read_initial_environment(pid: int) -> dict[str, str]:
     """The environment as a process was given it; empty where there is none, or it is not ours to see."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
@@ -342,7 +342,7 @@ def environment_of(pid: int) -> dict[str, str]:
 def command_lines() -> Iterator[tuple[ProcessId, list[str]]]:
     """Every living process, but not the caller, with the words that it was started with, where they show."""
     for pid in _pids():
-        process = identify(pid)
+        process = identify_process(pid)
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             if process and pid != os.getpid():
@@ -359,10 +359,10 @@ def _pids() -> list[int]:
     return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
 
 
-def kill_all(processes: Iterable[ProcessId]) -> None:
+def kill_processes(processes: Iterable[ProcessId]) -> None:
     """Send SIGKILL to those of the processes that are still themselves."""
     for process in processes:
-        handle = Handle(process)
+        handle = ProcessHandle(process)
         # Another user's process cannot be ended by us; whoever asks sees that it is still there.
         with contextlib.suppress(PermissionError):
             handle.signal(signal.SIGKILL)
@@ -376,32 +376,32 @@ def kill_tree(top: ProcessId | int, timeout_s: float = 5.0) -> list[ProcessId]:
     """
     deadline = time.monotonic() + timeout_s
     while alive := descendants(top):
-        kill_all(alive)
+        kill_processes(alive)
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
     return alive
 
 
-_held: weakref.WeakKeyDictionary[subprocess.Popen[Any], ProcessId] = weakref.WeakKeyDictionary()
-_holding = threading.Lock()
+_unreaped_children: weakref.WeakKeyDictionary[subprocess.Popen[Any], ProcessId] = weakref.WeakKeyDictionary()
+_unreaped_lock = threading.Lock()
 
 
-def hold(child: subprocess.Popen[AnyStr]) -> subprocess.Popen[AnyStr]:
+def protect_from_reaper(child: subprocess.Popen[AnyStr]) -> subprocess.Popen[AnyStr]:
     """The same child, which was started just now: known for good, and reaped by nobody but its Popen."""
-    known = identify(child.pid)
+    known = identify_process(child.pid)
     if known is not None:
-        with _holding:
-            _held[child] = known
+        with _unreaped_lock:
+            _unreaped_children[child] = known
     return child
 
 
-def end_child(child: subprocess.Popen[Any]) -> None:
+def kill_child(child: subprocess.Popen[Any]) -> None:
     """Kill a child of ours and all below it; one that was reaped has no pid any more, and is left alone."""
     if child.poll() is not None:
         return
-    with _holding:
-        known = _held.get(child)
+    with _unreaped_lock:
+        known = _unreaped_children.get(child)
     kill_tree(known or child.pid)
     child.kill()
 
@@ -418,8 +418,8 @@ def become_subreaper() -> None:
 
 def reap_orphans() -> None:
     """Collect the children that ended, except those that are held: somebody waits for their status."""
-    with _holding:
-        waited_for = {known for child, known in _held.items() if child.returncode is None}
+    with _unreaped_lock:
+        waited_for = {known for child, known in _unreaped_children.items() if child.returncode is None}
     for pid in _pids():
         fields = _stat(pid)
         if fields and fields[0] == "Z" and int(fields[1]) == os.getpid():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpcrun.files import Folder
+from hpcrun.files import OwnedDirectory
 
 _SHM = "/dev/shm"
 # Only what MPI, UCX, NCCL, torch and Python make there: people keep data sets in /dev/shm too.
@@ -45,7 +45,7 @@ def unmapped_segments(paths: Iterable[str]) -> set[str]:
 def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
     """Files of ours that MPI or torch made so long ago and no process maps any more, with their sizes."""
     found = {}
-    with contextlib.suppress(FileNotFoundError), Folder.below(folder) as files:
+    with contextlib.suppress(FileNotFoundError), OwnedDirectory.below(folder) as files:
         for name in filter(_SEGMENT.match, files.names()):
             if not files.is_own_file(name):
                 continue
@@ -72,7 +72,7 @@ def unlink_mapped_segments() -> None:
 
 def _unlink(paths: Iterable[str], *, since: float) -> list[str]:
     removed = []
-    with contextlib.suppress(FileNotFoundError), Folder.below(Path(_SHM)) as files:
+    with contextlib.suppress(FileNotFoundError), OwnedDirectory.below(Path(_SHM)) as files:
         for path in sorted(paths):
             with contextlib.suppress(OSError):
                 if _is_own_segment(files, path, since) and files.unlink(path.rpartition("/")[2]):
@@ -81,12 +81,12 @@ def _unlink(paths: Iterable[str], *, since: float) -> list[str]:
 
 
 def _own_segments(paths: Iterable[str], since: float) -> set[str]:
-    with contextlib.suppress(FileNotFoundError), Folder.below(Path(_SHM)) as files:
+    with contextlib.suppress(FileNotFoundError), OwnedDirectory.below(Path(_SHM)) as files:
         return {path for path in paths if _is_own_segment(files, path, since)}
     return set()
 
 
-def _is_own_segment(files: Folder, path: str, since: float) -> bool:
+def _is_own_segment(files: OwnedDirectory, path: str, since: float) -> bool:
     name = path.rpartition("/")[2]
     if not _is_segment(path) or not files.is_own_file(name):
         return False

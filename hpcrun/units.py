@@ -13,9 +13,9 @@ from typing import NamedTuple
 from hpcrun.errors import UsageError
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
-_SUGAR = {"d": _DAY, "h": _HOUR, "m": _MINUTE, "s": 1}
-_SUGARED = re.compile(
-    r"(?=\d)" + "".join(rf"(?:(?P<{unit}>\d{{1,9}}){unit})?" for unit in _SUGAR), re.I | re.A
+_SHORT_UNIT_SECONDS = {"d": _DAY, "h": _HOUR, "m": _MINUTE, "s": 1}
+_SHORT_TIME = re.compile(
+    r"(?=\d)" + "".join(rf"(?:(?P<{unit}>\d{{1,9}}){unit})?" for unit in _SHORT_UNIT_SECONDS), re.I | re.A
 )
 _SLURM_TIME = re.compile(
     r"(?:(?P<days>\d{1,9})-)?(?P<fields>\d{1,9}(?::\d{1,9}){0,2})(?P<fraction>\.\d+)?", re.A
@@ -49,9 +49,11 @@ def parse_time(text: str, where: str = "time") -> TimeLimit:
     text = text.strip()
     if text.lower() in _NO_LIMIT:
         return TimeLimit(math.inf)
-    sugared = _SUGARED.fullmatch(text)
+    sugared = _SHORT_TIME.fullmatch(text)
     if sugared and any(sugared.groups()):
-        seconds: float | None = sum(int(sugared[unit] or 0) * size for unit, size in _SUGAR.items())
+        seconds: float | None = sum(
+            int(sugared[unit] or 0) * size for unit, size in _SHORT_UNIT_SECONDS.items()
+        )
     else:
         seconds = _slurm_seconds(text) if "." not in text else None
     if seconds is None:
@@ -86,7 +88,7 @@ def _slurm_seconds(text: str) -> float | None:
     return int(match["days"] or 0) * _DAY + whole + float(match["fraction"] or 0)
 
 
-def read_time(text: str) -> float | None:
+def parse_slurm_time(text: str) -> float | None:
     """Seconds that Slurm printed, inf for no limit; None where it says no time (N/A, Partition_Limit, …)."""
     text = text.strip()
     if text.lower() in _NO_LIMIT:
@@ -103,7 +105,7 @@ def render_time(seconds: float) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-def mib(size_bytes: float) -> int:
+def bytes_to_mib(size_bytes: float) -> int:
     """Bytes as whole MiB, rounded up."""
     return math.ceil(size_bytes / 2**20)
 
@@ -130,20 +132,20 @@ def _exact_mib(number: str, unit_bytes: int) -> int:
     return -(-scaled // parts_per_mib)
 
 
-class Memory(NamedTuple):
+class SlurmMemory(NamedTuple):
     """Memory that Slurm printed: MiB, and what it counts for (`node`, `cpu`, empty where it does not say)."""
 
     mib: int
     per: str = ""
 
 
-def read_memory(text: str) -> Memory | None:
+def parse_slurm_memory(text: str) -> SlurmMemory | None:
     """`8G`, `62.50G`, `64000`, `0n`, `4000Mc`, `64000+`; None for UNLIMITED, N/A and what is no amount."""
     match = _PRINTED_MEMORY.fullmatch(text.strip())
     if match is None:
         return None
     per = {"n": "node", "c": "cpu"}.get(match["per"].lower(), "")
-    return Memory(_exact_mib(match["number"], _BINARY[match["unit"].upper()]), per)
+    return SlurmMemory(_exact_mib(match["number"], _BINARY[match["unit"].upper()]), per)
 
 
 def render_memory(amount_mib: int) -> str:
@@ -151,7 +153,7 @@ def render_memory(amount_mib: int) -> str:
     return f"{amount_mib // 1024}G" if amount_mib and amount_mib % 1024 == 0 else f"{amount_mib}M"
 
 
-def amount(size: float) -> str:
+def render_bytes(size: float) -> str:
     """Bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:

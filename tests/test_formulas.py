@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hpcrun.formulas import (
-    fewest_for_median,
     head_flops_per_token,
     layer_flops_per_token,
     layer_parameters,
     median_interval,
-    parameters,
+    min_samples_for_median,
+    model_parameters,
     peak_flops,
     train_flops_per_token,
 )
@@ -30,19 +30,19 @@ def preset(name: str, **changes: Any) -> ModelSpec:
     [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-1b", 1_235_814_400)],
 )
 def test_parameter_counts_are_those_of_the_published_weights(name: str, count: int) -> None:
-    assert parameters(preset(name)) == count
+    assert model_parameters(preset(name)) == count
 
 
 def test_a_layer_more_is_a_layer_s_parameters_more_and_tying_saves_the_head() -> None:
     model, deeper = preset("demo"), preset("demo", layers=5)
-    assert parameters(deeper) - parameters(model) == layer_parameters(model)
-    assert parameters(model) - parameters(preset("demo", tied=True)) == model.vocab * model.hidden
+    assert model_parameters(deeper) - model_parameters(model) == layer_parameters(model)
+    assert model_parameters(model) - model_parameters(preset("demo", tied=True)) == model.vocab * model.hidden
 
 
 def test_training_flops_are_six_a_weight_and_the_attention_core() -> None:
     model, seq_len = preset("llama3-8b"), 8192
     norms = (2 * model.layers + 1) * model.hidden
-    weights = parameters(model) - model.vocab * model.hidden - norms  # the embedding is a look-up
+    weights = model_parameters(model) - model.vocab * model.hidden - norms  # the embedding is a look-up
     core = 12 * model.layers * seq_len * model.heads * model.head_dim
     assert train_flops_per_token(model, seq_len, causal=False) == 6 * weights + core
     assert train_flops_per_token(model, seq_len) == 6 * weights + core / 2
@@ -84,4 +84,4 @@ def test_the_median_s_interval_is_the_narrowest_that_holds_it_in_95_of_100(count
 def test_too_few_values_give_their_whole_range() -> None:
     assert median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert median_interval([2.0]) == (2.0, 2.0)
-    assert (fewest_for_median(), fewest_for_median(0.99), fewest_for_median(0.5)) == (6, 8, 2)
+    assert (min_samples_for_median(), min_samples_for_median(0.99), min_samples_for_median(0.5)) == (6, 8, 2)

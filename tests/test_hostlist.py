@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.hostlist import MOST_HOSTS, expand, fold, in_order
+from hpcrun.hostlist import MAX_HOSTS, expand_hosts, fold_hosts, sort_hosts
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ from hpcrun.hostlist import MOST_HOSTS, expand, fold, in_order
     ],
 )
 def test_expand(text: str, hosts: str) -> None:
-    assert expand(text) == tuple(hosts.split())
+    assert expand_hosts(text) == tuple(hosts.split())
 
 
 @pytest.mark.parametrize("text", ["", " ", "(null)", "None assigned", "None", "N/A"])
 def test_what_slurm_prints_for_no_hosts_is_no_hosts(text: str) -> None:
-    assert expand(text) == ()
+    assert expand_hosts(text) == ()
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_what_slurm_prints_for_no_hosts_is_no_hosts(text: str) -> None:
         ("n[]", "is no host list"),
         ("nöde", "is no host list"),
         ("n[3-1]", "counts down from 3 to 1; write \\[1-3\\]"),
-        ("n[1-100000]", f"at most {MOST_HOSTS}"),
-        ("n[1-999]m[1-999]", f"at most {MOST_HOSTS}"),
+        ("n[1-100000]", f"at most {MAX_HOSTS}"),
+        ("n[1-999]m[1-999]", f"at most {MAX_HOSTS}"),
         ("switch{leaf1}", "names a switch or block"),
     ],
 )
 def test_what_is_no_host_list_is_refused_in_one_line(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=f"^job.yaml:4 exclude: .*{says}") as raised:
-        expand(text, "job.yaml:4 exclude")
+        expand_hosts(text, "job.yaml:4 exclude")
     assert "\n" not in str(raised.value)
 
 
 def test_hosts_are_put_in_the_order_of_their_numbers() -> None:
     # sorted as text these come out as node66 node7 node70 node8 (pytorch#191190)
     names = ["node7", "node66", "node8", "node70"]
-    assert in_order(names) == ("node7", "node8", "node66", "node70")
-    assert expand(",".join(names)) == tuple(names)
+    assert sort_hosts(names) == ("node7", "node8", "node66", "node70")
+    assert expand_hosts(",".join(names)) == tuple(names)
 
 
 def test_fold_is_undone_by_expand() -> None:
@@ -94,24 +94,28 @@ def test_fold_is_undone_by_expand() -> None:
         ["r1n1", "r1n2", "r2n1", "r2n2"],
         [],
     ):
-        assert sorted(expand(fold(hosts))) == sorted(hosts)
-    assert fold(["n05", "n01", "n02", "n03"]) == "n[01-03,05]"
+        assert sorted(expand_hosts(fold_hosts(hosts))) == sorted(hosts)
+    assert fold_hosts(["n05", "n01", "n02", "n03"]) == "n[01-03,05]"
 
 
 def test_numbers_that_outgrow_their_padding_are_folded_and_unfolded() -> None:
     hosts = [f"cn{number:03}" for number in range(1, 1025)]
-    assert list(expand("cn[001-1024]")) == hosts
-    assert set(expand(fold(hosts))) == set(hosts)
-    assert in_order(reversed(hosts)) == tuple(hosts)
+    assert list(expand_hosts("cn[001-1024]")) == hosts
+    assert set(expand_hosts(fold_hosts(hosts))) == set(hosts)
+    assert sort_hosts(reversed(hosts)) == tuple(hosts)
 
 
 def test_old_slurm_is_spared_text_behind_a_bracket() -> None:
-    assert fold(["n02-ib", "n01-ib", "n1", "n2"]).endswith("-ib")
-    assert fold(["n02-ib", "n01-ib", "n1", "n2"], suffixes=False).count("[") == 1
-    assert set(expand(fold(["n02-ib", "n01-ib", "n1"], suffixes=False))) == {"n01-ib", "n02-ib", "n1"}
+    assert fold_hosts(["n02-ib", "n01-ib", "n1", "n2"]).endswith("-ib")
+    assert fold_hosts(["n02-ib", "n01-ib", "n1", "n2"], suffixes=False).count("[") == 1
+    assert set(expand_hosts(fold_hosts(["n02-ib", "n01-ib", "n1"], suffixes=False))) == {
+        "n01-ib",
+        "n02-ib",
+        "n1",
+    }
 
 
 @pytest.mark.parametrize("name", ["(null)", "None assigned", "@all", "n[1-2]", ""])
 def test_only_names_are_folded(name: str) -> None:
     with pytest.raises(UsageError, match="is no host name"):
-        fold(["n1", name])
+        fold_hosts(["n1", name])

@@ -13,7 +13,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.process import Handle, ProcessId
+from hpcrun.process import ProcessHandle, ProcessId
 
 # A tree: a shell in a session of its own, a child in another one, a grandchild; each line is a pid.
 TREE = "setsid sh -c 'sleep 60 & echo $!; wait' & sleep 60 & echo $!; wait"
@@ -45,8 +45,8 @@ def test_a_command_gives_back_its_output() -> None:
     done = process.run(["/bin/sh", "-c", "echo out; echo err >&2; exit 3"], timeout_s=20)
     assert (done.exit_code, done.stdout, done.stderr) == (3, "out\n", "err\n")
     with pytest.raises(SiteError, match="ended with exit code 3: err"):
-        done.require()
-    assert process.run(["true"], timeout_s=20).require().exit_code == 0
+        done.require_success()
+    assert process.run(["true"], timeout_s=20).require_success().exit_code == 0
 
 
 def test_the_environment_is_scrubbed_and_messages_are_in_english(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,10 +98,10 @@ def test_processes_are_found_by_what_they_were_given(
     marker = f"{os.getpid()}-find"
     monkeypatch.setenv("FIND_MARKER", marker)
     child = spawn("exec sleep 60")
-    wait_until(lambda: process.started_with(child.pid, "FIND_MARKER") == marker)
+    wait_until(lambda: process.read_initial_variable(child.pid, "FIND_MARKER") == marker)
     assert [one.pid for one in process.processes_with_env("FIND_MARKER", marker)] == [child.pid]
     assert process.processes_with_env("FIND_MARKER", marker[:-1]) == []
-    assert process.started_with(child.pid, "FIND_MARK") is None
+    assert process.read_initial_variable(child.pid, "FIND_MARK") is None
     words = {one.pid: words for one, words in process.command_lines()}
     assert words[child.pid] == ["sleep", "60"]
     assert os.getpid() not in words
@@ -112,9 +112,9 @@ def test_a_handle_knows_when_and_how_its_process_ended(
     spawn: Callable[[str], subprocess.Popen[str]],
 ) -> None:
     child = spawn("exec sleep 60")
-    identity = process.identify(child.pid)
+    identity = process.identify_process(child.pid)
     assert identity is not None
-    handle = Handle(identity)
+    handle = ProcessHandle(identity)
     assert handle.is_alive()
     assert handle.wait_status() is None
     assert handle.signal(signal.SIGTERM)
@@ -131,10 +131,10 @@ def test_a_pid_that_was_given_to_another_is_not_touched(
     child = spawn("exec sleep 60")
     ticks = process.start_ticks(child.pid)
     assert ticks is not None
-    stale = Handle(ProcessId(child.pid, ticks - 1))
+    stale = ProcessHandle(ProcessId(child.pid, ticks - 1))
     assert not stale.is_alive()
     assert not stale.signal(signal.SIGKILL)
-    process.kill_all([ProcessId(child.pid, ticks - 1)])
+    process.kill_processes([ProcessId(child.pid, ticks - 1)])
     assert process.is_alive(ProcessId(child.pid, ticks))
 
 
@@ -146,11 +146,11 @@ def test_without_pidfd_the_start_time_has_to_do(
 
     monkeypatch.setattr(os, "pidfd_open", missing)
     child = spawn("exec sleep 60")
-    identity = process.identify(child.pid)
+    identity = process.identify_process(child.pid)
     assert identity is not None
-    handle = Handle(identity)
+    handle = ProcessHandle(identity)
     assert handle.fileno() is None
-    assert not Handle(ProcessId(child.pid, identity.start_ticks - 1)).signal(signal.SIGKILL)
+    assert not ProcessHandle(ProcessId(child.pid, identity.start_ticks - 1)).signal(signal.SIGKILL)
     assert handle.signal(signal.SIGKILL)
     wait_until(lambda: not handle.is_alive())
     assert handle.wait_status() == signal.SIGKILL
@@ -159,7 +159,7 @@ def test_without_pidfd_the_start_time_has_to_do(
 def test_who_is_gone_has_no_identity() -> None:
     with subprocess.Popen(["true"]) as child:
         pass
-    assert process.identify(child.pid) is None
+    assert process.identify_process(child.pid) is None
     assert process.start_ticks(child.pid) is None
 
 
@@ -209,8 +209,8 @@ def test_parents_and_their_deaths(kind: str, said: str) -> None:
     assert out == said
 
 
-def told(words: list[str], document: str = "", timeout_s: float = 20) -> process.Completed:
-    return process.tell(words, document, timeout_s=timeout_s, env=os.environ)
+def told(words: list[str], document: str = "", timeout_s: float = 20) -> process.CompletedCommand:
+    return process.run_with_input(words, document, timeout_s=timeout_s, env=os.environ)
 
 
 def test_a_document_is_told_and_the_answer_is_bounded() -> None:
@@ -249,21 +249,21 @@ def test_nothing_is_ended_below_a_pid_that_another_process_has_now(
     shell = spawn(TREE)
     assert shell.stdout is not None
     sleepers = [int(shell.stdout.readline()), int(shell.stdout.readline())]
-    now = process.identify(shell.pid)
+    now = process.identify_process(shell.pid)
     assert now is not None
     before = process.ProcessId(now.pid, now.start_ticks - 1)
     assert process.descendants(before) == []
     assert process.kill_tree(before) == []
-    handle = process.Handle(before)
+    handle = process.ProcessHandle(before)
     assert not handle.signal(signal.SIGKILL)
     handle.close()
     # One whose end was noticed is not signalled either, whoever has its pid.
     ended = spawn("exit 3")
     ended.wait()
     ended.pid = shell.pid
-    process.end_child(ended)
+    process.kill_child(ended)
     assert all(process.state(one) not in (None, "Z") for one in (shell.pid, *sleepers))
-    process.end_child(process.hold(shell))
+    process.kill_child(process.protect_from_reaper(shell))
     shell.wait()
     wait_until(lambda: all(process.state(one) in (None, "Z") for one in sleepers))
 
@@ -271,7 +271,7 @@ def test_nothing_is_ended_below_a_pid_that_another_process_has_now(
 def test_a_child_that_somebody_waits_for_is_not_reaped_as_an_orphan(
     spawn: Callable[[str], subprocess.Popen[str]],
 ) -> None:
-    held = process.hold(spawn("exit 7"))
+    held = process.protect_from_reaper(spawn("exit 7"))
     wait_until(lambda: process.state(held.pid) == "Z")
     process.reap_orphans()
     assert held.wait() == 7
@@ -284,8 +284,8 @@ def test_a_process_is_held_also_where_descriptors_have_run_out(
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     child = spawn("exec sleep 60")
-    known = process.identify(child.pid)
+    known = process.identify_process(child.pid)
     assert known is not None
     monkeypatch.setattr(os, "pidfd_open", none_left)
-    process.kill_all([known])
+    process.kill_processes([known])
     assert child.wait() == -signal.SIGKILL

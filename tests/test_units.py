@@ -8,13 +8,13 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.units import (
-    Memory,
+    SlurmMemory,
     TimeLimit,
-    mib,
+    bytes_to_mib,
     parse_memory,
+    parse_slurm_memory,
+    parse_slurm_time,
     parse_time,
-    read_memory,
-    read_time,
     render_memory,
     render_time,
 )
@@ -96,7 +96,7 @@ def test_minutes_round_up_as_in_slurm() -> None:
     ],
 )
 def test_a_time_that_slurm_printed(text: str, seconds: float | None) -> None:
-    assert read_time(text) == seconds
+    assert parse_slurm_time(text) == seconds
 
 
 def test_a_rendered_time_is_read_back_without_a_warning() -> None:
@@ -137,27 +137,27 @@ def test_what_is_no_memory_is_refused_in_one_line(text: str) -> None:
 
 
 def test_bytes_round_up() -> None:
-    assert [mib(0), mib(1), mib(2**20), mib(2**20 + 1)] == [0, 1, 1, 2]
+    assert [bytes_to_mib(0), bytes_to_mib(1), bytes_to_mib(2**20), bytes_to_mib(2**20 + 1)] == [0, 1, 1, 2]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("8G", Memory(8192)),
-        ("62.50G", Memory(64000)),
-        ("64000", Memory(64000)),
-        ("64000+", Memory(64000)),
-        ("0n", Memory(0, "node")),
-        ("4000Mc", Memory(4000, "cpu")),
-        ("16Gn", Memory(16384, "node")),
+        ("8G", SlurmMemory(8192)),
+        ("62.50G", SlurmMemory(64000)),
+        ("64000", SlurmMemory(64000)),
+        ("64000+", SlurmMemory(64000)),
+        ("0n", SlurmMemory(0, "node")),
+        ("4000Mc", SlurmMemory(4000, "cpu")),
+        ("16Gn", SlurmMemory(16384, "node")),
         ("UNLIMITED", None),
         ("N/A", None),
         ("", None),
         ("9" * 5000, None),
     ],
 )
-def test_memory_that_slurm_printed(text: str, expected: Memory | None) -> None:
-    assert read_memory(text) == expected
+def test_memory_that_slurm_printed(text: str, expected: SlurmMemory | None) -> None:
+    assert parse_slurm_memory(text) == expected
 
 
 def test_sbatch_gets_whole_numbers() -> None:

@@ -28,45 +28,45 @@ if TYPE_CHECKING:
 
 SMALL_BYTES = 8
 LARGE_BYTES = (16_384, 262_144, 4_194_304)
-SMALL_TIMES, LARGE_TIMES, WARM_UP = 40, 6, 1
-NAP_S = 0.0002
+SMALL_REPEATS, LARGE_REPEATS, WARM_UP_REPEATS = 40, 6, 1
+POLL_INTERVAL_S = 0.0002
 """Between polls."""
 
 
-class Line(NamedTuple):
+class LatencyBandwidth(NamedTuple):
     """What a message costs: seconds = latency + bytes / bandwidth."""
 
     latency_s: float
     bandwidth_Bps: float
 
 
-class Fit(NamedTuple):
+class MessageCostModel(NamedTuple):
     """Two lines: MPI libraries and networks treat small messages otherwise than large ones."""
 
-    small: Line
-    large: Line
+    small: LatencyBandwidth
+    large: LatencyBandwidth
     up_to_bytes: int
     """The largest of the small ones."""
 
 
-def quartile(times: Sequence[float]) -> float:
+def lower_quartile(times: Sequence[float]) -> float:
     """The lower one: what other work on the machine does to a time is only ever to add to it."""
     return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
 
 
-def fit(seconds_by_size: Mapping[int, Sequence[float]]) -> Fit:
+def fit_message_cost(seconds_by_size: Mapping[int, Sequence[float]]) -> MessageCostModel:
     """A line through the two smallest sizes, and one through the two largest."""
-    points = sorted((size, quartile(times)) for size, times in seconds_by_size.items())
+    points = sorted((size, lower_quartile(times)) for size, times in seconds_by_size.items())
     if len(points) < 4:
         raise UsageError(f"ping-pong: {len(points)} sizes are too few for two lines; use 4")
     (first, latency), (second, later), *_, (near, low), (far, high) = points
     if high <= low:
         raise UsageError(f"ping-pong: {far} bytes took no longer than {near}; measure again, with more calls")
     bandwidth = (far - near) / (high - low)
-    large = Line(max(0.0, low - near / bandwidth), bandwidth)
+    large = LatencyBandwidth(max(0.0, low - near / bandwidth), bandwidth)
     # What is lost in the grain of the polls is taken to go as the large ones do.
-    small = Line(latency, (second - first) / (later - latency) if later > latency else bandwidth)
-    return Fit(small, large, second)
+    small = LatencyBandwidth(latency, (second - first) / (later - latency) if later > latency else bandwidth)
+    return MessageCostModel(small, large, second)
 
 
 def parse_pairs(words: Sequence[str], ranks: int) -> dict[str, list[tuple[int, int]]]:
@@ -85,71 +85,73 @@ def parse_pairs(words: Sequence[str], ranks: int) -> dict[str, list[tuple[int, i
     return found
 
 
-def half_trip(comm: MPI.Comm, peer: int, first: bool, out: bytearray, into: bytearray) -> float:
+def time_half_round_trip(comm: MPI.Comm, peer: int, first: bool, out: bytearray, into: bytearray) -> float:
     """Seconds of one way, half of there and back."""
     begin = time.perf_counter()
     if first:
-        wait(comm.Isend(out, peer))
-    wait(comm.Irecv(into, peer))
+        wait_for_request(comm.Isend(out, peer))
+    wait_for_request(comm.Irecv(into, peer))
     if not first:
-        wait(comm.Isend(out, peer))
+        wait_for_request(comm.Isend(out, peer))
     return (time.perf_counter() - begin) / 2
 
 
-def exchange(comm: MPI.Comm, peer: int, first: bool, out: bytearray, into: bytearray) -> float:
+def time_exchange(comm: MPI.Comm, peer: int, first: bool, out: bytearray, into: bytearray) -> float:
     """Seconds until both directions are through; who is first does not matter."""
     begin = time.perf_counter()
     coming, going = comm.Irecv(into, peer), comm.Isend(out, peer)
-    wait(coming)
-    wait(going)
+    wait_for_request(coming)
+    wait_for_request(going)
     return time.perf_counter() - begin
 
 
-def wait(request: MPI.Request) -> None:
+def wait_for_request(request: MPI.Request) -> None:
     """Until it is done."""
     while not request.Test():
-        time.sleep(NAP_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def measure_links(comm: MPI.Comm, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> dict[str, Any]:
     """By name: `one` pair's ping-pong, and `all` pairs' exchange; seconds by size, of the slowest at work."""
     return {
         name: {
-            "one": _measure(comm, chosen[:1], half_trip),
-            "all": _measure(comm, chosen, exchange),
+            "one": _measure_pairs(comm, chosen[:1], time_half_round_trip),
+            "all": _measure_pairs(comm, chosen, time_exchange),
             "pairs": len(chosen),
         }
         for name, chosen in pairs.items()
     }
 
 
-_Trip = Callable[["MPI.Comm", int, bool, bytearray, bytearray], float]
+_TimedTransfer = Callable[["MPI.Comm", int, bool, bytearray, bytearray], float]
 
 
-def _measure(comm: MPI.Comm, pairs: Sequence[tuple[int, int]], trip: _Trip) -> dict[int, list[float]]:
+def _measure_pairs(
+    comm: MPI.Comm, pairs: Sequence[tuple[int, int]], trip: _TimedTransfer
+) -> dict[int, list[float]]:
     partner = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
     found = {}
-    for size, times in ((SMALL_BYTES, SMALL_TIMES), *((large, LARGE_TIMES) for large in LARGE_BYTES)):
+    for size, times in ((SMALL_BYTES, SMALL_REPEATS), *((large, LARGE_REPEATS) for large in LARGE_BYTES)):
         out, into = bytearray(size), bytearray(size)
         mine: list[float] = []
-        for _ in range(times + WARM_UP):
+        for _ in range(times + WARM_UP_REPEATS):
             # As a round of a collective: all start together, and links have had a moment's rest.
-            wait(comm.Ibarrier())
+            wait_for_request(comm.Ibarrier())
             if comm.rank in partner:
                 mine.append(trip(comm, *partner[comm.rank], out, into))
-        gathered = [each[WARM_UP:] for each in comm.gather(mine) or [] if each]
+        gathered = [each[WARM_UP_REPEATS:] for each in comm.gather(mine) or [] if each]
         found[size] = [max(each) for each in zip(*gathered, strict=True)]
     return found
 
 
-def reduce_s_per_byte(comm: MPI.Comm) -> float:
+def measure_reduce_s_per_byte(comm: MPI.Comm) -> float:
     """What adding up floats costs a byte while every rank does it: the slowest rank's median."""
     import numpy as np
     from mpi4py import MPI
 
     mine, more = np.ones(1 << 18, dtype=np.float32), np.ones(1 << 18, dtype=np.float32)
     spent = []
-    wait(comm.Ibarrier())
+    wait_for_request(comm.Ibarrier())
     for _ in range(10):
         begin = time.perf_counter()
         MPI.SUM.Reduce_local(mine, more)
@@ -168,9 +170,9 @@ def measure_allreduce(comm: MPI.Comm, calls: Mapping[int, int]) -> dict[int, lis
         result = np.empty_like(mine)
         spent = []
         for number in range(times + 1):
-            wait(comm.Ibarrier())
+            wait_for_request(comm.Ibarrier())
             begin = time.perf_counter()
-            wait(comm.Iallreduce(mine, result))
+            wait_for_request(comm.Iallreduce(mine, result))
             took = time.perf_counter() - begin
             if number:
                 spent.append(took)
@@ -186,7 +188,7 @@ def render_links(links: Mapping[str, Any]) -> str:
     for name, found in links.items():
         for mode, words in (("one", "one pair"), ("all", f"{found['pairs']} pairs both ways")):
             try:
-                line = fit({int(size): times for size, times in found[mode].items()})
+                line = fit_message_cost({int(size): times for size, times in found[mode].items()})
             except UsageError as error:
                 lines.append(f"{name}, {words}: unknown: {error}")
                 continue
@@ -206,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
     modes: dict[str, Callable[[Sequence[str]], Any]] = {
         "links": lambda words: {
             "links": measure_links(comm, parse_pairs(words, comm.size)),
-            "reduce_s_per_byte": reduce_s_per_byte(comm),
+            "reduce_s_per_byte": measure_reduce_s_per_byte(comm),
         },
         "allreduce": lambda words: measure_allreduce(
             comm, {int(size): int(times) for size, _, times in (word.partition(":") for word in words)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from hpcrun.errors import Problem, UsageError
+from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.units import parse_memory, parse_time
 
 _DAY_S = 86400.0
@@ -64,23 +64,23 @@ class InjectedFault:
         return self.kind.at != "run" and self.rank is None and self.node is None
 
 
-def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[Problem]]:
+def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[SpecProblem]]:
     """A fault from plain values (do, rank, random, signal, for, …), or all that is wrong with them."""
     do = values.get("do")
     if do not in FAULT_KINDS:
         found = "is missing" if do is None else f"{do!r} is no fault"
-        return None, [Problem("do", f"{found}; there are: {', '.join(FAULT_KINDS)}")]
+        return None, [SpecProblem("do", f"{found}; there are: {', '.join(FAULT_KINDS)}")]
     kind = FAULT_KINDS[do]
     given = {key: value for key, value in values.items() if value is not None and value is not False}
     allowed = {"do", *kind.takes, *(() if kind.at == "run" else (kind.at, "random", "seed"))}
     problems = [
-        Problem(
+        SpecProblem(
             key, f"is nothing that {do} takes; it takes: {', '.join(sorted(allowed - {'do'})) or 'nothing'}"
         )
         for key in given
         if key not in allowed
     ]
-    problems += [Problem(key, f"is missing, which {do} needs") for key in kind.needs if key not in given]
+    problems += [SpecProblem(key, f"is missing, which {do} needs") for key in kind.needs if key not in given]
     problems += _check_victim(kind, given)
     read: dict[str, Any] = {}
     for key, value in given.items():
@@ -88,18 +88,18 @@ def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[P
             try:
                 read.update(_FIELD_PARSERS[key](value))
             except UsageError as error:
-                problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
+                problems.append(SpecProblem(key, str(error).removeprefix(f"{key}: ")))
     return (None, problems) if problems else (InjectedFault(do, **read), [])
 
 
-def _check_victim(kind: FaultKind, given: Mapping[str, Any]) -> list[Problem]:
+def _check_victim(kind: FaultKind, given: Mapping[str, Any]) -> list[SpecProblem]:
     if kind.at == "run":
         return []
     if (kind.at in given) == ("random" in given):
         one = "give only one of them" if kind.at in given else "say which, or take one at random"
-        return [Problem(kind.at, f"{one}: {kind.at} or random")]
+        return [SpecProblem(kind.at, f"{one}: {kind.at} or random")]
     if "seed" in given and "random" not in given:
-        return [Problem("seed", "is for random; give both, or neither")]
+        return [SpecProblem("seed", "is for random; give both, or neither")]
     return []
 
 

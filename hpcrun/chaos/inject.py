@@ -17,10 +17,10 @@ from typing import Any
 from hpcrun import process
 from hpcrun.chaos.faults import InjectedFault
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import owner_name, user_name
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_states
 from hpcrun.slurm.allocation import step_environment
@@ -170,9 +170,10 @@ def _require_node(
 ) -> None:
     nodes, host = _candidate_nodes(fault, placement), short_host_name(supervisor["host"])
     if fault.node not in nodes:
-        spares = f", and as spares {fold(placement.spares)}" if placement.spares else ""
+        spares = f", and as spares {fold_hosts(placement.spares)}" if placement.spares else ""
         raise UsageError(
-            f"node {fault.node}: is none of {run.id}; its ranks stand on {fold(placement.nodes)}{spares}"
+            f"node {fault.node}: is none of {run.id}; its ranks stand on"
+            f" {fold_hosts(placement.nodes)}{spares}"
         )
     if fault.do == "kill-agent" and (
         supervisor.get("slurm_job") is None or [*map(short_host_name, nodes)] == [host]
@@ -180,7 +181,7 @@ def _require_node(
         raise UsageError(f"{run.id} has no agents: its supervisor is on the one node of its ranks, {host}")
     if fault.do == "vanish" and short_host_name(fault.node) == host and not fault.force:
         others = [node for node in nodes if short_host_name(node) != host]
-        instead = f"name another ({fold(others)}), or " if others else ""
+        instead = f"name another ({fold_hosts(others)}), or " if others else ""
         raise UsageError(
             f"node {fault.node}: has the supervisor of {run.id} as well, without which the run ends;"
             f" {instead}use --force"
@@ -194,7 +195,7 @@ class Injection:
         self.aim = aimed
         self._waiting, self._over = b"", False
         self._said: list[dict[str, Any]] = []
-        environ = with_our_package(step_environment(without_rank_variables(os.environ)))
+        environ = environment_with_package(step_environment(without_rank_variables(os.environ)))
         for name in (RUN_ID_VARIABLE, RUN_DIR_VARIABLE, ATTEMPT_VARIABLE):
             environ.pop(name, None)
         words = aimed.command()
@@ -302,7 +303,7 @@ class Injection:
         try:
             self._child.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.end_child(self._child)
+            process.kill_child(self._child)
             self._child.wait()
         self._child.stdout.close()
         self._child.stderr.close()

@@ -20,7 +20,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.chaos.disk_filler import DiskFiller
 from hpcrun.errors import HpcrunError, UsageError
-from hpcrun.process import Handle, ProcessId
+from hpcrun.process import ProcessHandle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -100,7 +100,7 @@ def _slow_node(run: RunDir, order: Mapping[str, Any]) -> None:
     _report("over", f"leaves {_format_ranks(ranks)} alone")
 
 
-def _pause_for_share(share: float, handles: Sequence[Handle], until: float) -> bool:
+def _pause_for_share(share: float, handles: Sequence[ProcessHandle], until: float) -> bool:
     """Take this share of the time from them; True when our input has ended.
 
     We may come late to either end of a slice: what was taken too much or too little is made up for.
@@ -125,7 +125,7 @@ def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
     if not agents:
         raise TargetGoneError(f"no agent of {run.id} runs on {_local_node()} any more")
     _report("struck", "SIGKILL to the agent", agents)
-    process.kill_all(agents)
+    process.kill_processes(agents)
 
 
 def _kill_node(run: RunDir, order: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def _kill_node(run: RunDir, order: Mapping[str, Any]) -> None:
     if not all_of_it:
         raise TargetGoneError(f"nothing of {run.id} runs on {_local_node()} any more")
     _report("struck", f"SIGKILL to all of the run on {_local_node()}", all_of_it)
-    process.kill_all(all_of_it)
+    process.kill_processes(all_of_it)
 
 
 def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
     if not found:
         raise TargetGoneError(f"the supervisor of {run.id} does not run on {_local_node()} any more")
     _report("struck", "SIGKILL to the supervisor", found)
-    process.kill_all(found)
+    process.kill_processes(found)
 
 
 def _fill_disk(run: RunDir, order: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ def _rank_process_trees(run: RunDir, order: Mapping[str, Any], ranks: Sequence[i
 
 
 def _belongs_to_attempt(attempt: Attempt, one: ProcessId) -> bool:
-    marks = process.environment_of(one.pid)
+    marks = process.read_initial_environment(one.pid)
     wanted = (attempt.run.run_id, str(attempt.number))
     return _is_own_process(one) and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == wanted
 
@@ -245,13 +245,13 @@ def _find_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
 def _find_guardian(order: Mapping[str, Any]) -> list[ProcessId]:
     """In a batch job, the process that would have another supervisor come back."""
     known = dict(process.command_lines())
-    parents = [process.identify(process.parent_of(one.pid) or 0) for one in _find_supervisor(order)]
+    parents = [process.identify_process(process.parent_of(one.pid) or 0) for one in _find_supervisor(order)]
     return [one for one in parents if one is not None and "_task" in known.get(one, ())]
 
 
 def _belongs_to_job(one: ProcessId, order: Mapping[str, Any]) -> bool:
     job = order["supervisor"].get("slurm_job")
-    return job is None or process.started_with(one.pid, "SLURM_JOB_ID") == str(job)
+    return job is None or process.read_initial_variable(one.pid, "SLURM_JOB_ID") == str(job)
 
 
 def _ancestors() -> Iterator[int]:
@@ -262,9 +262,9 @@ def _ancestors() -> Iterator[int]:
 
 
 @contextmanager
-def _open_handles(found: Sequence[ProcessId]) -> Iterator[list[Handle]]:
+def _open_handles(found: Sequence[ProcessId]) -> Iterator[list[ProcessHandle]]:
     """A hold on each of them inside the block: a pid may be given to another process at any time."""
-    handles = [Handle(one) for one in found]
+    handles = [ProcessHandle(one) for one in found]
     try:
         yield handles
     finally:
@@ -272,12 +272,12 @@ def _open_handles(found: Sequence[ProcessId]) -> Iterator[list[Handle]]:
             handle.close()
 
 
-def _signal_all(handles: Sequence[Handle], number: int) -> None:
+def _signal_all(handles: Sequence[ProcessHandle], number: int) -> None:
     for handle in handles:
         handle.signal(number)
 
 
-def _stop_processes(handles: Sequence[Handle], look: Callable[[], list[ProcessId]]) -> None:
+def _stop_processes(handles: Sequence[ProcessHandle], look: Callable[[], list[ProcessId]]) -> None:
     """Stop them, and what they have started meanwhile."""
     _signal_all(handles, signal.SIGSTOP)
     known = {handle.process for handle in handles}
@@ -313,8 +313,8 @@ def _local_node() -> str:
     return os.uname().nodename
 
 
-def _report(kind: str, text: str, found: Sequence[Handle | ProcessId] = (), **more: Any) -> None:
-    pids = [one.process.pid if isinstance(one, Handle) else one.pid for one in found]
+def _report(kind: str, text: str, found: Sequence[ProcessHandle | ProcessId] = (), **more: Any) -> None:
+    pids = [one.process.pid if isinstance(one, ProcessHandle) else one.pid for one in found]
     now = {"time": time.time(), "monotonic": time.monotonic(), "node": _local_node()}
     line = json.dumps({"kind": kind, "text": text, **now, "pids": pids, **more})
     # Whoever has asked may be gone; what was done is undone all the same.

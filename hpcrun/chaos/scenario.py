@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrun.chaos.faults import InjectedFault, parse_fault, parse_fault_seconds
 from hpcrun.chaos.inject import Injection, InjectionTarget, TargetNotReadyError, find_target
-from hpcrun.errors import HpcrunError, Problem, SpecError, UsageError
+from hpcrun.errors import HpcrunError, SpecError, SpecProblem, UsageError
 from hpcrun.runs.follow import RunWatcher
 from hpcrun.specs.records import LineReader
 from hpcrun.specs.rundir import RunDir
@@ -47,11 +47,11 @@ def load_scenario(path: Path) -> list[ScenarioStep]:
     """Read a scenario; SpecError lists all the mistakes in it, with their lines."""
     document = load_list(path)
     scenes: list[ScenarioStep] = []
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     for number, values in enumerate(document.values[ITEMS]):
         key = f"{ITEMS}.{number}"
         scene, wrong = _parse_step(values, document.where(key))
-        problems += [Problem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
+        problems += [SpecProblem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
         if scene is not None:
             problems += _check_order(scenes, scene)
             scenes.append(scene)
@@ -60,31 +60,33 @@ def load_scenario(path: Path) -> list[ScenarioStep]:
     return scenes
 
 
-def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | None, list[Problem]]:
+def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | None, list[SpecProblem]]:
     fault, problems = parse_fault({key: one for key, one in values.items() if key not in ("at", "step")})
     at, step = values.get("at"), values.get("step")
     at_s = 0.0
     if (at is None) == (step is None):
-        problems.append(Problem("at", "give a time, at: 10s, or a step, step: 20; one of them"))
+        problems.append(SpecProblem("at", "give a time, at: 10s, or a step, step: 20; one of them"))
     elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        problems.append(Problem("step", f"{step!r} is no step; write a whole number"))
+        problems.append(SpecProblem("step", f"{step!r} is no step; write a whole number"))
     elif at is not None and at != 0:
         try:
             at_s = parse_fault_seconds(at, "at")
         except UsageError as error:
-            problems.append(Problem("at", str(error).removeprefix("at: ")))
+            problems.append(SpecProblem("at", str(error).removeprefix("at: ")))
     if problems or fault is None:
         return None, problems
     return ScenarioStep(fault, None if at is None else at_s, step, place), []
 
 
-def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[Problem]:
+def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[SpecProblem]:
     for key, value, earlier in (
         ("at", scene.at_s, [one.at_s for one in before if one.at_s is not None]),
         ("step", scene.step, [one.step for one in before if one.step is not None]),
     ):
         if value is not None and earlier and value < max(earlier):
-            return [Problem(key, f"{scene.when} stands after a later one; put them in order", scene.place)]
+            return [
+                SpecProblem(key, f"{scene.when} stands after a later one; put them in order", scene.place)
+            ]
     return []
 
 
@@ -98,7 +100,7 @@ def check_targets(run: RunDir, scenes: list[ScenarioStep]) -> list[InjectionTarg
         except TargetNotReadyError:
             pass
         except UsageError as error:
-            problems.append(Problem("", str(error), scene.place))
+            problems.append(SpecProblem("", str(error), scene.place))
         aims.append(aimed)
     if problems:
         raise SpecError(problems)

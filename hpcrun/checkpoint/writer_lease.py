@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import UntrustedFileError, aside_name, read_regular
+from hpcrun.files import UntrustedFileError, read_regular, temporary_name
 from hpcrun.local_identity import user_name
 from hpcrun.specs.identity import Place, place_of
 
@@ -119,7 +119,7 @@ class WriterLease:
             if _read_writer_record(self._path) != seen:
                 return self._take()
             self._path.unlink(missing_ok=True)
-        aside = self._path.with_name(aside_name(WRITER_RECORD_NAME))
+        aside = self._path.with_name(temporary_name(WRITER_RECORD_NAME))
         _write_writer_record(aside, self._own)
         try:
             os.link(aside, self._path)
@@ -162,7 +162,7 @@ class WriterLease:
             self._own = replace(self._own, beats=self._own.beats + 1)
             # A disk that is full now is not a reason to end: the next beat may get through.
             with contextlib.suppress(OSError):
-                aside = self._path.with_name(aside_name(WRITER_RECORD_NAME))
+                aside = self._path.with_name(temporary_name(WRITER_RECORD_NAME))
                 try:
                     _write_writer_record(aside, self._own)
                     if not self._end.is_set():

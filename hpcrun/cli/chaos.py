@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.errors import EXIT_CHECK_FAILED, Problem, UsageError
+from hpcrun.errors import EXIT_CHECK_FAILED, SpecProblem, UsageError
 from hpcrun.specs.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -239,8 +239,8 @@ def _inject(name: str, do: str, values: dict[str, Any], yes: bool, dry_run: bool
         _dump(run=run.id, records=records)
 
 
-def _as_option_problem(problem: Problem) -> str:
-    return str(Problem(f"--{problem.key}", problem.text))
+def _as_option_problem(problem: SpecProblem) -> str:
+    return str(SpecProblem(f"--{problem.key}", problem.text))
 
 
 def _print_dry_run(aimed: InjectionTarget, as_json: bool) -> None:

@@ -17,7 +17,7 @@ from hpcrun.cli.ckpt_show import choose_saved_step as _choose
 from hpcrun.cli.ckpt_show import find_run_or_directory
 from hpcrun.cli.ckpt_show import print_json as _print_json
 from hpcrun.cli.ckpt_show import show_progress as _progress
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.generation import GenerationReader
@@ -76,7 +76,7 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         _print_json({"steps": steps, "damaged": damaged, "copies_unknown": unknown})
         return
     for one in steps:
-        size = amount(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
+        size = render_bytes(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
         ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
         facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
         words = "".join(f"  {one[key]}" for key in ("standing", "problem") if one[key])
@@ -116,12 +116,12 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
         return
     print(f"{saved.path}: step {saved.step}, generation {saved.generation}, structure {saved.structure}")
     for one in files:
-        print(f"{one['name']}  {amount(one['size_bytes'])}")
+        print(f"{one['name']}  {render_bytes(one['size_bytes'])}")
     for tensor in tensors:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         pieces = f"{tensor['chunks']} chunk{'s' * (tensor['chunks'] != 1)}"
         where = ", ".join(tensor["files"])
-        facts = (tensor["name"], tensor["dtype"], shape, amount(tensor["size_bytes"]), pieces, where)
+        facts = (tensor["name"], tensor["dtype"], shape, render_bytes(tensor["size_bytes"]), pieces, where)
         print("  ".join(facts))
 
 
@@ -275,10 +275,10 @@ def gc(
         return
     verb = "would remove" if dry_run else "removed"
     for one in garbage:
-        print(f"{verb} {one.path}  {amount(one.size_bytes)}  {one.why}")
+        print(f"{verb} {one.path}  {render_bytes(one.size_bytes)}  {one.why}")
     for other in kept:
         print(f"kept {other.path}  {other.why}")
-    print(f"{verb} {len(garbage)} items, {amount(sum(one.size_bytes for one in garbage))}")
+    print(f"{verb} {len(garbage)} items, {render_bytes(sum(one.size_bytes for one in garbage))}")
 
 
 def _require_format_2(saved: Saved) -> Saved:

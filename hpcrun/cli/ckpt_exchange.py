@@ -19,11 +19,11 @@ from hpcrun.cli.ckpt_show import (
     show_progress,
 )
 from hpcrun.specs.sha256sums import SUMS
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
-    from hpcrun.runtime.export import Exported
-    from hpcrun.runtime.importing import Imported
+    from hpcrun.runtime.export import ExportSummary
+    from hpcrun.runtime.importing import ImportSummary
     from hpcrun.specs.job import JobSpec
     from hpcrun.specs.load import ResolvedJob
     from hpcrun.specs.rundir import RunDir
@@ -87,7 +87,7 @@ def export(
         told |= {"files": [path.name for path in files], "size_bytes": size, "left_out": left_out}
         print_json(told | _import_report(exported))
         return
-    print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {amount(size)})")
+    print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {render_bytes(size)})")
     if exported is not None:
         _print_import_report(exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
     if left_out:
@@ -142,7 +142,7 @@ def import_state(
     if run is not None and job is not None:
         raise UsageError("--job: is of a new run; --run has its own job")
     check_import_source(source)
-    kind, left_out = importing.kind_of(source), list[str]()
+    kind, left_out = importing.detect_source_format(source), list[str]()
     read = _make_reader(source, kind, step, dtype)
     if run is not None:
         found = find_run_or_directory(run, use="act")
@@ -168,25 +168,25 @@ def import_state(
 
 def _make_reader(
     source: Path, kind: str, step: int | None, dtype: str | None
-) -> Callable[[Path, JobSpec | None], Imported]:
+) -> Callable[[Path, JobSpec | None], ImportSummary]:
     """What makes the state in a directory a save, given where to and of which job."""
     from hpcrun.errors import UsageError
     from hpcrun.runtime import importing
 
     if dtype is not None and kind != "hf":
         raise UsageError(f"--dtype: is for weights of Hugging Face; a state of {kind} keeps its types")
-    action: Callable[..., Imported] = getattr(importing, f"import_{kind}")
+    action: Callable[..., ImportSummary] = getattr(importing, f"import_{kind}")
     more = {"dtype": dtype} if kind == "hf" else {}
     total = sum(path.stat().st_size for path in source.iterdir() if path.is_file())
 
-    def read(checkpoints: Path, job: JobSpec | None) -> Imported:
+    def read(checkpoints: Path, job: JobSpec | None) -> ImportSummary:
         with show_progress(str(source), total) as show:
             return action(source, checkpoints, job, step, show, **more)
 
     return read
 
 
-def _import_report(done: Exported | Imported | None) -> dict[str, Any]:
+def _import_report(done: ExportSummary | ImportSummary | None) -> dict[str, Any]:
     """What was cast, what came along and what is worth a word, for a program to read."""
     if done is None or done.carried is None:
         return {}
@@ -199,7 +199,7 @@ def _import_report(done: Exported | Imported | None) -> dict[str, Any]:
     }
 
 
-def _print_import_report(done: Exported | Imported, hashes: str) -> None:
+def _print_import_report(done: ExportSummary | ImportSummary, hashes: str) -> None:
     if hashes:
         print(hashes)
     for cast in done.casts:
@@ -222,7 +222,9 @@ def _print_left_out(source: Path, keys: list[str]) -> None:
         print("set what you need of it in a job file of your own, and give that with --job")
 
 
-def _import_into_new_run(resolved: ResolvedJob, read: Callable[[Path], Imported]) -> tuple[RunDir, Imported]:
+def _import_into_new_run(
+    resolved: ResolvedJob, read: Callable[[Path], ImportSummary]
+) -> tuple[RunDir, ImportSummary]:
     """A run that holds nothing but the imported save; none at all where the import fails."""
     from dataclasses import replace
 

@@ -15,7 +15,7 @@ from hpcrun.cli.ckpt_show import (
     refuse_while_running,
     show_progress,
 )
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -64,7 +64,9 @@ def upload(
         told |= {"url": target, "size_bytes": size}
         if dry_run:
             told["objects"] = sum(len(split_into_objects(one)) for one in saved.file_bytes)
-            line = f"would copy step {saved.step} to {target}: {told['objects']} objects, {amount(size)}"
+            line = (
+                f"would copy step {saved.step} to {target}: {told['objects']} objects, {render_bytes(size)}"
+            )
             print_json(told) if as_json else print(line)
             return
         with show_progress(f"step {saved.step}", size) as show:
@@ -113,11 +115,11 @@ def download(
     if as_json:
         print_json(told)
     elif told["fetched"]:
-        print(f"step {told['step']}: {amount(size)} from {copy.url}, whole, in {told['path']}")
+        print(f"step {told['step']}: {render_bytes(size)} from {copy.url}, whole, in {told['path']}")
     elif saved is not None:
         print(f"step {told['step']}: is whole in {told['path']}; nothing to fetch")
     else:
-        print(f"would fetch step {told['step']}, {amount(size)}, from {copy.url} to {told['path']}")
+        print(f"would fetch step {told['step']}, {render_bytes(size)}, from {copy.url} to {told['path']}")
 
 
 def find_object_copies(
@@ -195,7 +197,7 @@ def verify_object_copies(
 
 def _print_upload(told: dict[str, Any]) -> None:
     kept = f", {told['kept_objects']} were there" if told["kept_objects"] else ""
-    sent = f"{told['sent_objects']} objects sent ({amount(told['sent_bytes'])}){kept}"
+    sent = f"{told['sent_objects']} objects sent ({render_bytes(told['sent_bytes'])}){kept}"
     print(f"step {told['step']}: {told['url']}: {sent}")
     if told["unproved_objects"]:
         print(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.policy.simulation import AdviceCheck
@@ -125,7 +125,7 @@ def _format_contents(found: CheckpointPlan) -> list[str]:
         if left > 0
         else "MISSING: the slots do not fit; lower checkpoint.memory, or ask for more"
     )
-    return [*told, f"  left          {amount(abs(left))}  {what}"]
+    return [*told, f"  left          {render_bytes(abs(left))}  {what}"]
 
 
 def _format_costs(found: CheckpointPlan) -> list[str]:
@@ -205,7 +205,7 @@ def _format_storage(found: CheckpointPlan) -> list[str]:
 
     checkpoint = found.spec.checkpoint
     milestones = f" and each multiple of {checkpoint.keep_every} steps" if checkpoint.keep_every else ""
-    size = "size unknown" if found.kept_bytes is None else amount(found.kept_bytes)
+    size = "size unknown" if found.kept_bytes is None else render_bytes(found.kept_bytes)
     told = [
         "kept",
         f"  run directory: at most {found.kept} saves, {size}: the newest {checkpoint.keep}{milestones}",
@@ -217,7 +217,7 @@ def _format_storage(found: CheckpointPlan) -> list[str]:
         told += [f"    {reason}" for reason in storage.reasons]
         told += [f"    {one.level}: {one.text}" for one in storage.findings]
     if (objects := found.objects) is not None:
-        held = "size unknown" if objects.kept_bytes.value is None else amount(objects.kept_bytes.value)
+        held = "size unknown" if objects.kept_bytes.value is None else render_bytes(objects.kept_bytes.value)
         puts = "unknown" if objects.requests is None else f"{objects.requests[0]} to {objects.requests[1]}"
         told.append(f"  object store: {held} ({objects.kept_bytes.source}), {objects.copies} copies in all,")
         told.append(f"    {puts} PUT requests each (objects of 64 to 512 MiB)")
@@ -233,7 +233,9 @@ def _format_storage(found: CheckpointPlan) -> list[str]:
 
 
 def _format_bytes_line(name: str, figure: SourcedValue) -> str:
-    return f"  {name:12}  {'unknown' if figure.value is None else amount(figure.value)}  {figure.source}"
+    return (
+        f"  {name:12}  {'unknown' if figure.value is None else render_bytes(figure.value)}  {figure.source}"
+    )
 
 
 def _format_time_line(name: str, figure: SourcedValue) -> str:

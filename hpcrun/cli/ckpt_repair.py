@@ -10,7 +10,7 @@ import typer
 
 from hpcrun.cli.ckpt_objects import Endpoint, Url, open_object_copies
 from hpcrun.cli.ckpt_show import find_run_or_directory, print_json, refuse_while_running, show_progress
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
@@ -140,7 +140,7 @@ def _print_repairs(repairs: list[RepairReport], looked_at: int, dry_run: bool) -
         for what in one.missing:
             print(f"  {what}: nowhere whole")
         if one.taken and not one.problem:
-            told = ", ".join(f"{amount(size)} from {name}" for name, size in one.taken.items())
+            told = ", ".join(f"{render_bytes(size)} from {name}" for name, size in one.taken.items())
             print(f"  {told}")
     print(f"{looked_at - len(repairs)} of {looked_at} saves are whole as they are")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir, Use
@@ -98,7 +98,7 @@ def show_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         if time.monotonic() - drawn > 0.2:
             drawn = time.monotonic()
             unescaped_stream(sys.stderr).write(
-                f"\r\x1b[K{escape_control_characters(what)}: {amount(done)} of {amount(total)}"
+                f"\r\x1b[K{escape_control_characters(what)}: {render_bytes(done)} of {render_bytes(total)}"
             )
             sys.stderr.flush()
 

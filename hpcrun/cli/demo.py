@@ -10,7 +10,7 @@ import typer
 from hpcrun.cli.display import command_name
 from hpcrun.errors import EXIT_CHECK_FAILED
 from hpcrun.launch.signal_queue import SignalQueue
-from hpcrun.local_identity import from_here
+from hpcrun.local_identity import display_path
 
 if TYPE_CHECKING:
     from hpcrun.launch.demo import Demonstration, LossCurve
@@ -65,7 +65,7 @@ def _print_summary(result: Demonstration, seconds: float) -> None:
 def _demo_job() -> str:
     from hpcrun.specs.shipped import shipped
 
-    return from_here(shipped("jobs/demo.yaml"))
+    return display_path(shipped("jobs/demo.yaml"))
 
 
 def _plot(resumed: LossCurve, undisturbed: LossCurve, stopped_at: int) -> str:

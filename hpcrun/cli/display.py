@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
-from hpcrun.local_identity import from_here
+from hpcrun.local_identity import display_path
 from hpcrun.runs.save_text import describe_save, describe_weights
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def command_name() -> str:
         return "hpcrun"
     if not ours.exists():
         return f"{sys.executable} -m hpcrun"
-    return from_here(ours)
+    return display_path(ours)
 
 
 def format_short_number(number: float) -> str:

@@ -91,9 +91,9 @@ def doctor(
         raise UsageError("--hca goes with pairs: it names the adapters to try between nodes")
     if words and words[0] == "pairs":
         from hpcrun.cli.doctor_pairs import compare_pairs
-        from hpcrun.hostlist import expand
+        from hpcrun.hostlist import expand_hosts
 
-        findings = compare_pairs(words[1:], list(expand(hca)) if hca else [], at_least, as_json)
+        findings = compare_pairs(words[1:], list(expand_hosts(hca)) if hca else [], at_least, as_json)
     elif words:
         findings = _compare_reports(words, cluster, as_json)
     elif everywhere:
@@ -220,7 +220,7 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
 
 def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
     """Findings of the nodes themselves, each once with the nodes that have it."""
-    from hpcrun.hostlist import fold
+    from hpcrun.hostlist import fold_hosts
     from hpcrun.tuning.finding import worst_first
 
     nodes_of: dict[Finding, list[str]] = {}
@@ -228,7 +228,7 @@ def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
         for one in findings:
             nodes_of.setdefault(one, []).append(node)
     for one in worst_first(nodes_of):
-        print(f"{one.level:9}  {fold(nodes_of[one])}  {one.check}  {one}")
+        print(f"{one.level:9}  {fold_hosts(nodes_of[one])}  {one.check}  {one}")
 
 
 def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:

@@ -19,14 +19,14 @@ def compare_pairs(
     words: Sequence[str], adapters: Sequence[str], at_least_GBps: float | None, as_json: bool
 ) -> list[Finding]:
     """Read the outputs of trials, print what they say and what comes next; gives the findings."""
-    from hpcrun.hostlist import expand
+    from hpcrun.hostlist import expand_hosts
     from hpcrun.tuning.host.pair_trials import among, ends_of, judge, next_pairs, parse_trials, stand
 
     if not words:
         raise UsageError(
             "doctor pairs: name the nodes, and the outputs so far: doctor pairs n[01-16] [FILE...]"
         )
-    nodes = list(expand(words[0]))
+    nodes = list(expand_hosts(words[0]))
     if len(nodes) < 2:
         raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
     ends = ends_of(nodes, adapters)

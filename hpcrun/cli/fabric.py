@@ -14,7 +14,7 @@ from hpcrun.files import write_output
 from hpcrun.local_identity import user_name
 
 if TYPE_CHECKING:
-    from hpcrun.mesh import Degrees
+    from hpcrun.mesh import ParallelDegrees
     from hpcrun.submission.placement_preview import NetworkState, PlacementPreview
 
 SCHEMA_VERSION = 1
@@ -67,7 +67,7 @@ def show(
 @app.command()
 def free(topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = False) -> None:
     """How many nodes are free under each leaf, and which."""
-    from hpcrun.hostlist import fold
+    from hpcrun.hostlist import fold_hosts
 
     network = require_network(topology, cluster)
     by_leaf: dict[str, list[str]] = {}
@@ -79,7 +79,7 @@ def free(topology: _Topology = None, cluster: _Cluster = None, as_json: _Json = 
         return
     _print_notes(network)
     for leaf, nodes in by_leaf.items():
-        print(f"{leaf}  {len(nodes)} free: {fold(nodes)}")
+        print(f"{leaf}  {len(nodes)} free: {fold_hosts(nodes)}")
     if not by_leaf:
         print("no node is free")
 
@@ -206,7 +206,7 @@ def _costliest_axis(found: PlacementPreview) -> str:
     return max(axes, key=lambda one: tuple(reversed(one.bytes))).axis if axes else "pp"
 
 
-def _draw(path: Path, found: PlacementPreview, degrees: Degrees, axis: str | None) -> None:
+def _draw(path: Path, found: PlacementPreview, degrees: ParallelDegrees, axis: str | None) -> None:
     from hpcrun.fabric.draw import svg
 
     placement = found.placed.placement

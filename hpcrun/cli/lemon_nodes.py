@@ -102,10 +102,10 @@ def write_drain_request(
 
 def _forget(listed: str, now: float) -> None:
     from hpcrun.health.lemon_nodes import forget_node_faults, node_fault_file
-    from hpcrun.hostlist import expand
+    from hpcrun.hostlist import expand_hosts
     from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
 
-    named = expand(listed, "--forget")
+    named = expand_hosts(listed, "--forget")
     known = _load_scores(now)
     strange = [node for node in named if node not in known]
     if strange or not named:
@@ -133,7 +133,7 @@ def _load_scores(now: float) -> dict[str, LemonScore]:
 
 
 def _choose_scores(scores: Mapping[str, LemonScore], words: list[str] | None) -> dict[str, LemonScore]:
-    from hpcrun.hostlist import expand
+    from hpcrun.hostlist import expand_hosts
 
     if not words:
         avoided = {node: found for node, found in scores.items() if found.until is not None}
@@ -142,7 +142,7 @@ def _choose_scores(scores: Mapping[str, LemonScore], words: list[str] | None) ->
                 "no node is avoided for what your runs saw; name nodes, see `hpcrun fabric nodes`"
             )
         return avoided
-    named = dict.fromkeys(node for word in words for node in expand(word, "NODES"))
+    named = dict.fromkeys(node for word in words for node in expand_hosts(word, "NODES"))
     strange = [node for node in named if node not in scores]
     if strange:
         known = ", ".join(scores) or "none"

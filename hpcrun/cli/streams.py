@@ -12,7 +12,7 @@ import os
 import sys
 from typing import TextIO
 
-from hpcrun.local_identity import fill_descriptors
+from hpcrun.local_identity import open_missing_descriptors
 
 _PERMANENT_ERRORS = (errno.EPIPE, errno.EBADF)
 
@@ -42,7 +42,7 @@ class OutputStreams:
     """The two streams, in place of Python's own from now on; what stands in their place already is left."""
 
     def __init__(self) -> None:
-        fill_descriptors()
+        open_missing_descriptors()
         self._output = self._error = None
         if sys.stdin is None:
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115

@@ -25,7 +25,7 @@ from hpcrun.data.corpus import (
     why_not_text,
 )
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import aside_name, check_output
+from hpcrun.files import check_output, temporary_name
 from hpcrun.local_identity import expand_path
 
 _PIECE = 1 << 20
@@ -298,7 +298,7 @@ def _site_errors(out: Path) -> Iterator[None]:
 def _aside(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name only when it is complete and on disk."""
     check_output(path)
-    aside = path.with_name(aside_name(path.name))
+    aside = path.with_name(temporary_name(path.name))
     try:
         with aside.open("xb") as file:
             yield file

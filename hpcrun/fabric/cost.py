@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.traffic import Flow, Traffic
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement
 
 Key = tuple[float, ...]
@@ -82,7 +82,7 @@ class Cost:
         return f"{time} a step ({', '.join(parts) or 'no traffic'})"
 
 
-def cost(fabric: Fabric, placement: Placement, degrees: Degrees, traffic: Traffic) -> Cost:
+def cost(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, traffic: Traffic) -> Cost:
     """The modelled cost of a step's communication."""
     nodes = placement.nodes
     place = {node: slot for slot, node in enumerate(nodes)}
@@ -108,12 +108,12 @@ class Stream(NamedTuple):
     messages: int
 
 
-def streams_of(traffic: Traffic, degrees: Degrees, slot_of: Sequence[int]) -> list[Stream]:
+def streams_of(traffic: Traffic, degrees: ParallelDegrees, slot_of: Sequence[int]) -> list[Stream]:
     """The flows of a job whose ranks stand in these slots."""
     return [_stream(flow, degrees, slot_of) for flow in traffic.flows]
 
 
-def _stream(flow: Flow, degrees: Degrees, slot_of: Sequence[int]) -> Stream:
+def _stream(flow: Flow, degrees: ParallelDegrees, slot_of: Sequence[int]) -> Stream:
     edges: dict[tuple[int, int], int] = {}
     inside = 0
     for sender, receiver, count in flow.edges(degrees, len(slot_of)):

@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, plural
-from hpcrun.hostlist import fold, in_order
-from hpcrun.mesh import AXES, Degrees
+from hpcrun.hostlist import fold_hosts, sort_hosts
+from hpcrun.mesh import AXES, ParallelDegrees
 from hpcrun.specs.placement import Placement
 
 FREE = ("idle", "free")
@@ -152,7 +152,7 @@ def _alike(branches: Iterable[_Branch], marks: _Marks) -> list[list[_Branch]]:
 
 def _listed(names: Sequence[str]) -> str:
     try:
-        text = fold(in_order(names))
+        text = fold_hosts(sort_hosts(names))
     except UsageError:  # a switch may have a name that no host list takes
         text = ",".join(names)
     return _short(text)
@@ -176,7 +176,7 @@ _BOX, _GAP, _LABEL, _ROW = 26, 6, 14, 8
 """Side of a rank's square, space between things, height of a label, ranks in a row and racks in a line."""
 
 
-def svg(fabric: Fabric, placement: Placement, degrees: Degrees, axis: str) -> str:
+def svg(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, axis: str) -> str:
     """Racks, their nodes, and the ranks on each; ranks of one group of the axis have one colour.
 
     The axis is one of the mesh, or `dp` for dp_replicate and dp_shard together. Racks without ranks are only
@@ -213,7 +213,7 @@ def svg(fabric: Fabric, placement: Placement, degrees: Degrees, axis: str) -> st
     )
 
 
-def _groups(placement: Placement, degrees: Degrees, axis: str) -> list[int]:
+def _groups(placement: Placement, degrees: ParallelDegrees, axis: str) -> list[int]:
     """The number of the group of every rank: the ranks that differ in nothing but this axis."""
     inside = {"dp": ("dp_replicate", "dp_shard")}.get(axis, (axis,))
     if not set(inside) <= set(AXES):
@@ -253,7 +253,7 @@ def _rack(
     groups: Sequence[int],
     left: int,
     top: int,
-    degrees: Degrees,
+    degrees: ParallelDegrees,
 ) -> tuple[list[str], int, int]:
     """A rack's shapes, and where it ends on the right and below."""
     ranks = {node: placement.on(node) for node in nodes}

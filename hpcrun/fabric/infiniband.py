@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Level, plural
 from hpcrun.fabric.tree import level_name
-from hpcrun.hostlist import fold, in_order
+from hpcrun.hostlist import fold_hosts, sort_hosts
 
 _HEADER = re.compile(r'\s*(Switch|Ca|Rt)\s+[0-9]+\s+"([SHR]-[0-9a-fA-Fx]+)"\s*#\s*"([^"]*)"')
 _PORT = re.compile(
@@ -68,7 +68,7 @@ def read_ibnetdiscover(text: str, source: str) -> Fabric:
     heights = _heights(network, rails, notes)
     joined = _joined(network, heights, names)
     leaf_of = {host: [leaf for leaf in leaves if heights.get(leaf) == 0] for host, leaves in rails.items()}
-    hosts = in_order(rails) if rails else ()
+    hosts = sort_hosts(rails) if rails else ()
     units = []
     for host in hosts:
         at = next(iter(leaf_of[host] or rails[host]))
@@ -179,7 +179,7 @@ def _rails(network: _Network, notes: list[str]) -> dict[str, list[str]]:
         rails[host] = list(dict.fromkeys(switches))
     lost = [host for host, switches in rails.items() if not switches]
     if lost:
-        notes.append(f"{fold(lost)}: plugged into no switch, left out")
+        notes.append(f"{fold_hosts(lost)}: plugged into no switch, left out")
     return {host: switches for host, switches in rails.items() if switches}
 
 
@@ -200,7 +200,7 @@ def _heights(network: _Network, rails: Mapping[str, Iterable[str]], notes: list[
     ]
     odd = [host for host, switches in rails.items() if not set(switches) & set(leaves)]
     if odd:
-        notes.append(f"{fold(odd)}: plugged into a switch above the leaves")
+        notes.append(f"{fold_hosts(odd)}: plugged into a switch above the leaves")
     heights = dict.fromkeys(leaves, 0)
     queue = deque(leaves)
     while queue:

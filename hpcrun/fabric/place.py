@@ -16,8 +16,8 @@ from hpcrun.fabric.cost import BLOCK, Cost, Loads, cost_of, sites_of, streams_of
 from hpcrun.fabric.graph import Fabric, plural
 from hpcrun.fabric.search import Choice, Search, orders
 from hpcrun.fabric.traffic import Traffic
-from hpcrun.hostlist import fold
-from hpcrun.mesh import Degrees
+from hpcrun.hostlist import fold_hosts
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement, in_blocks
 
 Policy = Literal["pack", "spread", "pin", "none"]
@@ -63,7 +63,7 @@ def place(
     free: Sequence[str],
     ranks: int,
     per_node: int,
-    degrees: Degrees,
+    degrees: ParallelDegrees,
     traffic: Traffic,
     *,
     spares: int = 0,
@@ -123,7 +123,7 @@ def order(
     granted: Sequence[str],
     ranks: int,
     per_node: int,
-    degrees: Degrees,
+    degrees: ParallelDegrees,
     traffic: Traffic,
     *,
     policy: Policy = "pack",
@@ -177,7 +177,9 @@ def _cheapest(fabric: Fabric, tried: Sequence[Placed]) -> Placed:
 class _Job:
     """What is placed, whatever the nodes."""
 
-    def __init__(self, fabric: Fabric, ranks: int, per_node: int, degrees: Degrees, traffic: Traffic) -> None:
+    def __init__(
+        self, fabric: Fabric, ranks: int, per_node: int, degrees: ParallelDegrees, traffic: Traffic
+    ) -> None:
         self._fabric = fabric
         self._slots = -(-ranks // per_node)
         self._streams = streams_of(traffic, degrees, [rank // per_node for rank in range(ranks)])
@@ -350,7 +352,7 @@ def _too_few(slots: int, spares: int, usable: Sequence[str], avoided: Sequence[s
     shunned = f", {_named(avoided)} to be avoided" if avoided else ""
     remedy = "name more nodes" if policy == "pin" else "wait"
     return (
-        f"resources.nodes: {needed} {verb} needed, {there} ({fold(usable) or 'none'}){shunned};"
+        f"resources.nodes: {needed} {verb} needed, {there} ({fold_hosts(usable) or 'none'}){shunned};"
         f" ask for fewer, or {remedy}"
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hpcrun.fabric.cost import Key, Loads, Site
-from hpcrun.mesh import AXES, Degrees
+from hpcrun.mesh import AXES, ParallelDegrees
 
 Method = Literal["exact", "heuristic"]
 
@@ -183,7 +183,7 @@ class Search:
 
 
 def orders(
-    degrees: Degrees, ranks: int, per_node: int, weights: dict[str, int]
+    degrees: ParallelDegrees, ranks: int, per_node: int, weights: dict[str, int]
 ) -> list[tuple[list[int], list[int]]]:
     """Ways to nest the axes of the mesh: the slots in that order, and the sizes of its blocks.
 

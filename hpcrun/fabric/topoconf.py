@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcrun.errors import Problem, SpecError
+from hpcrun.errors import SpecError, SpecProblem
 from hpcrun.specs.yaml import ITEMS, Document, parse_list
 
 _LISTS = {
@@ -29,7 +29,7 @@ _KNOWN = ("topology", "cluster_default", "flat", *_LISTS)
 def check_topoconf(text: str, name: str) -> None:
     """SpecError with all that is wrong."""
     document = parse_list(text, name)
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     seen: dict[str, str] = {}
     for number, entry in enumerate(document.values[ITEMS]):
         key = f"{ITEMS}.{number}"
@@ -43,8 +43,8 @@ def check_topoconf(text: str, name: str) -> None:
         raise SpecError(problems)
 
 
-def _problem(document: Document, key: str, where: str, text: str) -> Problem:
-    return Problem(where, text, document.where(f"{key}.{where}" if where else key))
+def _problem(document: Document, key: str, where: str, text: str) -> SpecProblem:
+    return SpecProblem(where, text, document.where(f"{key}.{where}" if where else key))
 
 
 def _of_topology(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ from hpcrun.fabric.graph import Fabric, Level, flat, plural
 from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
 from hpcrun.fabric.topoconf import check_topoconf
 from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
-from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from hpcrun.local_identity import expand_path
 from hpcrun.slurm.cluster_state import SAYS_FLAT, LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
@@ -122,7 +122,7 @@ def _is_table(value: Any) -> bool:
     if isinstance(value, dict):
         return bool(value) and all(map(_is_table, value.values()))
     try:
-        return isinstance(value, str) and len(expand(value)) > 1
+        return isinstance(value, str) and len(expand_hosts(value)) > 1
     except UsageError:
         return False
 
@@ -213,7 +213,7 @@ def from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
 def _some(text: str) -> tuple[str, ...]:
     """The switches of one level of an address: a host list where there are several."""
     try:
-        return expand(text) if "[" in text or "," in text else (text,) if text else ()
+        return expand_hosts(text) if "[" in text or "," in text else (text,) if text else ()
     except UsageError:
         return (text,)
 
@@ -307,7 +307,7 @@ def _over(fabric: Fabric, order: Sequence[str]) -> Fabric:
 
 
 def _few(nodes: Sequence[str]) -> str:
-    text = fold(in_order(nodes))
+    text = fold_hosts(sort_hosts(nodes))
     text = text if len(text) <= _MOST_NAMED else f"{text[:_MOST_NAMED]}..."
     return f"{len(nodes)} {plural('node', len(nodes))}, {text}"
 

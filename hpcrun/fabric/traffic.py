@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from hpcrun.errors import UsageError
 from hpcrun.formulas import layer_parameters
-from hpcrun.mesh import AXES, Degrees
+from hpcrun.mesh import AXES, ParallelDegrees
 
 if TYPE_CHECKING:  # they bring pydantic, which a look at the fabric does without
     from hpcrun.specs.job import JobSpec
@@ -48,7 +48,7 @@ class Flow:
     messages: int
     """Messages of a rank that wait for each other; each costs the latency once."""
 
-    def edges(self, degrees: Degrees, ranks: int) -> Iterator[tuple[int, int, int]]:
+    def edges(self, degrees: ParallelDegrees, ranks: int) -> Iterator[tuple[int, int, int]]:
         """(sender, receiver, bytes) over all groups of the axis, a pair twice where it meets twice."""
         size, stride = self.size, stride_of(degrees, self.axis)
         whole = stride * size
@@ -119,7 +119,9 @@ def traffic_of(model: ModelSpec | None, plan: Plan | None, job: JobSpec) -> Traf
     return Traffic(tuple(flow for flow in flows if flow.size > 1))
 
 
-def declared(degrees: Degrees, ranks: int, *, ep: int = 1, size_bytes: int = ASSUMED_BYTES) -> Traffic:
+def declared(
+    degrees: ParallelDegrees, ranks: int, *, ep: int = 1, size_bytes: int = ASSUMED_BYTES
+) -> Traffic:
     """Equal bytes along every declared axis; without any, one ring over all ranks."""
     flows = [
         Flow(axis, "chain" if axis == "pp" else "ring", size, size_bytes, 1)
@@ -138,7 +140,7 @@ def declared(degrees: Degrees, ranks: int, *, ep: int = 1, size_bytes: int = ASS
     return Traffic((Flow(WHOLE, "ring", ranks, size_bytes, 1),), (note,))
 
 
-def stride_of(degrees: Degrees, axis: str) -> int:
+def stride_of(degrees: ParallelDegrees, axis: str) -> int:
     """How many ranks apart neighbours on an axis are; experts are dealt over neighbours in dp · cp."""
     if axis == "ep":
         return degrees.tp

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, Grid, Level, plural
-from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from hpcrun.slurm.topology import Unit
 
 BLOCK = "block"
@@ -41,7 +41,7 @@ def build(units: Iterable[Unit], name: str, source: str, *, of_slurm: bool = Tru
     for unit in units:
         if unit.kind in ("ring", "torus"):
             listed.update(dict.fromkeys(_expand(unit, name)))
-    nodes = in_order(listed) if listed else ()
+    nodes = sort_hosts(listed) if listed else ()
     heights, above = tree.columns(nodes, of_slurm)
     levels = [Level(level_name(height)) for height in heights]
     if blocks and _nested(nodes, blocks, above, tree.notes):
@@ -71,7 +71,7 @@ def _where(unit: Unit, name: str) -> str:
 
 
 def _expand(unit: Unit, name: str) -> tuple[str, ...]:
-    return expand(unit.nodes, f"{_where(unit, name)} Nodes")
+    return expand_hosts(unit.nodes, f"{_where(unit, name)} Nodes")
 
 
 def _each_once(units: Sequence[Unit], name: str) -> dict[str, Unit]:
@@ -88,7 +88,7 @@ def _each_once(units: Sequence[Unit], name: str) -> dict[str, Unit]:
 def _names(text: str, where: str) -> tuple[str, ...]:
     """The names of switches, which may hold characters that no host name has."""
     if "[" in text:
-        return expand(text, where)
+        return expand_hosts(text, where)
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
@@ -288,16 +288,16 @@ def render_topology(fabric: Fabric) -> str:
             shown[index, unit] = name
             children = [shown[child] for child in below.get(unit, ())]
             listed = f" Switches={_folded(children)}" if children else ""
-            lines.append(f"SwitchName={name} Level={height} LinkSpeed=1 Nodes={fold(nodes)}{listed}")
+            lines.append(f"SwitchName={name} Level={height} LinkSpeed=1 Nodes={fold_hosts(nodes)}{listed}")
         taken |= {shown[index, unit] for unit in members}
     if block is not None:
         lines += [
-            f"BlockName={unit} BlockIndex={number} Nodes={fold(nodes)}"
+            f"BlockName={unit} BlockIndex={number} Nodes={fold_hosts(nodes)}"
             for number, (unit, nodes) in enumerate(fabric.members(block).items())
         ]
     for grid in fabric.grids:
         # Folding would put the nodes in order, and here their order is the topology.
-        listed = fold(grid.nodes) if in_order(grid.nodes) == grid.nodes else ",".join(grid.nodes)
+        listed = fold_hosts(grid.nodes) if sort_hosts(grid.nodes) == grid.nodes else ",".join(grid.nodes)
         size = "x".join(map(str, grid.dims))
         is_ring = len(grid.dims) == 1
         lines.append(
@@ -346,4 +346,4 @@ def _children(fabric: Fabric, index: int, lower: Sequence[int]) -> dict[str, dic
 
 
 def _folded(names: Sequence[str]) -> str:
-    return fold(names) if all(map(_LISTABLE.fullmatch, names)) else ",".join(names)
+    return fold_hosts(names) if all(map(_LISTABLE.fullmatch, names)) else ",".join(names)

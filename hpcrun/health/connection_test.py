@@ -9,7 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hpcrun.listeners import ScarceError, hang_up, listen_at, take_in
+from hpcrun.listeners import (
+    OutOfDescriptorsError,
+    accept_connection,
+    open_listening_socket,
+    shut_down_connection,
+)
 from hpcrun.tuning.host.connectivity import sort_out
 
 _CONNECT_TIMEOUT_S = 3.0
@@ -25,7 +30,7 @@ class ConnectionTest:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._server = listen_at(address, 0, 1024)
+        self._server = open_listening_socket(address, 0, 1024)
         self._is_over = threading.Event()
         # Where nobody took them, connections of strangers would keep those of the others out.
         self._thread = threading.Thread(target=self._drop_connections, name="trial", daemon=True)
@@ -35,8 +40,8 @@ class ConnectionTest:
         with contextlib.suppress(OSError):  # it listens no more
             while not self._is_over.is_set():
                 try:
-                    found = take_in(self._server)
-                except ScarceError:
+                    found = accept_connection(self._server)
+                except OutOfDescriptorsError:
                     self._is_over.wait(_REST_S)
                     continue
                 if found is not None:
@@ -59,7 +64,7 @@ class ConnectionTest:
         """Listen no more; to be called when all have tried."""
         self._is_over.set()
         # Also under the thread, which waits for somebody.
-        hang_up(self._server)
+        shut_down_connection(self._server)
         self._thread.join(_CONNECT_TIMEOUT_S)
 
 

@@ -17,7 +17,7 @@ from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import Interface, interfaces
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launcher_world import without_rank_variables
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.connectivity import judge
@@ -31,7 +31,7 @@ def check_all_connections(allocation: Allocation, interface: str | None) -> tupl
 
     `interface` is the profile's; without one, what NCCL would take on each node.
     """
-    environ = step_environment(without_rank_variables(with_our_package(os.environ)))
+    environ = step_environment(without_rank_variables(environment_with_package(os.environ)))
     steps = [_ConnectivityStep(node, interface or "", environ) for node in allocation.nodes]
     try:
         with ThreadPoolExecutor(len(steps)) as pool:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.health.lemon_nodes import LemonScore
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.specs.secrets import read_secrets
 
 _POST_S = 10.0
@@ -59,14 +59,15 @@ def build_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) -
 def drain_command(scores: Mapping[str, LemonScore]) -> str:
     """What an admin would type."""
     causes = dict.fromkeys(cause for found in scores.values() for cause in found.causes)
-    words = [f"NodeName={fold(scores)}", "State=DRAIN", f"Reason=hpcrun: {', '.join(causes)}"]
+    words = [f"NodeName={fold_hosts(scores)}", "State=DRAIN", f"Reason=hpcrun: {', '.join(causes)}"]
     return shlex.join(["scontrol", "update", *words])
 
 
 def render_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) -> str:
     """The text of the request."""
+    them = "it" if len(scores) == 1 else "them"
     lines = [
-        f"Please look at {fold(scores)}, and drain {'it' if len(scores) == 1 else 'them'} if you agree.",
+        f"Please look at {fold_hosts(scores)}, and drain {them} if you agree.",
         f"Runs of {by} saw the following there (times of {time.strftime('%Z', time.localtime(now))}).",
     ]
     for node, found in scores.items():

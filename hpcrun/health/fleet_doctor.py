@@ -14,7 +14,7 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.launcher_world import without_rank_variables
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.checks import clock_skew
@@ -43,7 +43,7 @@ def doctor_command(node: str, options: Sequence[str]) -> list[str]:
 
 def run_fleet_doctor(allocation: Allocation, options: Sequence[str]) -> list[NodeDoctorResult]:
     """Have every node looked at, a few at a time; one without a report has a finding."""
-    environ = step_environment(without_rank_variables(with_our_package(os.environ)))
+    environ = step_environment(without_rank_variables(environment_with_package(os.environ)))
 
     def visit(node: str) -> NodeDoctorResult:
         return _run_node_doctor(node, doctor_command(node, options), environ)
@@ -55,7 +55,7 @@ def run_fleet_doctor(allocation: Allocation, options: Sequence[str]) -> list[Nod
 def _run_node_doctor(node: str, command: Sequence[str], environ: dict[str, str]) -> NodeDoctorResult:
     started = time.time()
     try:
-        done = process.run(command, timeout_s=_TIMEOUT_S, env=environ).require()
+        done = process.run(command, timeout_s=_TIMEOUT_S, env=environ).require_success()
         report = json.loads(done.stdout)
     except (HpcrunError, ValueError) as error:
         text = f"its doctor gave no report: {error}"

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import UntrustedFileError, open_common
-from hpcrun.hostlist import expand
+from hpcrun.files import UntrustedFileError, open_multiuser
+from hpcrun.hostlist import expand_hosts
 from hpcrun.specs.badnodes import BadNode, BadNodes, append_line
 from hpcrun.specs.profiles import config_directories
 
@@ -219,7 +219,7 @@ def load_node_faults(path: Path) -> NodeFaultHistory:
 def _parse_node_fault(line: str) -> NodeFault | None:
     try:
         found = json.loads(line)
-        (node,) = expand(str(found["node"]), "node")
+        (node,) = expand_hosts(str(found["node"]), "node")
         moment, attempt = float(found["time"]), int(found.get("attempt", 0))
     except (ValueError, TypeError, KeyError, UsageError, RecursionError, OverflowError):
         return None
@@ -266,7 +266,7 @@ def append_node_faults(path: Path, entries: Iterable[NodeFault]) -> None:
 
 def _append_locked(path: Path, lines: bytes) -> None:
     """Under a lock, as appending from several hosts is not whole on NFS; without one where there is none."""
-    lock = open_common(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = open_multiuser(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + _WAIT_S / 2
         while time.monotonic() < deadline:

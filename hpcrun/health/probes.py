@@ -20,7 +20,7 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import ports
-from hpcrun.files import Folder, aside_name, clock_of
+from hpcrun.files import OwnedDirectory, read_filesystem_clock, temporary_name
 from hpcrun.health.check_result import (
     CheckResult,
     judge_interface,
@@ -122,9 +122,9 @@ def _excuse_foreign_path(path: Path, found: CheckResult) -> CheckResult:
 
 def _check_folder_write(folder: Path, *, common: bool = False) -> CheckResult:
     # Under a name that nobody can have taken, and made anew: what stands there says nothing about the node.
-    name = aside_name("preflight")
+    name = temporary_name("preflight")
     try:
-        with Folder.below(folder) as files, _new_file(files, name) as descriptor:
+        with OwnedDirectory.below(folder) as files, _new_file(files, name) as descriptor:
             written = os.write(descriptor, _BLOCK)
             os.fsync(descriptor)
             # Not from memory, as far as the file system lets go of it.
@@ -141,7 +141,7 @@ def _check_folder_write(folder: Path, *, common: bool = False) -> CheckResult:
 
 
 @contextlib.contextmanager
-def _new_file(files: Folder, name: str) -> Iterator[int]:
+def _new_file(files: OwnedDirectory, name: str) -> Iterator[int]:
     descriptor = files.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         yield descriptor
@@ -182,8 +182,8 @@ def probe_leftovers(place: CheckTarget) -> list[CheckResult]:
     others: dict[str, list[ProcessId]] = {}
     kept = {one.pid for one in _ancestors()}
     for pid in _own_pids():
-        environ = process.environment_of(pid)
-        found = process.identify(pid) if RUN_ID_VARIABLE in environ and pid not in kept else None
+        environ = process.read_initial_environment(pid)
+        found = process.identify_process(pid) if RUN_ID_VARIABLE in environ and pid not in kept else None
         if found is None:
             continue
         if environ[RUN_ID_VARIABLE] != place.run.run_id:
@@ -200,7 +200,7 @@ def probe_leftovers(place: CheckTarget) -> list[CheckResult]:
 
 
 def _kill_leftovers(left: list[ProcessId]) -> CheckResult:
-    process.kill_all(left)
+    process.kill_processes(left)
     deadline = time.monotonic() + _KILL_WAIT_S
     while (alive := [one for one in left if process.is_alive(one)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -216,12 +216,12 @@ def _kill_leftovers(left: list[ProcessId]) -> CheckResult:
 
 def _ancestors() -> Iterator[ProcessId]:
     """This process, and those that it comes from."""
-    found = process.identify(os.getpid())
+    found = process.identify_process(os.getpid())
     while found is not None:
         yield found
         text = _read_kernel_file(Path(f"/proc/{found.pid}/stat")) or ")"
         fields = text[text.rindex(")") + 1 :].split()
-        found = process.identify(int(fields[1])) if len(fields) > 1 and fields[1] != "0" else None
+        found = process.identify_process(int(fields[1])) if len(fields) > 1 and fields[1] != "0" else None
 
 
 def _own_pids() -> Iterator[int]:
@@ -235,7 +235,7 @@ def _own_pids() -> Iterator[int]:
 def _is_run_dead(here: RunDir, run: RunDir) -> bool:
     """Whether another run has ended, or its supervisor has been silent for long."""
     with contextlib.suppress(OSError):
-        now = clock_of(here.path)
+        now = read_filesystem_clock(here.path)
         if run.exit.exists():
             return now - run.exit.stat().st_mtime > LEADER_TIMEOUT_S
         return now - run.lease.stat().st_mtime > 10 * LEADER_TIMEOUT_S and not has_active_leader(run)

@@ -13,7 +13,7 @@ from hpcrun.errors import EXIT_SITE, UsageError
 from hpcrun.health.check_result import CheckResult, judge_clock, parse_check_result
 from hpcrun.health.lemon_nodes import NodeFault
 from hpcrun.health.preflight import PreflightRequest
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.launch import recovery
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
@@ -72,7 +72,7 @@ class PreflightResult:
                 out = "; the node is left out" if one.verdict == "fail" else ""
                 said.setdefault(f"{one}{out}", []).append(node)
         for text, nodes in said.items():
-            yield f"{_MESSAGE_PREFIX}{fold(nodes)}: {text}"
+            yield f"{_MESSAGE_PREFIX}{fold_hosts(nodes)}: {text}"
 
     def as_event(self) -> dict[str, Any]:
         """As it stands in the run's events."""
@@ -184,7 +184,7 @@ def preflight_failure_outcome(
     for node, checks in admission.refused.items():
         for one in checks:
             failed.setdefault(str(one), []).append(node)
-    why = "; ".join(f"{fold(nodes)}: {text}" for text, nodes in failed.items())
+    why = "; ".join(f"{fold_hosts(nodes)}: {text}" for text, nodes in failed.items())
     names = ", ".join(dict.fromkeys(one.check for checks in admission.refused.values() for one in checks))
     wanted = "1 node is" if needed == 1 else f"{needed} nodes are"
     message = (

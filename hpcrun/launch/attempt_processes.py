@@ -29,7 +29,7 @@ from hpcrun.launch.launchers import LaunchRequest
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.watch.progress import PROGRESS_SOCKET_VARIABLE
 from hpcrun.launch.watch.stacks import RankStack, parse_stack_frames, parse_stack_lines
-from hpcrun.process import Handle
+from hpcrun.process import ProcessHandle
 from hpcrun.specs.records import read_json
 
 _IDLE_EVENT_S = 0.1
@@ -54,12 +54,12 @@ class AttemptProcesses:
         self._looked = 0.0
         inbox.queue_interrupts()
         nodes.watch(launch.attempt, launch.placement, launch.environ[PROGRESS_SOCKET_VARIABLE])
-        self._launcher = process.hold(launch.launcher.start(launch, nodes))
-        identity = process.identify(self._launcher.pid)
+        self._launcher = process.protect_from_reaper(launch.launcher.start(launch, nodes))
+        identity = process.identify_process(self._launcher.pid)
         # Until we collect it, a child keeps its pid.
         assert identity is not None
         nodes.launcher_started(identity)
-        self._launcher_handle = Handle(identity)
+        self._launcher_handle = ProcessHandle(identity)
         self._selector = selectors.DefaultSelector()
         self._selector.register(inbox.fileno(), selectors.EVENT_READ)
         self._selector.register(nodes.fileno(), selectors.EVENT_READ)

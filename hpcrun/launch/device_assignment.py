@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hpcrun.fabric.inventory import Inventory, gpus_of_job
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.rank_command import RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import given
@@ -76,7 +76,7 @@ def assign_devices(
         for text in odd:
             notes.setdefault(text, []).append(node)
     every = tuple(bindings.get(rank) for rank in range(len(placement.ranks)))
-    lines = [f"{fold(nodes)}: {text}" for text, nodes in notes.items()]
+    lines = [f"{fold_hosts(nodes)}: {text}" for text, nodes in notes.items()]
     return replace(placement, bindings=every, bound_by=around.bound_by), lines
 
 

@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.files import append_to
-from hpcrun.hostlist import fold
+from hpcrun.files import open_for_append
+from hpcrun.hostlist import fold_hosts
 from hpcrun.hydra import find_mpiexec, read_wait_statuses
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.slurm.allocation import step_environment
@@ -65,7 +65,7 @@ def _start_launcher(
     argv: Sequence[str], launch: LaunchRequest, environ: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     """Start a launcher; its own words, and the ranks' before they have logs of their own, go to its log."""
-    with append_to(launch.attempt.launcher_log) as output:
+    with open_for_append(launch.attempt.launcher_log) as output:
         try:
             return subprocess.Popen(
                 argv,
@@ -161,7 +161,7 @@ class SrunLauncher:
         environ = step_environment(launch.environ)
         if self._is_slurm_default_order(launch.placement):
             # Slurm tells the MPI library which ranks share a node only where it has chosen the order itself.
-            count, listed = launch.placement.per_node, fold(launch.placement.nodes, suffixes=False)
+            count, listed = launch.placement.per_node, fold_hosts(launch.placement.nodes, suffixes=False)
             argv += ["--distribution=block", f"--ntasks-per-node={count}", f"--nodelist={listed}"]
         else:
             argv.append("--distribution=arbitrary")

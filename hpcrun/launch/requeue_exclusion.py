@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.health.lemon_nodes import max_avoided_nodes
-from hpcrun.hostlist import expand, fold
+from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import parse_scontrol_jobs
@@ -27,12 +27,12 @@ def build_requeue_exclusion(allocation: Allocation, nodes: Sequence[str], needed
             return ""
         words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
         known = dict.fromkeys(run_client(words, timeout_s=_ASK_S).stdout.split())
-        before = expand(record.fields.get("ExcNodeList", ""), "ExcNodeList")
+        before = expand_hosts(record.fields.get("ExcNodeList", ""), "ExcNodeList")
     except (SiteError, UsageError):
         return ""
     new = [node for node in nodes if node in known and node not in before]
     most = max_avoided_nodes(len(known), needed + sum(node in known for node in before))
-    return fold([*before, *new[:most]], suffixes=False) if new[:most] else ""
+    return fold_hosts([*before, *new[:most]], suffixes=False) if new[:most] else ""
 
 
 def apply_requeue_exclusion(allocation: Allocation, excluded: str) -> str:

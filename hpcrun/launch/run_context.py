@@ -22,7 +22,7 @@ from hpcrun.launch.failover.state import FailoverState, read_left_out_nodes
 from hpcrun.launch.launchers import HydraLauncher, Launcher, MpirunLauncher, SrunLauncher
 from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE, template_words
 from hpcrun.launcher_world import without_rank_variables
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.runs.lease import Leadership
 from hpcrun.slurm.allocation import Allocation, find_allocation, step_environment
 from hpcrun.slurm.cluster_state import LiveCluster, ask_topology
@@ -148,7 +148,7 @@ class RunContext:
         deny = [] if self.is_batch else [*(self.cluster.env_deny if self.cluster else ()), *spec.env_deny]
         unset, environ = taken_away(spec.env), without_rank_variables(os.environ)
         left = {k: v for k, v in environ.items() if k not in unset and not matches(k, deny)}
-        return with_our_package(left)
+        return environment_with_package(left)
 
     @contextmanager
     def nodes(self, run: RunDir, spec: JobSpec, succession: FailoverState | None = None) -> Iterator[Nodes]:

@@ -22,7 +22,7 @@ from hpcrun.launch.run_context import RunContext
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import expand_path, working_directory
 from hpcrun.masking import Masker
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.specs.fields import given
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
@@ -52,7 +52,7 @@ class _SidecarProcess:
         child, self._child = self._child, None
         if child is None:
             return
-        process.end_child(child)
+        process.kill_child(child)
         child.communicate()
         textfile = self._orders.get("exporter", {}).get("textfile")
         if textfile is not None:
@@ -84,12 +84,12 @@ def telemetry_session(
 def _start_sidecars(run: RunDir, orders: dict[str, Any]) -> subprocess.Popen[bytes]:
     run.telemetry.mkdir(mode=0o700, exist_ok=True)
     write_json(run.telemetry / CONFIG_FILE, orders)
-    return process.hold(
+    return process.protect_from_reaper(
         subprocess.Popen(
             [sys.executable, "-P", "-m", "hpcrun", "_beside", str(run.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=with_our_package(without_rank_variables(os.environ)),
+            env=environment_with_package(without_rank_variables(os.environ)),
             start_new_session=True,
         )
     )
@@ -108,7 +108,7 @@ def _end_sidecars(child: subprocess.Popen[bytes], note: Callable[[str], None]) -
             note("telemetry: what looks after it has died on the way; the run was not told of to its end")
     except subprocess.TimeoutExpired:
         note("telemetry: what was still to be told took too long, and was dropped")
-        process.end_child(child)
+        process.kill_child(child)
         child.wait()
     finally:
         child.stdout.close()

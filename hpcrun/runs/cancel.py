@@ -66,7 +66,7 @@ def _cancel_process(run: RunDir, now: bool) -> str:
     found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
     if found is None:
         return f"{run.id}: has ended just now"
-    pid, handle = found[1].pid, process.Handle(found[1])
+    pid, handle = found[1].pid, process.ProcessHandle(found[1])
     try:
         if not now:
             handle.signal(signal.SIGTERM)

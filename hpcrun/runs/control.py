@@ -143,7 +143,7 @@ def _nothing_to_save_error(state: RunState) -> HpcrunError:
 
 def _signal_process(run: RunDir) -> str:
     found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
-    handle = process.Handle(found[1]) if found else None
+    handle = process.ProcessHandle(found[1]) if found else None
     if handle is None or not handle.signal(signal.SIGUSR1):
         return f"{run.id}: has ended just now"
     handle.close()
@@ -157,4 +157,4 @@ def _signal_batch_jobs(jobs: Sequence[str], cluster: str) -> None:
     done = run_client(words, timeout_s=_SCANCEL_S)
     trouble = parse_trouble(done.stderr)
     if trouble is None or trouble.kind not in ("no-job", "ended"):
-        done.require()
+        done.require_success()

@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from hpcrun.files import clock_of
+from hpcrun.files import read_filesystem_clock
 from hpcrun.masking import Masker
 from hpcrun.runs.checkpoint_stats import CheckpointStats
 from hpcrun.runs.follow import find_batch_logs
@@ -70,7 +70,7 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
     )
     if at is None:
         try:
-            at = clock_of(run.path)
+            at = read_filesystem_clock(run.path)
         except OSError:  # not ours to write
             at = time.time()
     return at if last is None else last + max(0.0, at - run.events.stat().st_mtime)

@@ -9,7 +9,7 @@ from heapq import merge
 from typing import Any, TypeGuard
 
 from hpcrun.errors import UsageError
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.process import describe_status
 from hpcrun.runs.follow import PollIntervals, follow_until_end
 from hpcrun.runs.level_text import LEVEL_EVENTS, describe_level_event
@@ -302,7 +302,7 @@ def _format_chaos(record: Record) -> EventLine | None:
 
 def _format_hosts(names: Sequence[str]) -> str:
     try:
-        return fold(names)
+        return fold_hosts(names)
     except UsageError:  # no host names: a damaged record
         return ", ".join(names)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import hpcrun
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.files import aside_name
+from hpcrun.files import temporary_name
 from hpcrun.masking import Masker, is_secret_name
 from hpcrun.runs.describe import compute_run_ledger
 from hpcrun.runs.event_text import format_events
@@ -87,7 +87,7 @@ def write_postmortem(run: RunDir, out: Path | None = None) -> PostmortemArchive:
     path = out or Path(f"{run.id.replace('/', '-')}-postmortem.tar.gz")
     if path.exists():
         raise UsageError(f"{path}: exists already; remove it, or name another file with --out")
-    aside = path.with_name(aside_name(path.name))
+    aside = path.with_name(temporary_name(path.name))
     try:
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:

@@ -31,5 +31,5 @@ def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> 
     argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
     name = number.name.removeprefix("SIG")
     words = ["sh", "-c", _KILL_SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
-    run_client([*argv, *words], timeout_s=_SRUN_S).require()
+    run_client([*argv, *words], timeout_s=_SRUN_S).require_success()
     return f"pid {who.pid} on {host}"

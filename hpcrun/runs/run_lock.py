@@ -88,7 +88,7 @@ def clean_up_leftovers(run: RunDir) -> list[str]:
     notes = []
     strays = process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
     if strays:
-        process.kill_all(strays)
+        process.kill_processes(strays)
         notes.append(f"ended {len(strays)} processes that an earlier attempt had left")
     clean_up_segments(run)
     return notes

@@ -26,31 +26,45 @@ from typing import Any, SupportsIndex
 import torch
 
 from hpcrun.runtime import direct_checkpoint
-from hpcrun.runtime.async_checkpoint import SavesBehind
-from hpcrun.runtime.collective_verbs import is_alike, leave, opened, opening, together, warn_of_part
-from hpcrun.runtime.quiet_exit import end_quietly
-from hpcrun.runtime.restore import restore
-from hpcrun.runtime.script_context import attempt_of, open_control, run_of, section_of, spec_of
-from hpcrun.runtime.script_lineage import ScriptLine, Start, count_of
-from hpcrun.runtime.state_loading import StateLoading
-from hpcrun.runtime.state_tree import flatten, pack
-from hpcrun.runtime.stderr_notes import say
+from hpcrun.runtime.async_checkpoint import AsyncCheckpointer
+from hpcrun.runtime.collective_verbs import (
+    add_partial_load_warning,
+    begin_collective_init,
+    collective_init,
+    collective_method,
+    is_raised_on_all,
+    leave_collectives,
+)
+from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
+from hpcrun.runtime.random_state import rng_state, set_rng_state
+from hpcrun.runtime.restore import restore_from_plan
+from hpcrun.runtime.script_context import (
+    build_checkpoint_spec,
+    find_own_attempt,
+    open_control,
+    read_run_checkpoint_options,
+    resolve_run_directory,
+)
+from hpcrun.runtime.script_lineage import ScriptLineage, StartMode, parse_count
+from hpcrun.runtime.state_loading import StateLoader
+from hpcrun.runtime.state_tree import flatten_state, pack_tree
+from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.stop_requests import StopRequests
-from hpcrun.runtime.worker_endpoint import AgentHome, OwnHome, make_way
+from hpcrun.runtime.worker_endpoint import AgentWorker, OwnWorker, await_earlier_workers
 
 
 class Checkpointer:
     """Saves and loads a state of all ranks together."""
 
-    _behind: SavesBehind | None = None
+    _async_checkpointer: AsyncCheckpointer | None = None
     _stops: StopRequests | None = None
 
-    @opened
+    @collective_init
     def __init__(
         self,
         directory: str | Path | None = None,
         *,
-        start: Start | None = None,
+        start: StartMode | None = None,
         memory: int | None = None,
         on_record: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
@@ -67,32 +81,34 @@ class Checkpointer:
         where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
         on rank 0 what a run's metrics.jsonl would get.
         """
-        end_quietly()
-        self._control = opening(open_control(os.environ))
-        run, agent = run_of(directory, os.environ)
-        self._run, section = run, section_of(run, os.environ)
+        await_idle_threads_at_exit()
+        self._control = begin_collective_init(open_control(os.environ))
+        run, agent = resolve_run_directory(directory, os.environ)
+        self._run, section = run, read_run_checkpoint_options(run, os.environ)
         slots = {} if memory is None else {"memory": memory}
-        self._spec = spec_of({"memory": 2} | section | slots, options)
+        self._spec = build_checkpoint_spec({"memory": 2} | section | slots, options)
         if not agent:
-            make_way(run, self._control)
-        line = ScriptLine(run, self._control, start=start, attempt=attempt_of(run, os.environ))
+            await_earlier_workers(run, self._control)
+        line = ScriptLineage(run, self._control, start=start, attempt=find_own_attempt(run, os.environ))
         self._line, attempt = line, line.found.attempt
         keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
-        self._direct = direct_checkpoint.Checkpointer(
+        self._direct = direct_checkpoint.DirectCheckpointer(
             run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
         )
         line.serve(self._direct)
         self._on_record = on_record
         self._direct.tell = self._tell
         if self._spec.memory:
-            home: AgentHome | OwnHome
+            home: AgentWorker | OwnWorker
             if agent:
-                home = AgentHome(os.environ)
+                home = AgentWorker(os.environ)
             else:
-                home = OwnHome(run.path, self._spec, self._control, attempt)
-                self._say_what_is_missing()
+                home = OwnWorker(run.path, self._spec, self._control, attempt)
+                self._warn_of_missing_levels()
             home.begin(self._control)
-            self._behind = SavesBehind(self._spec, self._direct, self._control, home, self._tell)
+            self._async_checkpointer = AsyncCheckpointer(
+                self._spec, self._direct, self._control, home, self._tell
+            )
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -104,26 +120,26 @@ class Checkpointer:
             self.close()
             return
         # The others may never come to a common end; but they are told, and nothing of ours stays.
-        leave(self._control, error)
+        leave_collectives(self._control, error)
         self._let_go()
 
     def _failed(self, error: BaseException) -> None:
-        if self._behind is not None and not is_alike(error):
-            self._behind.begin_anew()
+        if self._async_checkpointer is not None and not is_raised_on_all(error):
+            self._async_checkpointer.reset_after_failure()
         if self._direct.is_partly_filled:
             self._direct.is_partly_filled = False
-            warn_of_part(error)
+            add_partial_load_warning(error)
 
     def _let_go(self) -> None:
-        behind, self._behind = self._behind, None
+        behind, self._async_checkpointer = self._async_checkpointer, None
         if behind is not None:
-            behind.let_go()
+            behind.release_locally()
         if self._stops is not None:
             self._stops.close()
         if hasattr(self, "_line"):  # what fails to open may have none yet
             self._line.close()
 
-    @together("save")
+    @collective_method("save")
     def save(
         self,
         step: SupportsIndex,
@@ -143,27 +159,27 @@ class Checkpointer:
         values in the state are kept as each rank has them now. `position`: any count of yours, such as of
         samples.
         """
-        step, position = count_of(step, "step"), count_of(position, "position")
+        step, position = parse_count(step, "step"), parse_count(position, "position")
         if not self._may_save(step, replace):
             return False
-        flat = flatten(state)
-        entries = flat.tensors | {self._own: pack(flat.tree)}
+        flat = flatten_state(state)
+        entries = flat.tensors | {self._own: pack_tree(flat.tree)}
         self._line.has_begun(step)
-        if self._behind is None:
+        if self._async_checkpointer is None:
             self._direct.save(step, position, entries)
             return True
         if wait:
-            self._behind.save_lasting(step, position, entries)
+            self._async_checkpointer.save_durably(step, position, entries)
             return True
-        return self._behind.save(step, position, entries)
+        return self._async_checkpointer.save(step, position, entries)
 
-    @together("fence", agrees=False)
+    @collective_method("fence", agrees=False)
     def fence(self) -> None:
         """Wait until what is being saved may be changed again: call it before the optimizer's step."""
-        if self._behind is not None:
-            self._behind.fence()
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.fence()
 
-    @together("fence")
+    @collective_method("fence")
     def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
         """Call `fence` before every step of an optimizer.
 
@@ -172,7 +188,7 @@ class Checkpointer:
         self._line.claim()
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
-    @together("load")
+    @collective_method("load")
     def load(self, state: Mapping[str, Any], *, strict: bool = True, only: str = "") -> int | None:
         """Fill a state from the newest save that proves whole, whatever layout wrote it; gives its step.
 
@@ -185,30 +201,30 @@ class Checkpointer:
         is proved before the first is filled: after an error the state is as it was, unless that says no.
         """
         self._line.loads()
-        if self._line.begins_anew:
+        if self._line.starts_fresh:
             return None
-        if self._behind is not None:
-            self._behind.settle()
-        loading = StateLoading(self._control, state, strict=strict, only=only)
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.settle()
+        loading = StateLoader(self._control, state, strict=strict, only=only)
         attempt = self._run.attempt(self._direct.attempt)
-        restored = restore(self._direct, attempt, self._control, {}, {}, loading.fit)
+        restored = restore_from_plan(self._direct, attempt, self._control, {}, {}, loading.fit)
         if restored is None:
-            self._line.has_loaded(None)
+            self._line.record_loaded(None)
             return None
         # What objects do with their state may draw numbers, which is not to be seen afterwards.
-        random_state = direct_checkpoint.rng_state()
+        random_state = rng_state()
         for note in loading.finish():
-            say(note)
-        direct_checkpoint.set_rng_state(random_state)
-        self._line.has_loaded(restored.step)
-        if self._behind is not None and not only:
-            self._behind.has_restored(restored.generation)
+            write_stderr_line(note)
+        set_rng_state(random_state)
+        self._line.record_loaded(restored.step)
+        if self._async_checkpointer is not None and not only:
+            self._async_checkpointer.record_restored(restored.generation)
         self._direct.is_partly_filled = False
         for problem in restored.passed_over if self._control.rank == 0 else ():
-            say(f"passed over: {problem}")
+            write_stderr_line(f"passed over: {problem}")
         return restored.step
 
-    @together("should_stop", meets=False)
+    @collective_method("should_stop", meets=False)
     def should_stop(self) -> bool:
         """Whether any rank was sent SIGTERM or SIGUSR2; all ranks call it alike, and hear the same.
 
@@ -219,22 +235,22 @@ class Checkpointer:
             self._stops = StopRequests()
         return bool(self._control.union(1 if self._stops.arrived else 0))
 
-    @together("close")
+    @collective_method("close")
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
-        if self._behind is not None:
-            self._behind.settle()
-            self._behind.close()
-            self._behind = None
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.settle()
+            self._async_checkpointer.close()
+            self._async_checkpointer = None
         if self._stops is not None:
             self._stops.close()
         self._line.close()
-        leave(self._control)
+        leave_collectives(self._control)
 
     def _may_save(self, step: int, replace: bool) -> bool:
         """Whether this save is begun; one that is on its way is waited for before it is said to exist."""
-        if self._line.may_exist(step) and self._behind is not None:
-            self._behind.settle()
+        if self._line.might_exist(step) and self._async_checkpointer is not None:
+            self._async_checkpointer.settle()
         if self._line.may_save(step, replace=replace):
             return True
         why = "it is saved already; replace=True replaces it"
@@ -245,7 +261,7 @@ class Checkpointer:
     def _own(self) -> str:
         return f"hpcrun.{self._control.rank}"
 
-    def _say_what_is_missing(self) -> None:
+    def _warn_of_missing_levels(self) -> None:
         if self._control.rank == 0:
             levels = [
                 "memory",
@@ -253,7 +269,7 @@ class Checkpointer:
                 "durable",
                 *(["object"] if self._spec.object else []),
             ]
-            say(
+            write_stderr_line(
                 f"saves go to {', '.join(levels)}; there is no parity on other nodes, and memory ends"
                 " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
@@ -264,4 +280,4 @@ class Checkpointer:
         if record["kind"] in ("save_failed", "save_skipped", "save_unchanged"):
             what = record["kind"].removeprefix("save_")
             level = f" ({record['level']})" if "level" in record else ""
-            say(f"the save of step {record['step']} is {what}{level}: {record['why']}")
+            write_stderr_line(f"the save of step {record['step']} is {what}{level}: {record['why']}")

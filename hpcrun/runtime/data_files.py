@@ -22,12 +22,12 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.resharding import WritePlan
 from hpcrun.specs.checkpoint import DurableSpec
 
-Patiently = Callable[[Path, Callable[[], Any]], Any]
+StorageCall = Callable[[Path, Callable[[], Any]], Any]
 """Does something with a file that may hang; SiteError after too long."""
 
 
 @dataclass(frozen=True)
-class Written:
+class PartResult:
     """What came of one rank's part."""
 
     problem: str
@@ -40,14 +40,14 @@ class Written:
     """How the file lies, from the first of its ranks."""
 
 
-class DataFiles:
+class DataFileWriter:
     """Writes the parts of all ranks together."""
 
     def __init__(self, checkpoints: Path, spec: DurableSpec, control: Control) -> None:
         self._checkpoints, self._spec, self._control = checkpoints, spec, control
         self._known: CheckpointStorage | None = None
 
-    def are_laid_out(self) -> bool:
+    def can_set_layout(self) -> bool:
         """Whether the file system lets us say how; to be asked on one rank alone, for all."""
         return self._storage.mount.kind == "lustre"
 
@@ -58,8 +58,8 @@ class DataFiles:
         contents: Callable[[], Iterator[memoryview]],
         *,
         laid_out: bool,
-        patiently: Patiently,
-    ) -> list[Written]:
+        patiently: StorageCall,
+    ) -> list[PartResult]:
         """Write this rank's part; what came of the parts of all ranks, the same on each.
 
         `contents` gives the bytes of the plan's pieces, again if need be. `patiently`: for all that storage
@@ -67,12 +67,12 @@ class DataFiles:
         """
         path = draft.file(plan.file)
 
-        def part(facts: dict[str, Any]) -> Written:
+        def part(facts: dict[str, Any]) -> PartResult:
             try:
-                found: Written = patiently(path, lambda: self._part(draft, plan, contents, facts))
+                found: PartResult = patiently(path, lambda: self._part(draft, plan, contents, facts))
                 return found
             except SiteError as error:
-                return Written(str(error), None, plan.file, [])
+                return PartResult(str(error), None, plan.file, [])
 
         facts, problem = dict[str, Any](), None
         if laid_out:
@@ -87,12 +87,12 @@ class DataFiles:
         every = self._gather(mine)
         if not laid_out or all(one.number != errno.ENOSPC for one in every):
             return every
-        anew = self._control.allgather(self._made_anew(draft, plan, every))
+        anew = self._control.allgather(self._recreate_file(draft, plan, every))
         if plan.file not in (files := {file: facts for file, facts in anew if facts is not None}):
             return self._gather(mine) if files else every
         return self._gather(part(files[plan.file] if plan.start == 0 else {}))
 
-    def layout(self, every: list[Written]) -> dict[str, Any]:
+    def layout(self, every: list[PartResult]) -> dict[str, Any]:
         """What is known of the files, by their names, for the manifest."""
         plain = {"file_system": self._storage.mount.kind or "unknown"}
         found = {data_file_name(one.file): plain for one in every}
@@ -115,7 +115,7 @@ class DataFiles:
             return {}
         return self._storage.prepare_file(draft.file(plan.file), *plan.file_needs)
 
-    def _made_anew(self, draft: GenerationDraft, plan: WritePlan, every: list[Written]) -> list[Any]:
+    def _recreate_file(self, draft: GenerationDraft, plan: WritePlan, every: list[PartResult]) -> list[Any]:
         """Which file is there again, empty and on other targets, and how it lies; None where it is not."""
         is_full = any(one.number == errno.ENOSPC and one.file == plan.file for one in every)
         if plan.start or not is_full:
@@ -131,7 +131,7 @@ class DataFiles:
         plan: WritePlan,
         contents: Callable[[], Iterator[memoryview]],
         facts: dict[str, Any],
-    ) -> Written:
+    ) -> PartResult:
         path = draft.file(plan.file)
         where: dict[str, int] = {"file": plan.file, "start": plan.start}
         try:
@@ -139,15 +139,15 @@ class DataFiles:
         except OSError as error:
             return self._failed(draft, plan, error)
         facts = facts | self._storage.layout_facts(path) if facts else {}
-        return Written("", None, plan.file, list(astuple(part)), facts)
+        return PartResult("", None, plan.file, list(astuple(part)), facts)
 
-    def _failed(self, draft: GenerationDraft, plan: WritePlan, error: OSError) -> Written:
-        return Written(explain_os_error(error, draft.file(plan.file)), error.errno, plan.file, [])
+    def _failed(self, draft: GenerationDraft, plan: WritePlan, error: OSError) -> PartResult:
+        return PartResult(explain_os_error(error, draft.file(plan.file)), error.errno, plan.file, [])
 
-    def _gather(self, mine: Written) -> list[Written]:
-        return [Written(*fields) for fields in self._control.allgather(list(astuple(mine)))]
+    def _gather(self, mine: PartResult) -> list[PartResult]:
+        return [PartResult(*fields) for fields in self._control.allgather(list(astuple(mine)))]
 
 
-def parts_of(every: list[Written]) -> list[Part]:
+def parts_by_rank(every: list[PartResult]) -> list[Part]:
     """The parts by rank, where all were written."""
     return [Part(*one.part) for one in every]

@@ -21,16 +21,16 @@ from hpcrun.data.corpus import Corpus, CorpusFile
 from hpcrun.errors import UsageError
 from hpcrun.specs.data import DataSpec
 
-_PREFETCHED = 2
-_ROUNDS = 8
-MASKED = -100
+_PREFETCHED_BATCHES = 2
+_FEISTEL_ROUNDS = 8
+IGNORED_TARGET = -100
 """A target that counts for nothing: what torch's cross entropy ignores."""
 
 Indices = npt.NDArray[np.uint64]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def permute(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices:
+def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices:
     """Where a pseudo-random permutation of range(size), drawn by seed and epoch, takes the indices (1-D).
 
     A Feistel network over the next power of four, its steps repeated until they end inside the range; keys
@@ -38,13 +38,15 @@ def permute(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
-    digest = blake2b(f"hpcrun order 1 seed {seed} epoch {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    digest = blake2b(
+        f"hpcrun order 1 seed {seed} epoch {epoch}".encode(), digest_size=8 * _FEISTEL_ROUNDS
+    ).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def network(value: Indices) -> Indices:
         left, right = value >> shift, value & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (_splitmix64(right ^ key) & mask)
         return (left << shift) | right
 
     value = network(np.asarray(indices, dtype=np.uint64))
@@ -53,7 +55,7 @@ def permute(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices
     return value
 
 
-def _mix(value: Indices) -> Indices:
+def _splitmix64(value: Indices) -> Indices:
     """The output function of SplitMix64 (Steele, Lea and Flood 2014)."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,7 +70,9 @@ class TokenSource:
         self.corpus = corpus
         self.seq_len = corpus.seq_len
         self.shuffle = data.shuffle
-        self._tokens: npt.NDArray[Any] = _mapped(corpus) if corpus.kind == "tokens" else _read_text(corpus)
+        self._tokens: npt.NDArray[Any] = (
+            _map_token_files(corpus) if corpus.kind == "tokens" else _read_text(corpus)
+        )
 
     def order(self, begin: int, end: int, seed: int) -> list[int]:
         """The sequences that are samples begin to end of the training order, epoch after epoch."""
@@ -77,7 +81,7 @@ class TokenSource:
         for epoch in range(begin // size, (end - 1) // size + 1):
             first, last = max(begin, epoch * size), min(end, (epoch + 1) * size)
             indices = np.arange(first - epoch * size, last - epoch * size)
-            chosen = permute(indices, size, seed, epoch) if self.shuffle else indices
+            chosen = permute_indices(indices, size, seed, epoch) if self.shuffle else indices
             order.extend(split.train(index) for index in chosen.tolist())
         return order
 
@@ -99,7 +103,7 @@ class TokenSource:
         return inputs.reshape(*shape, length), targets.reshape(*shape, length)
 
 
-def _mapped(corpus: Corpus) -> npt.NDArray[Any]:
+def _map_token_files(corpus: Corpus) -> npt.NDArray[Any]:
     path = corpus.root / corpus.files[0].path
     dtype = {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]
     try:
@@ -175,7 +179,7 @@ class Batches:
         self._closed = False
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-data")
         self._reading: deque[Future[Batch]] = deque()
-        self._read_ahead()
+        self._prefetch()
 
     @property
     def position(self) -> int:
@@ -191,18 +195,18 @@ class Batches:
         batch = self._reading[0].result()  # a failed step stays first: it is raised again, never skipped
         self._reading.popleft()
         self._position += self._gbs
-        self._read_ahead()
+        self._prefetch()
         return batch
 
-    def _read_ahead(self) -> None:
-        while len(self._reading) < _PREFETCHED:
+    def _prefetch(self) -> None:
+        while len(self._reading) < _PREFETCHED_BATCHES:
             begin = self._position + len(self._reading) * self._gbs
             self._reading.append(self._reader.submit(self._step, begin))
 
     def _step(self, begin: int) -> Batch:
         samples = self._source.order(begin, begin + self._gbs, self._seed)
-        mine = _dealt(samples, self._mbs, self._rank, self._dp_size)
-        return _filled_up(self._source, mine, self._rounds, self._mbs, self._vocab)
+        mine = _rank_samples(samples, self._mbs, self._rank, self._dp_size)
+        return _padded_batch(self._source, mine, self._rounds, self._mbs, self._vocab)
 
     def close(self) -> None:
         """End the reading thread; a second call does nothing."""
@@ -270,7 +274,7 @@ def eval_steps(
     held_out = source.corpus.eval_sequences
     for begin in range(0, sequences, gbs):
         chosen = [source.corpus.split.held_out(i * held_out // sequences) for i in range(begin, begin + gbs)]
-        yield _filled_up(source, _dealt(chosen, mbs, dp_rank, dp_size), rounds, mbs, vocab)
+        yield _padded_batch(source, _rank_samples(chosen, mbs, dp_rank, dp_size), rounds, mbs, vocab)
 
 
 def _check_rounds(gbs: int, mbs: int, dp_size: int, rounds: int) -> None:
@@ -280,16 +284,16 @@ def _check_rounds(gbs: int, mbs: int, dp_size: int, rounds: int) -> None:
         )
 
 
-def _dealt(samples: Sequence[int], mbs: int, dp_rank: int, dp_size: int) -> list[int]:
+def _rank_samples(samples: Sequence[int], mbs: int, dp_rank: int, dp_size: int) -> list[int]:
     """What a rank gets of a step's samples, which are dealt mbs at a time."""
     mine: list[int] = np.asarray(samples).reshape(-1, mbs)[dp_rank::dp_size].ravel().tolist()
     return mine
 
 
-def _filled_up(source: TokenSource, mine: list[int], rounds: int, mbs: int, vocab: int | None) -> Batch:
+def _padded_batch(source: TokenSource, mine: list[int], rounds: int, mbs: int, vocab: int | None) -> Batch:
     """The micro-batches of a step; those that are there only to keep the others company are masked."""
     missing = rounds * mbs - len(mine)
     inputs, targets = source.batch(mine + mine[:1] * missing, (rounds, mbs), vocab)
     if missing:
-        targets[rounds - missing // mbs :] = MASKED
+        targets[rounds - missing // mbs :] = IGNORED_TARGET
     return inputs, targets

@@ -45,13 +45,14 @@ from hpcrun.checkpoint.restore.decide import save_failure_key
 from hpcrun.checkpoint.restore.inventory import gc_paused
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime import torchformat
-from hpcrun.runtime.collective_verbs import on_all
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data_files import DataFiles, Written, parts_of
-from hpcrun.runtime.resharding import WritePlan, load_into, plan_write, structure_key
-from hpcrun.runtime.save_opening import Fit, Opening, Wanted
-from hpcrun.runtime.stderr_notes import say
-from hpcrun.runtime.storage_wait import patiently
+from hpcrun.runtime.data_files import DataFileWriter, PartResult, parts_by_rank
+from hpcrun.runtime.random_state import rng_state, set_rng_state
+from hpcrun.runtime.rank_alarm import mark_raised_on_all
+from hpcrun.runtime.resharding import WritePlan, fill_from_chunks, plan_write, structure_key
+from hpcrun.runtime.save_opening import EntrySelector, RestoreCandidate, RestoreTarget
+from hpcrun.runtime.stderr_notes import write_stderr_line
+from hpcrun.runtime.storage_wait import wait_for_storage
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.saves import (
@@ -66,14 +67,14 @@ from hpcrun.specs.saves import (
 )
 
 _T = TypeVar("_T")
-_LOOKS, _LOOKS_OF_OTHERS, _PAUSE_S = 3, 25, 0.2
+_READ_TRIES, _OPEN_TRIES, _PAUSE_S = 3, 25, 0.2
 """A network file system may show a file a little later than it is there, and on one node than on another."""
-_MOST_CONFIRMED = 8
+_MAX_CONFIRMED_DAMAGES = 8
 """Damages that rank 0 looks at itself, until it has found one."""
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """The state that a run goes on from, and what is wrong with newer ones."""
 
     step: int
@@ -86,7 +87,7 @@ class Restored:
     generation: str = ""
 
 
-class Checkpointer:
+class DirectCheckpointer:
     """Saves and restores the training state of all ranks together."""
 
     def __init__(
@@ -102,10 +103,10 @@ class Checkpointer:
         """`durable`: how files are to lie on a file system where one can say it."""
         # What this start has gone on from is in `descent`; its saves say so.
         self.root, self.attempt, self.descent = checkpoints, attempt, ""
-        self._files = DataFiles(checkpoints, durable or DurableSpec(), control)
+        self._files = DataFileWriter(checkpoints, durable or DurableSpec(), control)
         self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
-        self._damaged: dict[Path, _Problem] = {}
+        self._damaged: dict[Path, _RestoreProblem] = {}
         self._opened: dict[Path, GenerationReader] = {}
         self._on, self._step = find_mount(checkpoints).words, 0
         self.tell: Callable[[dict[str, Any]], None] | None = None
@@ -117,17 +118,19 @@ class Checkpointer:
 
     def newest(self) -> Saved | None:
         """The newest committed step, the same answer on every rank."""
-        found = self._control.everywhere(lambda: [_plain(saved) for saved in saved_steps(self.root)[-1:]])
-        return _saved(found[0]) if found else None
+        found = self._control.everywhere(
+            lambda: [_saved_to_fields(saved) for saved in saved_steps(self.root)[-1:]]
+        )
+        return _saved_from_fields(found[0]) if found else None
 
     def patiently(self, path: Path, action: Callable[[], _T], limit_s: float | None = None) -> _T:
         """Do something with storage that may hang, and tell of it; SiteError after too long."""
-        return patiently(f"{path} on {self._on}", action, self._say_slow, limit_s)
+        return wait_for_storage(f"{path} on {self._on}", action, self._report_slow, limit_s)
 
-    def _say_slow(self, what: str, seconds: float) -> None:
+    def _report_slow(self, what: str, seconds: float) -> None:
         where = f"rank {self._control.rank} on {self._control.node}"
         why = f"{where} waits for {what}: no answer for {seconds:.0f} s"
-        say(why)
+        write_stderr_line(why)
         if self._control.rank == 0 and self.tell is not None:
             step = self._step
             record = {"kind": "save_stalled", "step": step, "level": "durable", "seconds": seconds}
@@ -177,7 +180,7 @@ class Checkpointer:
             draft = begin_generation(self.root, step, self.attempt, beside=beside)
         except OSError as error:
             raise SiteError(f"step {step} cannot be written: {explain_os_error(error, self.root)}") from None
-        return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.are_laid_out()]
+        return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.can_set_layout()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
         """The plan of the last save, unless some rank's structure has changed since."""
@@ -188,7 +191,7 @@ class Checkpointer:
         return self._plan
 
     def _commit(
-        self, draft: GenerationDraft, plan: WritePlan, written: list[Written], facts: dict[str, int]
+        self, draft: GenerationDraft, plan: WritePlan, written: list[PartResult], facts: dict[str, int]
     ) -> None:
         """On rank 0, when all have written: commit, and retire what is no longer wanted."""
         try:
@@ -196,7 +199,7 @@ class Checkpointer:
                 if one.problem:
                     said = f"rank {rank} cannot write step {facts['step']}: {one.problem}"
                     raise SiteError(f"{self.root}: {said}")
-            parts = parts_of(written)
+            parts = parts_by_rank(written)
             draft = dataclasses.replace(draft, layout=self._files.layout(written))
             if plan.tensors is None:
                 tensors = collect_tensors(
@@ -205,7 +208,7 @@ class Checkpointer:
                 )
                 plan.structure, plan.tensors = compute_structure_digest(tensors), render_tensors(tensors)
             world: dict[str, Any] = {"world_size": self._control.size, "attempt": self.attempt, **facts}
-            more: dict[str, Any] = {"descent": self.descent, "warn": say}
+            more: dict[str, Any] = {"descent": self.descent, "warn": write_stderr_line}
             commit_generation(draft, parts, plan.tensors, plan.structure, **world, **more)
         except OSError as error:
             discard_draft(draft)
@@ -216,16 +219,16 @@ class Checkpointer:
             discard_draft(draft)
             raise
         for problem in apply_retention(self.root, self._keep, self._damaged, keep_every=self._keep_every):
-            say(problem)
+            write_stderr_line(problem)
 
     def restore(
         self,
         state: dict[str, Tensor],
         expected: dict[str, tuple[int, ...]],
-        fit: Fit | None = None,
+        fit: EntrySelector | None = None,
         *,
         mendable: str | None = None,
-    ) -> Restored | None:
+    ) -> RestoreResult | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.
 
         `expected` names every tensor of the whole job with its whole shape; nothing else may be stored. A
@@ -241,10 +244,10 @@ class Checkpointer:
                 chosen = self._control.everywhere(lambda: self.patiently(self.root, self.choose))
             if chosen is None:
                 return None
-            saved = _saved(chosen)
-            wanted = Wanted(state, expected, self._control, rng_state(), fit)
+            saved = _saved_from_fields(chosen)
+            wanted = RestoreTarget(state, expected, self._control, rng_state(), fit)
             with contextlib.ExitStack() as opened:
-                opening = Opening(saved, wanted)
+                opening = RestoreCandidate(saved, wanted)
                 found = self._attempt(saved, functools.partial(opening.look, self._open, opened))
                 if found is None:
                     self.is_partly_filled = True
@@ -253,17 +256,17 @@ class Checkpointer:
                 break
             self._damaged[saved.path] = found
             if found.is_damage and mendable == saved.generation:
-                self._control.everywhere(self._set_damaged_aside)
-                raise on_all(DamagedError(found.text))
+                self._control.everywhere(self._quarantine_damaged)
+                raise mark_raised_on_all(DamagedError(found.text))
         self.descent = descent_from(saved, self.attempt)
         newest = max((step_of(path) for path in self._damaged), default=saved.step)
-        passed_over = self._control.everywhere(self._set_damaged_aside)
+        passed_over = self._control.everywhere(self._quarantine_damaged)
         if opening.random_state is not None:
             set_rng_state(opening.random_state)
         lost = newest - saved.step
-        return Restored(saved.step, saved.position, passed_over, lost, saved, saved.generation)
+        return RestoreResult(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
-    def _attempt(self, saved: Saved, action: Callable[[], None]) -> _Problem | None:
+    def _attempt(self, saved: Saved, action: Callable[[], None]) -> _RestoreProblem | None:
         """Do something with a save on every rank; what is wrong with it, the same on all."""
         problem: list[Any] | None = None
         try:
@@ -285,14 +288,14 @@ class Checkpointer:
             return None
         rank, kind, text, _ = next((one for one in problems if one[1] == "usage"), problems[0])
         if kind == "usage":
-            raise on_all(UsageError(text))
+            raise mark_raised_on_all(UsageError(text))
         damages = [one for one in problems if one[1] == "damaged"]
-        for _, _, text, chunk in damages[:_MOST_CONFIRMED]:
+        for _, _, text, chunk in damages[:_MAX_CONFIRMED_DAMAGES]:
             if self._control.everywhere(functools.partial(self._is_damaged, saved, chunk)):
-                return _Problem(text, is_proved=True)
+                return _RestoreProblem(text, is_proved=True)
         where = f"rank {rank}: " if rank else ""
         more = "; rank 0 finds nothing wrong with it there" if damages else ""
-        return _Problem(f"{where}{text}{more}", is_proved=False, is_damage=kind != "unreadable")
+        return _RestoreProblem(f"{where}{text}{more}", is_proved=False, is_damage=kind != "unreadable")
 
     def _is_damaged(self, saved: Saved, chunk: list[Any] | None) -> bool:
         """On rank 0: whether it sees the damage as well that another rank has told of."""
@@ -314,11 +317,11 @@ class Checkpointer:
         stamp: GenerationId,
         state: dict[str, Tensor],
         expected: dict[str, tuple[int, ...]],
-        fit: Fit | None = None,
+        fit: EntrySelector | None = None,
         *,
         passed_over: Sequence[str] = (),
         lost_steps: int = 0,
-    ) -> Restored:
+    ) -> RestoreResult:
         """Fill the state from a generation that somebody else has chosen, wherever its chunks come from.
 
         SiteError on every rank where one cannot load it, or was told of another generation.
@@ -328,10 +331,10 @@ class Checkpointer:
         try:
             with gc_paused():
                 where = f"step {stamp.step}"
-                wanted = Wanted(state, expected, self._control, rng_state(), fit)
-                entries = wanted.find_in(source, where, stamp.world_size)
+                wanted = RestoreTarget(state, expected, self._control, rng_state(), fit)
+                entries = wanted.select_entries(source, where, stamp.world_size)
                 self.is_partly_filled = True
-                load_into(source, entries)
+                fill_from_chunks(source, entries)
                 random_state = entries.get(f"rng.{self._control.rank}")
         except UsageError as error:
             problem = ["usage", str(error)]
@@ -339,16 +342,16 @@ class Checkpointer:
             problem = ["damaged", str(error)]
         told = self._control.allgather([stamp.step, stamp.generation, problem])
         for kind, text in [one for *_, one in told if one]:
-            raise on_all(UsageError(text) if kind == "usage" else SiteError(text))
+            raise mark_raised_on_all(UsageError(text) if kind == "usage" else SiteError(text))
         for rank, (step, generation, _) in enumerate(told):
             if (step, generation) != (told[0][0], told[0][1]):
                 words = f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}"
-                raise on_all(SiteError(words))
+                raise mark_raised_on_all(SiteError(words))
         self.descent = descent_from(stamp, self.attempt)
         if random_state is not None:
             set_rng_state(random_state)
         passed_by = list(passed_over)
-        return Restored(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
+        return RestoreResult(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
 
     def choose(self) -> list[Any] | None:
         """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell.
@@ -361,10 +364,10 @@ class Checkpointer:
         for one in reversed(sorted_saves.line):
             if one.path in self._damaged or save_failure_key(one) in self.avoided:
                 continue
-            problem = self._problem_after_a_while(one)
+            problem = self._confirmed_problem(one)
             if problem is None:
                 self._damaged |= {path: bad for path, bad in lost.items() if step_of(path) >= one.step}
-                return _plain(one)
+                return _saved_to_fields(one)
             self._damaged[one.path] = problem
         self._damaged |= lost
         if not self._damaged:
@@ -378,16 +381,16 @@ class Checkpointer:
 
     def _read_saves(self) -> tuple[list[Saved], list[Unreadable]]:
         """What is committed, on a second and third look where a record is not there yet."""
-        for _ in range(_LOOKS - 1):
+        for _ in range(_READ_TRIES - 1):
             saves, unreadable = read_saves(self.root)
             if all(one.is_seen for one in unreadable):
                 return saves, unreadable
             time.sleep(_PAUSE_S)
         return read_saves(self.root)
 
-    def _problem_after_a_while(self, found: Saved | Unreadable) -> _Problem | None:
+    def _confirmed_problem(self, found: Saved | Unreadable) -> _RestoreProblem | None:
         """What the cheap checks say, also on a second and third look where something is not there."""
-        for _ in range(_LOOKS):
+        for _ in range(_READ_TRIES):
             problem = self._problem_of(found)
             if problem is None or problem.is_proved or not found.path.exists():
                 return problem
@@ -395,10 +398,10 @@ class Checkpointer:
             found = read_save(found.path) or found
         return problem
 
-    def _problem_of(self, saved: Saved | Unreadable) -> _Problem | None:
+    def _problem_of(self, saved: Saved | Unreadable) -> _RestoreProblem | None:
         """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
         if isinstance(saved, Unreadable):
-            return _Problem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
+            return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
         if saved.format_version == 1:
             return None
         try:
@@ -406,12 +409,12 @@ class Checkpointer:
             self._opened = {saved.path: GenerationReader(saved)}
         except DamagedError as error:
             words = f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}"
-            return _Problem(words, is_proved=not isinstance(error, MissingFileError))
+            return _RestoreProblem(words, is_proved=not isinstance(error, MissingFileError))
         except OSError as error:
-            return _Problem(f"{saved.path}: cannot be read: {error}", is_proved=False, is_damage=False)
+            return _RestoreProblem(f"{saved.path}: cannot be read: {error}", is_proved=False, is_damage=False)
         return None
 
-    def _set_damaged_aside(self) -> list[str]:
+    def _quarantine_damaged(self) -> list[str]:
         """On rank 0: take what is proved damaged out of the committed saves; returns all that was wrong.
 
         It stays where it is in a directory that is read-only, or somebody else's.
@@ -435,7 +438,7 @@ class Checkpointer:
     def _open(self, saved: Saved) -> GenerationReader:
         """A save for reading, on this rank; it may be seen here a little later than rank 0 has seen it."""
         known = self._opened.pop(saved.path, None)
-        for left in reversed(range(_LOOKS_OF_OTHERS) if known is None else ()):
+        for left in reversed(range(_OPEN_TRIES) if known is None else ()):
             try:
                 return GenerationReader(saved)
             except (MissingFileError, OSError):
@@ -458,12 +461,12 @@ def load_weights(saved: Saved) -> dict[str, Tensor]:
                 for name, tensor in generation.manifest.tensors.items()
                 if name.startswith(prefix)
             }
-            load_into(generation, state)
+            fill_from_chunks(generation, state)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 
 @dataclass(frozen=True)
-class _Problem:
+class _RestoreProblem:
     """Why a save is passed over."""
 
     text: str
@@ -473,28 +476,12 @@ class _Problem:
     """It may be for want of something that is there elsewhere."""
 
 
-def rng_state() -> Tensor:
-    """The random state of this rank, of the CPU and of its GPU."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
-
-
-def set_rng_state(state: Tensor) -> None:
-    """Set what `rng_state` gave."""
-    size = torch.get_rng_state().numel()
-    torch.set_rng_state(state[:size])
-    if state.numel() > size:
-        torch.cuda.set_rng_state(state[size:])
-
-
-def _plain(saved: Saved) -> list[Any]:
+def _saved_to_fields(saved: Saved) -> list[Any]:
     path, *fields = astuple(saved)
     return [str(path), *fields]
 
 
-def _saved(fields: list[Any]) -> Saved:
+def _saved_from_fields(fields: list[Any]) -> Saved:
     path, *others, file_bytes = fields
     told = dict(zip((one.name for one in dataclasses.fields(Saved)), (Path(path), *others), strict=False))
     return Saved(**told, file_bytes=tuple(file_bytes))

@@ -16,7 +16,7 @@ _WIDER = {"float16": "bfloat16", "bfloat16": "float32", "float32": "float64"}
 
 
 @dataclass
-class Cast:
+class CastSummary:
     """What became of the tensors of one type in another."""
 
     source: str
@@ -39,20 +39,20 @@ class Cast:
         return f"{what}: {self.rounded} of {self.values} values rounded{zeroed}, first in {self.first}"
 
 
-class Casts:
+class DtypeCaster:
     """Casts tensors for one reading or writing, and counts."""
 
     def __init__(self, option: str, *, may_round: bool) -> None:
         """`option` is what asks for a type; without `may_round` a value that would change is refused."""
         self._option, self._may_round = option, may_round
-        self._found: dict[tuple[str, str], Cast] = {}
+        self._found: dict[tuple[str, str], CastSummary] = {}
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """In the type; UsageError where a number is too large for it, or is rounded and may not be."""
         if tensor.dtype == dtype:
             return tensor
         source, target = _name(tensor.dtype), _name(dtype)
-        cast = self._found.setdefault((source, target), Cast(source, target))
+        cast = self._found.setdefault((source, target), CastSummary(source, target))
         cast.tensors += 1
         cast.values += tensor.numel()
         told = tensor.to(dtype)
@@ -79,7 +79,7 @@ class Casts:
         cast.rounded += rounded
         return told
 
-    def all(self) -> list[Cast]:
+    def all(self) -> list[CastSummary]:
         """One for each pair of types."""
         return list(self._found.values())
 

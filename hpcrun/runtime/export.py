@@ -21,35 +21,35 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.restore.exchange import atomic_directory
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
-from hpcrun.runtime.dtype_casts import Cast, Casts
+from hpcrun.runtime.dtype_casts import CastSummary, DtypeCaster
 from hpcrun.runtime.hf_weights import write_hf
 from hpcrun.runtime.model import parameter_shapes
-from hpcrun.runtime.resharding import load_into
+from hpcrun.runtime.resharding import fill_from_chunks
 from hpcrun.specs.base_model import BaseModel, Carried, pass_on, read_base_model
 from hpcrun.specs.load import load_job_of, render_portable
 from hpcrun.specs.records import write_json, write_whole
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import Saved
 
-DTYPES = {
+EXPORT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
 }
-SOURCE = "source"
+SOURCE_DTYPE = "source"
 """As --dtype: the type that each tensor had where the run got it from."""
-NOTE = "hpcrun.json"
+EXPORT_NOTE_FILE = "hpcrun.json"
 """Beside torch's files: the step and what else torch has no place for."""
 
 _Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportSummary:
     """What there is to say of an export besides its files."""
 
-    casts: tuple[Cast, ...]
+    casts: tuple[CastSummary, ...]
     carried: Carried
     notes: tuple[str, ...]
 
@@ -62,7 +62,7 @@ def export_hf(
     dtype: str | None = None,
     shard_bytes: int = 5_000_000_000,
     progress: _Progress = lambda _size: None,
-) -> Exported:
+) -> ExportSummary:
     """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all.
 
     Each tensor keeps the type it was saved in, unless `dtype` asks for another one, or for `source`: the
@@ -72,32 +72,33 @@ def export_hf(
     if spec is None:
         raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
     base = read_base_model(run.path)
-    types = _types_asked(run, dtype, base)
+    types = _requested_dtypes(run, dtype, base)
     shapes = {f"model.{name}": shape for name, shape in parameter_shapes(spec).items()}
-    casts = Casts("--dtype", may_round=True)
+    casts = DtypeCaster("--dtype", may_round=True)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in _tensors(saved, shapes, progress):
+        for name, tensor in _read_tensors(saved, shapes, progress):
             short = name.removeprefix("model.")
             yield short, casts.cast(name, tensor, types.get(short, types.get("", tensor.dtype)))
 
     written = write_hf(spec, tensors(), directory, max_shard_bytes=shard_bytes, base=base)
-    return Exported(tuple(casts.all()), written.carried, written.notes)
+    return ExportSummary(tuple(casts.all()), written.carried, written.notes)
 
 
-def _types_asked(run: RunDir, dtype: str | None, base: BaseModel | None) -> dict[str, torch.dtype]:
+def _requested_dtypes(run: RunDir, dtype: str | None, base: BaseModel | None) -> dict[str, torch.dtype]:
     """By a tensor's name; under the empty name that of all others, where all are to have one."""
     if dtype is None:
         return {}
-    if dtype in DTYPES:
-        return {"": DTYPES[dtype]}
-    if dtype != SOURCE:
-        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(DTYPES)} or {SOURCE}")
+    if dtype in EXPORT_DTYPES:
+        return {"": EXPORT_DTYPES[dtype]}
+    if dtype != SOURCE_DTYPE:
+        raise UsageError(f"--dtype {dtype}: not known; use {', '.join(EXPORT_DTYPES)} or {SOURCE_DTYPE}")
     if base is None:
         raise UsageError(
-            f"--dtype {SOURCE}: {run.id} did not begin with weights of Hugging Face; use {', '.join(DTYPES)}"
+            f"--dtype {SOURCE_DTYPE}: {run.id} did not begin with weights of Hugging Face;"
+            f" use {', '.join(EXPORT_DTYPES)}"
         )
-    return {name: DTYPES[told] for name, told in base.dtypes.items() if told in DTYPES}
+    return {name: EXPORT_DTYPES[told] for name, told in base.dtypes.items() if told in EXPORT_DTYPES}
 
 
 def export_dcp(
@@ -121,8 +122,10 @@ def export_dcp(
         # One file a tensor: torch's writer keeps all that goes into a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, thread_count=1, sync_files=True)
         try:
-            with _quiet():
-                dcp_save(state, storage_writer=writer, planner=_Lazy(generation, progress), no_dist=True)
+            with _without_torch_warnings():
+                dcp_save(
+                    state, storage_writer=writer, planner=_LazySavePlanner(generation, progress), no_dist=True
+                )
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, OSError | SiteError):
@@ -130,7 +133,7 @@ def export_dcp(
             raise
         note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
         origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
-        write_json(aside / NOTE, {"schema_version": 1, **note, **origin})
+        write_json(aside / EXPORT_NOTE_FILE, {"schema_version": 1, **note, **origin})
         if not run.spec.exists():  # a script's saves
             return []
         if not run.spec.exists():  # a script's saves
@@ -140,7 +143,7 @@ def export_dcp(
     return left_out
 
 
-class _Lazy(DefaultSavePlanner):
+class _LazySavePlanner(DefaultSavePlanner):
     """Knows the shapes of all tensors, and reads each when its turn has come."""
 
     def __init__(self, generation: GenerationReader, progress: _Progress) -> None:
@@ -151,31 +154,33 @@ class _Lazy(DefaultSavePlanner):
         """A whole tensor, proved."""
         assert write_item.tensor_data is not None
         tensor = torch.empty(write_item.tensor_data.size, dtype=write_item.tensor_data.properties.dtype)
-        load_into(self._generation, {write_item.index.fqn: tensor})
+        fill_from_chunks(self._generation, {write_item.index.fqn: tensor})
         self._progress(tensor.nbytes)
         return tensor
 
 
-def _tensors(
+def _read_tensors(
     saved: Saved, shapes: dict[str, tuple[int, ...]], progress: _Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a save in turn, whole and proved; UsageError where it has another model than expected."""
     if saved.format_version == 1:
         whole = torchformat.load_whole(saved, "model.")
-        _check(saved, shapes, {name: tuple(tensor.shape) for name, tensor in whole.items()})
+        _check_shapes(saved, shapes, {name: tuple(tensor.shape) for name, tensor in whole.items()})
         yield from ((name, whole[name]) for name in shapes)
         return
     with GenerationReader(saved) as generation:
         stored = generation.manifest.tensors
-        _check(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})
+        _check_shapes(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})
         for name in shapes:
             tensor = torch.empty(stored[name].shape, dtype=getattr(torch, stored[name].dtype))
-            load_into(generation, {name: tensor})
+            fill_from_chunks(generation, {name: tensor})
             progress(tensor.nbytes)
             yield name, tensor
 
 
-def _check(saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(
+    saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
+) -> None:
     wrong = next((name for name in wanted if stored.get(name) != wanted[name]), None)
     if wrong is not None:
         found = list(stored[wrong]) if wrong in stored else "nothing"
@@ -186,7 +191,7 @@ def _check(saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, t
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_torch_warnings() -> Iterator[None]:
     """Torch warns of saving in a single process, which is what is wanted."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpcrun.runtime.parallel import piece_of
+from hpcrun.runtime.parallel import wrap_local_piece
 
-FIRST_BYTES, LARGEST_BYTES = 1 << 20, 32 << 20
+FIRST_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 32 << 20
 """The first bucket is small so that it leaves early; each next is twice as large, to use the network well."""
 
 
@@ -27,11 +27,11 @@ class ReplicaReducer:
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
         # The backward makes gradients roughly from the last parameter to the first.
-        self._buckets = [_Bucket(part) for part in _packed(list(parameters)[::-1])]
+        self._buckets = [_Bucket(part) for part in _pack_buckets(list(parameters)[::-1])]
         self._armed = False
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                hook = partial(self._gradient_is_there, bucket)
+                hook = partial(self._on_gradient_ready, bucket)
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def arm(self, on: bool) -> None:
@@ -47,7 +47,7 @@ class ReplicaReducer:
             bucket.receive()
         self._armed = False
 
-    def _gradient_is_there(self, bucket: _Bucket, _parameter: Tensor) -> None:
+    def _on_gradient_ready(self, bucket: _Bucket, _parameter: Tensor) -> None:
         if self._armed:
             bucket.waiting -= 1
             if bucket.waiting == 0:
@@ -80,20 +80,20 @@ class _Bucket:
         for parameter, view in zip(self.parameters, self._views, strict=True):
             assert parameter.grad is not None
             # Sums over other axes that are still open stay open.
-            parameter.grad = piece_of(parameter.grad, view)
+            parameter.grad = wrap_local_piece(parameter.grad, view)
         self.work, self.waiting = None, len(self.parameters)
 
 
-def _packed(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+def _pack_buckets(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
-    size, limit = 0, FIRST_BYTES
+    size, limit = 0, FIRST_BUCKET_BYTES
     for parameter in parameters:
         local = _local(parameter)
         bucket.append(parameter)
         size += local.numel() * local.element_size()
         if size >= limit:
             yield bucket
-            bucket, size, limit = [], 0, min(2 * limit, LARGEST_BYTES)
+            bucket, size, limit = [], 0, min(2 * limit, MAX_BUCKET_BYTES)
     if bucket:
         yield bucket
 

@@ -43,7 +43,7 @@ _ENTRY_BYTES = 192
 
 
 @dataclass(frozen=True)
-class Written:
+class HFExportSummary:
     """What else there is to say of an export."""
 
     carried: Carried
@@ -87,9 +87,9 @@ class HFWeights:
         if spec.tied and "lm_head.weight" in there:
             expected["lm_head.weight"] = expected[canonical_name(spec, "lm_head.weight")]
         complaints = [
-            _listed("lacks", [name for name in expected if name not in there]),
-            _listed("has unexpected", [name for name in there if name not in expected]),
-            _listed(
+            _summarise_items("lacks", [name for name in expected if name not in there]),
+            _summarise_items("has unexpected", [name for name in there if name not in expected]),
+            _summarise_items(
                 "has in another shape",
                 [
                     f"{name} {list(there[name].shape)} instead of {list(shape)}"
@@ -97,7 +97,7 @@ class HFWeights:
                     if name in there and there[name].shape != shape
                 ],
             ),
-            _listed(
+            _summarise_items(
                 "has, in a type that cannot be trained,",
                 [f"{name} ({tensor.dtype})" for name, tensor in there.items() if tensor.dtype not in FLOATS],
             ),
@@ -160,7 +160,7 @@ def write_hf(
     max_shard_bytes: int = 5_000_000_000,
     *,
     base: BaseModel | None = None,
-) -> Written:
+) -> HFExportSummary:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
     `dtype`: of all tensors; else each keeps its own. Beside them what `base` carries, and SHA256SUMS of all
@@ -171,13 +171,13 @@ def write_hf(
     with atomic_directory(directory) as aside:
         carried = base.carry(aside) if base is not None else Carried()
         sizes = Counter[torch.dtype]()
-        stored = _stored(spec, tensors, dtype, sizes)
+        stored = _tensors_to_store(spec, tensors, dtype, sizes)
         _write_tensors(aside, stored, max_shard_bytes, len(parameter_shapes(spec)))
         config, notes = export_config(spec, base, _one_dtype(sizes, base))
         _write_json(aside / CONFIG, config)
         write_sums(aside)
         _finish(aside)
-    return Written(carried, tuple(notes))
+    return HFExportSummary(carried, tuple(notes))
 
 
 def _one_dtype(sizes: Counter[torch.dtype], base: BaseModel | None) -> str:
@@ -189,13 +189,13 @@ def _one_dtype(sizes: Counter[torch.dtype], base: BaseModel | None) -> str:
     return str(functools.reduce(torch.promote_types, sizes)).removeprefix("torch.")
 
 
-def _listed(what: str, items: list[str]) -> str:
+def _summarise_items(what: str, items: list[str]) -> str:
     """`lacks a, b, c and 4 more`, or nothing for no items."""
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return f"{what} {', '.join(items[:3])}{more}" if items else ""
 
 
-def _stored(
+def _tensors_to_store(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype | None,

@@ -28,12 +28,12 @@ from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.exchange import SaveOwner, check_would_be_newest, copy_generation_in
 from hpcrun.checkpoint.slices import split_slice
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime.dtype_casts import Cast, Casts
-from hpcrun.runtime.export import DTYPES, NOTE
+from hpcrun.runtime.dtype_casts import CastSummary, DtypeCaster
+from hpcrun.runtime.export import EXPORT_DTYPES, EXPORT_NOTE_FILE
 from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.resharding import raw_bytes
 from hpcrun.runtime.sharded_model import state_shapes
-from hpcrun.runtime.torch_dcp import METADATA, TorchCheckpoint
+from hpcrun.runtime.torch_dcp import METADATA_FILE, TorchCheckpoint
 from hpcrun.specs.base_model import Carried, keep_base_model, pass_on
 from hpcrun.specs.hf_directory import INDEX, SINGLE, pickles_in, what_to_do
 from hpcrun.specs.job import JobSpec
@@ -41,11 +41,11 @@ from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_s
 from hpcrun.specs.sha256sums import check_sums
 
 _Progress = Callable[[int], None]
-_MOST_RANKS = 1 << 20
+_MAX_RANKS = 1 << 20
 """No world was larger."""
 
 
-def kind_of(source: Path) -> str:
+def detect_source_format(source: Path) -> str:
     """`hpcrun`, `dcp` or `hf`, by the files in a directory; UsageError for anything else."""
     if not source.is_dir():
         raise UsageError(
@@ -56,14 +56,14 @@ def kind_of(source: Path) -> str:
         isinstance(saved, Unreadable) and (source / RECORD).exists()
     ):
         return "hpcrun"
-    if (source / METADATA).is_file():
+    if (source / METADATA_FILE).is_file():
         return "dcp"
     if (source / SINGLE).is_file() or (source / INDEX).is_file():
         return "hf"
     if pickles_in(source):
         raise UsageError(f"{source}: has no safetensors; {what_to_do(source)}")
     raise UsageError(
-        f"{source}: is nothing that can be imported; known by {RECORD} (hpcrun), {METADATA} (torch's"
+        f"{source}: is nothing that can be imported; known by {RECORD} (hpcrun), {METADATA_FILE} (torch's"
         f" distributed checkpoint), {SINGLE} or {INDEX} (Hugging Face)"
     )
 
@@ -74,7 +74,7 @@ def import_hpcrun(
     job: JobSpec | None,
     step: int | None,
     progress: _Progress = lambda _size: None,
-) -> Imported:
+) -> ImportSummary:
     """A copy of a committed generation, every byte of which is proved; without a job, of any state."""
     saved = read_save(source)
     if isinstance(saved, Unreadable):
@@ -86,10 +86,10 @@ def import_hpcrun(
         stored = generation.manifest.tensors
     if job is not None:
         shapes = {name: tensor.shape for name, tensor in stored.items()}
-        _check(source, job, shapes, lambda name: stored[name].dtype)
+        _check_state(source, job, shapes, lambda name: stored[name].dtype)
     check_would_be_newest(checkpoints, saved.step)
     with pass_on(source, checkpoints.parent):
-        return Imported(copy_generation_in(saved, checkpoints, progress))
+        return ImportSummary(copy_generation_in(saved, checkpoints, progress))
 
 
 def import_dcp(
@@ -98,10 +98,10 @@ def import_dcp(
     job: JobSpec,
     step: int | None,
     progress: _Progress = lambda _size: None,
-) -> Imported:
+) -> ImportSummary:
     """A state that torch's distributed checkpoint holds under the names of ours (model., optimizer.)."""
     check_sums(source)
-    found, note = TorchCheckpoint(source), _note(source)
+    found, note = TorchCheckpoint(source), _read_export_note(source)
     told = note.step if note else None
     if told is None and step is None:
         raise UsageError(f"{source}: does not say of which step it is; give --step N")
@@ -115,15 +115,15 @@ def import_dcp(
     needed = sum(math.prod(shape) * found.dtype(name).itemsize for name, shape in shapes.items())
     if needed > sum(path.stat().st_size for path in source.iterdir()):
         raise SiteError(f"{source}: is damaged: its tensors take more than its files hold")
-    _check(source, job, shapes, lambda name: str(found.dtype(name)).removeprefix("torch."))
+    _check_state(source, job, shapes, lambda name: str(found.dtype(name)).removeprefix("torch."))
     world = note.world_size if note else 1
     if note is None:
         # Random state belongs to a world of known size; without it a run begins with that of its seed.
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
-    position = note.position if note else _position(job, number)
-    state = _State(number, position, world, shapes, found.dtype, found.read)
+    position = note.position if note else _position_of_step(job, number)
+    state = _ImportedState(number, position, world, shapes, found.dtype, found.read)
     with pass_on(source, checkpoints.parent):
-        return Imported(_write(state, checkpoints, progress))
+        return ImportSummary(_write_state(state, checkpoints, progress))
 
 
 def import_hf(
@@ -133,7 +133,7 @@ def import_hf(
     step: int | None,
     progress: _Progress = lambda _size: None,
     dtype: str | None = None,
-) -> Imported:
+) -> ImportSummary:
     """Weights alone, as the state before the first step: what `model.weights` would make of them.
 
     `dtype`: the type that training keeps them in, given to allow that values are rounded in it.
@@ -143,7 +143,7 @@ def import_hf(
             f"--step {step}: {source} holds weights alone, and no step but 0 begins without moments; leave"
             " --step out"
         )
-    model, kept = job.model, _dtype(job)
+    model, kept = job.model, _kept_dtype(job)
     assert model is not None
     name_kept = job.train.kept_dtype
     if dtype not in (None, name_kept):
@@ -151,7 +151,7 @@ def import_hf(
             f"--dtype {dtype}: a run of this job keeps weights in {name_kept} (train.precision); use that"
         )
     hashed = check_sums(source)
-    weights, casts = HFWeights(source), Casts("--dtype", may_round=dtype is not None)
+    weights, casts = HFWeights(source), DtypeCaster("--dtype", may_round=dtype is not None)
     weights.check(model)
     weights.check_tied_head(model)
     shapes = state_shapes(model)
@@ -163,16 +163,16 @@ def import_hf(
         return casts.cast(short, weights.read(short), kept)
 
     with keep_base_model(source, checkpoints.parent, weights.layout.torch_types()) as carried:
-        saved = _write(_State(0, 0, 1, shapes, lambda _name: kept, read), checkpoints, progress)
-    return Imported(saved, tuple(casts.all()), carried, tuple(weights.notes(model)), hashed)
+        saved = _write_state(_ImportedState(0, 0, 1, shapes, lambda _name: kept, read), checkpoints, progress)
+    return ImportSummary(saved, tuple(casts.all()), carried, tuple(weights.notes(model)), hashed)
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportSummary:
     """A state that has become a save, and what there is to say of it."""
 
     saved: Saved
-    casts: tuple[Cast, ...] = ()
+    casts: tuple[CastSummary, ...] = ()
     carried: Carried | None = None
     notes: tuple[str, ...] = ()
     is_hashed: bool = True
@@ -180,7 +180,7 @@ class Imported:
 
 
 @dataclass(frozen=True)
-class _State:
+class _ImportedState:
     """What is to be written, a tensor at a time."""
 
     step: int
@@ -192,7 +192,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Note:
+class _ExportNote:
     """What an export of ours says beside torch's files."""
 
     step: int
@@ -200,38 +200,42 @@ class _Note:
     world_size: int
 
 
-def _note(source: Path) -> _Note | None:
+def _read_export_note(source: Path) -> _ExportNote | None:
     saved = read_save(source)
     if isinstance(saved, Saved):
-        return _Note(saved.step, saved.position, saved.world_size)
+        return _ExportNote(saved.step, saved.position, saved.world_size)
     try:
-        told = json.loads((source / NOTE).read_text(encoding="utf-8"))
+        told = json.loads((source / EXPORT_NOTE_FILE).read_text(encoding="utf-8"))
         fields = [told[name] for name in ("step", "position", "world_size")]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{source / NOTE}: cannot be read: {error}; export again, or remove it") from None
-    bounds = ((0, 1 << 62), (0, 1 << 62), (1, _MOST_RANKS))
+        raise UsageError(
+            f"{source / EXPORT_NOTE_FILE}: cannot be read: {error}; export again, or remove it"
+        ) from None
+    bounds = ((0, 1 << 62), (0, 1 << 62), (1, _MAX_RANKS))
     if not all(
         type(one) is int and least <= one <= most for one, (least, most) in zip(fields, bounds, strict=True)
     ):
-        raise UsageError(f"{source / NOTE}: makes no sense; export again, or remove it and give --step")
-    return _Note(*fields)
+        raise UsageError(
+            f"{source / EXPORT_NOTE_FILE}: makes no sense; export again, or remove it and give --step"
+        )
+    return _ExportNote(*fields)
 
 
-def _position(job: JobSpec, step: int) -> int:
+def _position_of_step(job: JobSpec, step: int) -> int:
     """The samples that a run of the job has consumed after so many steps."""
     if job.train.gbs is None:
         raise UsageError("train.gbs: is not known, nor how many samples were consumed; set it in the job")
     return step * job.train.gbs
 
 
-def _dtype(job: JobSpec) -> torch.dtype:
+def _kept_dtype(job: JobSpec) -> torch.dtype:
     """The type that weights and moments of a job are kept in."""
-    return DTYPES[job.train.kept_dtype]
+    return EXPORT_DTYPES[job.train.kept_dtype]
 
 
-def _check(
+def _check_state(
     source: Path, job: JobSpec, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], str]
 ) -> None:
     """UsageError unless a state is just the job's: no tensor more or less, each in shape and type."""
@@ -257,7 +261,7 @@ def _check(
         raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
 
 
-def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
+def _write_state(state: _ImportedState, checkpoints: Path, progress: _Progress) -> Saved:
     """Write and commit a state, in as many parts as its world has ranks."""
     check_would_be_newest(checkpoints, state.step)
     owner = SaveOwner.for_next_start(checkpoints)
@@ -289,14 +293,14 @@ def _write(state: _State, checkpoints: Path, progress: _Progress) -> Saved:
         raise
 
 
-def _pieces(state: _State, name: str) -> Iterator[ChunkSpec]:
+def _pieces(state: _ImportedState, name: str) -> Iterator[ChunkSpec]:
     """A tensor as chunks that a reader can prove one by one."""
     shape, dtype = state.shapes[name], str(state.dtype(name)).removeprefix("torch.")
     for box in split_slice(shape, ITEM_BYTES[dtype], CHUNK_BYTES):
         yield ChunkSpec(name, dtype, shape, box.offsets, box.sizes)
 
 
-def _contents(state: _State, names: list[str], progress: _Progress) -> Iterator[memoryview]:
+def _contents(state: _ImportedState, names: list[str], progress: _Progress) -> Iterator[memoryview]:
     """The bytes of the pieces in turn, one tensor in memory at a time."""
     for name in names:
         tensor = state.read(name)

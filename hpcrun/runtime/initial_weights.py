@@ -15,7 +15,7 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sha256sums import check_sums
 
 
-def begin_with_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> dict[str, Any]:
+def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> dict[str, Any]:
     """Hold the files of `model.weights` against hashes beside them, all ranks together, and keep its others.
 
     Gives what there is to say: where they are from, their types, and what config.json and tensors disagree

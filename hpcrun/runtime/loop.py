@@ -16,18 +16,18 @@ from hpcrun.checkpoint.policy.auto_interval import AutoInterval
 from hpcrun.errors import NotANumberError
 from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress
-from hpcrun.runtime.async_checkpoint import SavesBehind
+from hpcrun.runtime.async_checkpoint import AsyncCheckpointer
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data_loader import Batch, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.device import Device
-from hpcrun.runtime.direct_checkpoint import Checkpointer
-from hpcrun.runtime.initial_weights import begin_with_weights
-from hpcrun.runtime.optimizer import rate_of_step
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
+from hpcrun.runtime.initial_weights import adopt_initial_weights
+from hpcrun.runtime.optimizer import learning_rate_of_step
 from hpcrun.runtime.profiler import StepProfiler
-from hpcrun.runtime.restore import restore
+from hpcrun.runtime.restore import restore_from_plan
 from hpcrun.runtime.sharded_model import ShardedModel, sum_over_ranks
 from hpcrun.runtime.speed_probe import SpeedProbe
-from hpcrun.runtime.worker_endpoint import find_home
+from hpcrun.runtime.worker_endpoint import find_worker
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import LineWriter
@@ -60,18 +60,18 @@ class Trainer:
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
         spec = job.checkpoint
         keep: dict[str, int] = {"keep": spec.keep, "keep_every": spec.keep_every}
-        self._checkpoints = Checkpointer(
+        self._checkpoints = DirectCheckpointer(
             attempt.run.checkpoints, control, attempt=attempt.number, durable=spec.durable, **keep
         )
         self._checkpoints.tell = self._tell
-        self._behind: SavesBehind | None = None
+        self._async_checkpointer: AsyncCheckpointer | None = None
         if spec.memory:
-            home = find_home(os.environ, attempt.run.path, spec, control, attempt.number)
+            home = find_worker(os.environ, attempt.run.path, spec, control, attempt.number)
             home.begin(control)
-            self._behind = SavesBehind(spec, self._checkpoints, control, home, self._tell)
+            self._async_checkpointer = AsyncCheckpointer(spec, self._checkpoints, control, home, self._tell)
         is_auto = spec.every == "auto" and control.rank == 0
         self._auto = AutoInterval(len(control.nodes), time.monotonic()) if is_auto else None
-        self._held_back: list[dict[str, Any]] | None = None
+        self._deferred_records: list[dict[str, Any]] | None = None
         self._attempt, self._files = attempt.number, attempt
         self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
@@ -114,9 +114,9 @@ class Trainer:
                 if asked or due or (last and self._job.checkpoint.at_end):
                     self._save(step, batches.position, ends=ends, asked=bool(asked))
                 if asked & _STOP and not last:
-                    self._leave_saves()
+                    self._finish_saves()
                     return result | {"status": "saved"}
-        self._leave_saves()
+        self._finish_saves()
         result["eval_loss_after"], asked = self._evaluate(steps)
         if asked & _STOP and self._saved_step == steps:
             # Whoever goes on with the run evaluates what is saved.
@@ -147,19 +147,19 @@ class Trainer:
     def _restore(self) -> tuple[int, int]:
         optimizer, begin = self._model.optimizer, time.monotonic()
         state, expected = optimizer.state(), self._model.expected_entries()
-        restored = restore(self._checkpoints, self._files, self._control, state, expected)
+        restored = restore_from_plan(self._checkpoints, self._files, self._control, state, expected)
         if restored is None:
             model = self._job.model
             if model is not None and model.weights is not None:
                 kept = self._job.train.kept_dtype
-                found = begin_with_weights(model, self._files.run, self._control, kept)
+                found = adopt_initial_weights(model, self._files.run, self._control, kept)
                 self._write({"kind": "weights", "step": 0, **found})
             return 0, 0
         optimizer.loaded(restored.step)
         # What came out of memory alone is yet to be saved for good.
         self._saved_step = restored.step if restored.saved is not None else 0
-        if self._behind is not None:
-            self._behind.has_restored(restored.generation)
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.record_restored(restored.generation)
         told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
         self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
         return restored.step, restored.position
@@ -173,27 +173,27 @@ class Trainer:
             return
         progress(step, "checkpoint")
         begin, state = time.monotonic(), self._model.optimizer.state()
-        if self._behind is None:
+        if self._async_checkpointer is None:
             self._checkpoints.save(step, position, state)
             self._write({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
         elif ends:
-            self._behind.save_lasting(step, position, state)
-        elif not self._behind.save(step, position, state, lasting=asked):
+            self._async_checkpointer.save_durably(step, position, state)
+        elif not self._async_checkpointer.save(step, position, state, lasting=asked):
             return
         self._saved_step = step
 
-    def _leave_saves(self) -> None:
+    def _finish_saves(self) -> None:
         """Before the ranks end: what was begun is in the run directory, or was told to have failed."""
-        if self._behind is not None:
-            self._behind.settle("durable")
-            self._behind.close()
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.settle("durable")
+            self._async_checkpointer.close()
 
     def _tell(self, record: dict[str, Any]) -> None:
         """Write a line; one that comes up within a step after that step's own, which has its time in it."""
-        if self._held_back is None:
+        if self._deferred_records is None:
             self._write(record)
         else:
-            self._held_back.append(record)
+            self._deferred_records.append(record)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Trainer:
         progress(step, "compile" if compiles else "step")
         self._speed.step(step)
         begin = time.perf_counter()
-        self._clock, self._held_back = {}, []
+        self._clock, self._deferred_records = {}, []
         with self._timed("data"):
             inputs, targets = next(batches)
         with self._timed("forward_backward"):
@@ -219,10 +219,10 @@ class Trainer:
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._report_not_a_number(step, loss, norm, share, squares)
-        lr = rate_of_step(self._job, self._plan, step)
-        if self._behind is not None:
+        lr = learning_rate_of_step(self._job, self._plan, step)
+        if self._async_checkpointer is not None:
             with self._timed("fence"):
-                self._behind.fence()
+                self._async_checkpointer.fence()
         with self._timed("optimizer"):
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
@@ -230,7 +230,7 @@ class Trainer:
             agreed = asked()
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
-        held_back, self._held_back = self._held_back, None
+        held_back, self._deferred_records = self._deferred_records, None
         for record in held_back:
             self._write(record)
         return loss, agreed

@@ -267,7 +267,7 @@ def initial_value(
     return value.to(device=device, dtype=dtype)
 
 
-def initialise(module: Decoder, spec: ModelSpec, seed: int) -> None:
+def initialise_parameters(module: Decoder, spec: ModelSpec, seed: int) -> None:
     """Fill a model or stage that is not parallelised with its first values, in place."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():

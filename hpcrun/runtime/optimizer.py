@@ -35,7 +35,7 @@ def learning_rate(train: TrainSpec, gbs: int, step: int) -> float:
     return peak * (train.min_lr + (1.0 - train.min_lr) * share)
 
 
-def rate_of_step(job: JobSpec, plan: Plan, step: int) -> float:
+def learning_rate_of_step(job: JobSpec, plan: Plan, step: int) -> float:
     """Learning rate of a step of a job by a plan of it, which may have fewer replicas and a smaller batch."""
     # lr_scaling goes by the batch that the job names; what is missing of it for now is elastic's matter.
     whole = job.train.gbs or plan.gbs
@@ -43,7 +43,7 @@ def rate_of_step(job: JobSpec, plan: Plan, step: int) -> float:
     return rate if job.elastic is None or plan.gbs == whole else rate * job.elastic.lr_factor(plan.gbs, whole)
 
 
-class Optimizer:
+class ShardedAdamW:
     """AdamW over local pieces: it is elementwise, so a piece needs nothing from the others.
 
     Working on plain tensors keeps DTensor's dispatch out of the step.
@@ -131,7 +131,7 @@ class Optimizer:
 class TiedWeights:
     """Sums the gradients of an embedding and an output head that stand on different pipeline stages."""
 
-    def __init__(self, plan: Plan, mesh: Mesh, optimizer: Optimizer, tied: bool) -> None:
+    def __init__(self, plan: Plan, mesh: Mesh, optimizer: ShardedAdamW, tied: bool) -> None:
         self._pieces: list[nn.Parameter] = []
         self._group: dist.ProcessGroup | None = None
         if not tied or plan.pp == 1:
@@ -144,7 +144,7 @@ class TiedWeights:
         first = next(rank for rank in range(plan.pp) if 0 in plan.stages_of(rank))
         last = next(rank for rank in range(plan.pp) if plan.stages - 1 in plan.stages_of(rank))
         if first != last:
-            self._group = _pair_group(plan, first, last)
+            self._group = _tied_weight_group(plan, first, last)
 
     def sum_gradients(self) -> None:
         """Give both holders the sum."""
@@ -156,7 +156,7 @@ class TiedWeights:
             dist.all_reduce(grads[0], group=self._group)
 
 
-def _pair_group(plan: Plan, first: int, last: int) -> dist.ProcessGroup | None:
+def _tied_weight_group(plan: Plan, first: int, last: int) -> dist.ProcessGroup | None:
     """The group of the two ranks that hold the tied weight at my place of the other axes."""
     per_stage = plan.degrees.world_size // plan.pp
     pairs = [[first * per_stage + i, last * per_stage + i] for i in range(per_stage)]

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcrun.runtime.plain_values import Keys, Node, Types, children
+from hpcrun.runtime.plain_values import KeyPath, TypesByName, ValueNode, child_nodes
 from hpcrun.runtime.tensor_memory import same_bytes
 
 
-def parameters_of(
-    optimizer: torch.optim.Optimizer, node: Node, types: Types
+def parameters_by_number(
+    optimizer: torch.optim.Optimizer, node: ValueNode, types: TypesByName
 ) -> dict[Hashable, Tensor] | str | None:
     """The parameters by the numbers that a saved state has for them; a text where it is of other groups.
 
     None where the state is not of the form that torch's optimizers give.
     """
-    told = children(node, types) or {}
-    saved = children(told.get("param_groups"), types)
+    told = child_nodes(node, types) or {}
+    saved = child_nodes(told.get("param_groups"), types)
     if saved is None or "state" not in told:
         return None
     numbers = []
     for group in saved.values():
-        listed = children((children(group, types) or {}).get("params"), types)
+        listed = child_nodes((child_nodes(group, types) or {}).get("params"), types)
         if listed is None:
             return None
         numbers.append(list(listed.values()))
@@ -47,7 +47,7 @@ def init_optimizer_state(param: Tensor | None, shape: tuple[int, ...], dtype: to
     return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
 
-def load_into(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Hand a state to an optimizer's own load_state_dict."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(state)
@@ -57,7 +57,7 @@ def load_into(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": castable})
 
 
-def set_exactly(
+def set_optimizer_state_exactly(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameters: Mapping[Hashable, Tensor]
 ) -> None:
     """Set an optimizer's state to what it was handed, where it has made something else of it."""
@@ -66,7 +66,7 @@ def set_exactly(
         optimizer.state[key] = _exact(values, optimizer.state.get(key))
 
 
-def param_number(keys: Keys) -> Hashable:
+def parameter_number(keys: KeyPath) -> Hashable:
     """Of which parameter a value in an optimizer's state is, by the keys below the optimizer."""
     return keys[1] if len(keys) > 2 and keys[0] == "state" else None
 

@@ -31,13 +31,13 @@ from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.plan import Plan
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
-Values = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
+ParameterValues = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
 """(canonical name, whole shape, slices) to the slice of a parameter's first values."""
 
 
-def piece_of(whole: Tensor, local: Tensor) -> Tensor:
+def wrap_local_piece(whole: Tensor, local: Tensor) -> Tensor:
     """A local tensor in the place of another one's piece, with its shape, mesh and placements if any."""
     if not isinstance(whole, DTensor):
         return local
@@ -80,7 +80,7 @@ class LocalParameter:
 
     def as_global(self, local: Tensor) -> Tensor:
         """Something of the piece's shape (an optimizer state) as the piece of a whole, for checkpoints."""
-        return piece_of(self.parameter, local)
+        return wrap_local_piece(self.parameter, local)
 
 
 class Mesh:
@@ -132,7 +132,7 @@ def build_stage(spec: ModelSpec, plan: Plan, train: TrainSpec, mesh: Mesh, index
             embed=index == 0,
             head=index == plan.stages - 1,
             recompute=train.recompute,
-        ).to(DTYPES["fp64" if train.precision == "fp64" else "fp32"])
+        ).to(TORCH_DTYPES["fp64" if train.precision == "fp64" else "fp32"])
     tp = mesh.submesh("tp")
     if tp is not None:
         _apply_tensor_parallel(module, tp)
@@ -211,7 +211,7 @@ def _apply_fsdp(module: Decoder, plan: Plan, train: TrainSpec, mesh: Mesh) -> No
             block.set_modules_to_forward_prefetch([following])
 
 
-def materialise(module: Decoder, device: torch.device, values: Values) -> None:
+def materialise_stage(module: Decoder, device: torch.device, values: ParameterValues) -> None:
     """Give a stage its memory and its first values; a rank computes or reads only what it holds."""
     module.to_empty(device=device)
     with torch.no_grad():
@@ -246,6 +246,6 @@ def local_parameters(stages: list[Decoder], plan: Plan) -> Iterator[LocalParamet
             yield LocalParameter(canonical, parameter, replicas // pieces, canonical == name)
 
 
-def loss_context(plan: Plan) -> AbstractContextManager[None]:
+def loss_parallel_context(plan: Plan) -> AbstractContextManager[None]:
     """Must cover forward and backward of a step: the loss over a vocabulary that is cut along tp."""
     return loss_parallel() if plan.tp > 1 else nullcontext()

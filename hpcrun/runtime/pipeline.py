@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpcrun.runtime.data_loader import MASKED
+from hpcrun.runtime.data_loader import IGNORED_TARGET
 from hpcrun.runtime.gradient_sync import ReplicaReducer
 from hpcrun.runtime.model import Decoder, loss_function
-from hpcrun.runtime.parallel import Mesh, loss_context
+from hpcrun.runtime.parallel import Mesh, loss_parallel_context
 from hpcrun.specs.plan import Plan
 
 
-class Engine:
+class MicrobatchEngine:
     """Runs the microbatches of a step through this rank's stages; gradients end up in `.grad`, averaged."""
 
     def __init__(
@@ -39,24 +39,24 @@ class Engine:
         self._schedule: Any = None
         if plan.pp > 1:
             # By these ranks alone: it loads torch.compile with it, a fifth of what a rank takes to start.
-            from hpcrun.runtime.pipeline_stages import schedule_of
+            from hpcrun.runtime.pipeline_stages import build_schedule
 
-            self._schedule = schedule_of(
+            self._schedule = build_schedule(
                 zip(stages, indices, strict=True),
                 plan,
                 device,
                 mesh.group("pp"),
                 dtype,
-                loss=self._share_of_loss,
+                loss=self._weighted_loss,
             )
 
-    def _share_of_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _weighted_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         # Divided here and not in the gradients afterwards: one pass over the weights less.
         if self._per_token is not None:
             return loss_function(logits, targets, reduction="sum") * self._per_token
         return loss_function(logits, targets) / (self._plan.grad_accum * self._summed_over)
 
-    def _weigh(self, targets: Tensor) -> None:
+    def _set_token_weights(self, targets: Tensor) -> None:
         """Settle what a token counts: where replicas have different numbers of them, its share of all.
 
         Where all have as many, the mean over microbatches and replicas is the mean over tokens.
@@ -64,7 +64,7 @@ class Engine:
         degrees = self._plan.degrees
         if not self._plan.is_uneven:
             return
-        count = (targets != MASKED).sum().to(self._device)
+        count = (targets != IGNORED_TARGET).sum().to(self._device)
         if dist.is_initialized():
             dist.all_reduce(count)
         # The ranks of a replica have counted the same tokens.
@@ -73,8 +73,8 @@ class Engine:
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Loss of this rank's batch, (grad_accum, mbs, S) tokens; zero on a rank without the last stage."""
-        self._weigh(targets)
-        with loss_context(self._plan):
+        self._set_token_weights(targets)
+        with loss_parallel_context(self._plan):
             if self._schedule is not None:
                 loss = self._pipeline(self._schedule.step, inputs, targets)
             else:
@@ -87,9 +87,9 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for index, (x, y) in enumerate(self._placed(inputs, targets)):
             self._prepare_backward(last=index == len(inputs) - 1)
-            loss = self._share_of_loss(self._stages[0](x), y)
+            loss = self._weighted_loss(self._stages[0](x), y)
             loss.backward()  # type: ignore[no-untyped-call]
-            total += _plain(loss)
+            total += _plain_loss(loss)
         return total
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -99,12 +99,13 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """The same without backward."""
-        self._weigh(targets)
-        with loss_context(self._plan):
+        self._set_token_weights(targets)
+        with loss_parallel_context(self._plan):
             if self._schedule is not None:
                 return self._pipeline(self._schedule.eval, inputs, targets) * self._summed_over
             losses = [
-                _plain(self._share_of_loss(self._stages[0](x), y)) for x, y in self._placed(inputs, targets)
+                _plain_loss(self._weighted_loss(self._stages[0](x), y))
+                for x, y in self._placed(inputs, targets)
             ]
             return torch.stack(losses).sum() * self._summed_over
 
@@ -116,7 +117,7 @@ class Engine:
             last = {"target": targets.flatten(0, 1).to(self._device), "losses": losses}
         run(*first, **last, return_outputs=False)
         return (
-            torch.stack([_plain(loss) for loss in losses]).sum()
+            torch.stack([_plain_loss(loss) for loss in losses]).sum()
             if losses
             else torch.zeros((), dtype=torch.float64, device=self._device)
         )
@@ -135,6 +136,6 @@ class Engine:
         module.set_reshard_after_backward(last or self._plan.zero == 3)
 
 
-def _plain(loss: Tensor) -> Tensor:
+def _plain_loss(loss: Tensor) -> Tensor:
     loss = loss.detach()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss).to(torch.float64)

@@ -29,7 +29,7 @@ _SCHEDULES: dict[str, Any] = {
 }
 
 
-def schedule_of(
+def build_schedule(
     stages: Iterable[tuple[Decoder, int]],
     plan: Plan,
     device: torch.device,

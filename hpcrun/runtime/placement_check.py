@@ -15,10 +15,10 @@ from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt
 
-_TOLD = 8
+_MAX_REPORTED = 8
 
 
-def check_places(
+def check_rank_placement(
     control: Control, attempt: Attempt, coordinate: dict[str, int], device: Device | None = None
 ) -> None:
     """SiteError, on every rank, with both columns where what the ranks see differs from placement.json.
@@ -33,7 +33,7 @@ def check_places(
         return
     placement, mesh = found
     mine = read_json(attempt.rank_record(control.rank)) or {}
-    seen: dict[str, Any] = {"node": _short(os.uname().nodename), "local_rank": control.local_rank}
+    seen: dict[str, Any] = {"node": _short_host_name(os.uname().nodename), "local_rank": control.local_rank}
     seen |= {"mesh": coordinate, "shared": control.shared_rank()}
     seen |= {"cpus": mine.get("binding", {}), "now": fold_cpus(os.sched_getaffinity(0))}
     seen |= {"uuid": device.uuid if device else None, "uuids": list(device.visible) if device else []}
@@ -41,7 +41,7 @@ def check_places(
     lines: list[str] = []
     told: list[str] = []
     for rank, (view, local) in enumerate(zip(everyone, placement.local_ranks(), strict=True)):
-        wanted: dict[str, Any] = {"node": _short(placement.ranks[rank]), "local_rank": local}
+        wanted: dict[str, Any] = {"node": _short_host_name(placement.ranks[rank]), "local_rank": local}
         wanted["mesh"] = {axis: mesh[rank][axis] for axis in view["mesh"]} if mesh else view["mesh"]
         for what, value in wanted.items():
             if view[what] != value:
@@ -51,7 +51,9 @@ def check_places(
             is_ours = placement.bound_by == "rank" and "refused" not in view["cpus"]
             (lines if is_ours else told).extend(_cpus(rank, binding.cpus, view))
             for text in _gpu(rank, binding.uuid, view):
-                (lines if _see_theirs(placement, everyone, placement.ranks[rank]) else told).append(text)
+                (lines if _sees_assigned_gpus(placement, everyone, placement.ranks[rank]) else told).append(
+                    text
+                )
     apart = [rank for rank, view in enumerate(everyone) if view["shared"] not in (None, view["local_rank"])]
     if apart:
         told.insert(
@@ -60,14 +62,15 @@ def check_places(
             " network; Slurm's pmi2 tells it wrongly where the order of ranks is given",
         )
     if control.rank == 0:
-        for text in told[:_TOLD]:
+        for text in told[:_MAX_REPORTED]:
             sys.stderr.write(f"hpcrun: {text}\n")
     if lines:
-        more = f" and {len(lines) - _TOLD} more" if len(lines) > _TOLD else ""
+        more = f" and {len(lines) - _MAX_REPORTED} more" if len(lines) > _MAX_REPORTED else ""
         raise SiteError(
-            f"the ranks do not stand where {attempt.placement} says: {'; '.join(lines[:_TOLD])}{more};"
-            " the launcher has put or bound them otherwise: see mpi.launcher and mpi.pmi in the profile, and"
-            " what in the job's environment binds processes"
+            f"the ranks do not stand where {attempt.placement} says:"
+            f" {'; '.join(lines[:_MAX_REPORTED])}{more}; the launcher has"
+            " put or bound them otherwise: see mpi.launcher and mpi.pmi in the profile, and what in the job's"
+            " environment binds processes"
         )
 
 
@@ -91,19 +94,19 @@ def _gpu(rank: int, wanted: str | None, view: dict[str, Any]) -> Iterator[str]:
         yield _line(rank, "GPU", bare_uuid(wanted), view["uuid"])
 
 
-def _see_theirs(placement: Placement, everyone: list[dict[str, Any]], node: str) -> bool:
+def _sees_assigned_gpus(placement: Placement, everyone: list[dict[str, Any]], node: str) -> bool:
     """Whether each rank of a node can see the GPU that it is to have: else somebody else gives them out."""
     ranks = placement.on(node)
     wanted = {rank: one.uuid for rank in ranks if (one := placement.binding(rank)) is not None}
     return all(uuid is None or bare_uuid(uuid) in everyone[rank]["uuids"] for rank, uuid in wanted.items())
 
 
-def placed_gpu(attempt: Attempt, rank: int) -> str | None:
+def assigned_gpu(attempt: Attempt, rank: int) -> str | None:
     """The UUID of the GPU that a rank is to have; None where that was not decided."""
     found = read_placement(attempt.placement)
     binding = found[0].binding(rank) if found else None
     return binding.uuid if binding else None
 
 
-def _short(host: str) -> str:
+def _short_host_name(host: str) -> str:
     return host.partition(".")[0]

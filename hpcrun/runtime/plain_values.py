@@ -26,17 +26,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-Node: TypeAlias = Any
+ValueNode: TypeAlias = Any
 """A value as JSON has it."""
-Keys: TypeAlias = tuple[Hashable, ...]
+KeyPath: TypeAlias = tuple[Hashable, ...]
 """The keys and numbers that lead to a value."""
-Encode: TypeAlias = Callable[[Any, Keys], Node]
-Decode: TypeAlias = Callable[[dict[str, Any], Keys], Any]
-Types: TypeAlias = Mapping[str, type]
+EncodeOther: TypeAlias = Callable[[Any, KeyPath], ValueNode]
+DecodeOther: TypeAlias = Callable[[dict[str, Any], KeyPath], Any]
+TypesByName: TypeAlias = Mapping[str, type]
 
-TAG = "$"
-DEEPEST = 200
-_SMALL = 1 << 63
+TYPE_TAG = "$"
+MAX_NESTING = 200
+_EXACT_INT_LIMIT = 1 << 63
 _FACTORIES: dict[str, Any] = {
     one.__name__: one for one in (int, float, str, bool, list, dict, set, tuple, OrderedDict, Counter)
 }
@@ -51,24 +51,24 @@ _ARRAY_KINDS = "biufcSUMm"
 class PlainValueError(ValueError):
     """A value that cannot be kept, or made again; its keys lead to it."""
 
-    def __init__(self, keys: Keys, problem: str) -> None:
+    def __init__(self, keys: KeyPath, problem: str) -> None:
         super().__init__(problem)
         self.keys, self.problem = keys, problem
 
 
-def encode(value: Any, other: Encode, keys: Keys = ()) -> Node:
+def encode_value(value: Any, other: EncodeOther, keys: KeyPath = ()) -> ValueNode:
     """A value as JSON; PlainValueError for what cannot be kept. `other` may raise LookupError."""
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return value
     if kind is int:
-        return value if -_SMALL <= value < _SMALL else {TAG: "int", "v": hex(value)}
+        return value if -_EXACT_INT_LIMIT <= value < _EXACT_INT_LIMIT else {TYPE_TAG: "int", "v": hex(value)}
     if kind is float:
-        return value if math.isfinite(value) else {TAG: "float", "v": _bits(value)}
-    if len(keys) > DEEPEST:
-        raise PlainValueError(keys, f"lies more than {DEEPEST} levels deep, or contains itself")
+        return value if math.isfinite(value) else {TYPE_TAG: "float", "v": _bits(value)}
+    if len(keys) > MAX_NESTING:
+        raise PlainValueError(keys, f"lies more than {MAX_NESTING} levels deep, or contains itself")
     if kind is list:
-        return [encode(one, other, (*keys, number)) for number, one in enumerate(value)]
+        return [encode_value(one, other, (*keys, number)) for number, one in enumerate(value)]
     if kind is dict:
         return _encode_dict(value, other, keys)
     if (known := _ENCODERS.get(kind)) is not None:
@@ -79,15 +79,15 @@ def encode(value: Any, other: Encode, keys: Keys = ()) -> Node:
         return _encode_of_class(value, other, keys)
 
 
-def decode(node: Node, other: Decode, types: Types, keys: Keys = ()) -> Any:
+def decode_value(node: ValueNode, other: DecodeOther, types: TypesByName, keys: KeyPath = ()) -> Any:
     """The value again; PlainValueError where this side has no class for it."""
     if isinstance(node, list):
-        return [decode(one, other, types, (*keys, number)) for number, one in enumerate(node)]
+        return [decode_value(one, other, types, (*keys, number)) for number, one in enumerate(node)]
     if not isinstance(node, dict):
         return node
-    if TAG not in node:
-        return {key: decode(one, other, types, (*keys, key)) for key, one in node.items()}
-    maker = _DECODERS.get(str(node[TAG]))
+    if TYPE_TAG not in node:
+        return {key: decode_value(one, other, types, (*keys, key)) for key, one in node.items()}
+    maker = _DECODERS.get(str(node[TYPE_TAG]))
     if maker is None:
         return other(node, keys)
     try:
@@ -95,60 +95,60 @@ def decode(node: Node, other: Decode, types: Types, keys: Keys = ()) -> Any:
     except (TypeError, ValueError, KeyError, NotImplementedError, AttributeError, OverflowError) as error:
         if isinstance(error, PlainValueError):
             raise
-        raise PlainValueError(keys, f"is a {node[TAG]} that cannot be made here: {error}") from None
+        raise PlainValueError(keys, f"is a {node[TYPE_TAG]} that cannot be made here: {error}") from None
 
 
-def children(node: Node, types: Types, keys: Keys = ()) -> dict[Hashable, Node] | None:
+def child_nodes(node: ValueNode, types: TypesByName, keys: KeyPath = ()) -> dict[Hashable, ValueNode] | None:
     """What lies below a mapping or a sequence, by key or number; None for all else."""
     if isinstance(node, list):
         return dict(enumerate(node))
     if not isinstance(node, dict):
         return None
-    if TAG not in node:
+    if TYPE_TAG not in node:
         return dict(node)
-    if node[TAG] in _MAPPINGS:
-        return {decode(key, _nothing_else, types, keys): one for key, one in node["v"]}
-    if node[TAG] in ("tuple", "namedtuple", "deque", "torch.Size"):
+    if node[TYPE_TAG] in _MAPPINGS:
+        return {decode_value(key, _nothing_else, types, keys): one for key, one in node["v"]}
+    if node[TYPE_TAG] in ("tuple", "namedtuple", "deque", "torch.Size"):
         return dict(enumerate(node["v"]))
     return None
 
 
-def types_of(value: Any, found: dict[str, type] | None = None) -> dict[str, type]:
+def collect_types(value: Any, found: dict[str, type] | None = None) -> dict[str, type]:
     """The classes of enums and named tuples in a value, by the name that a save has for them."""
     found = {} if found is None else found
     if isinstance(value, enum.Enum) or _is_named_tuple(value):
         found[_class_name(type(value))] = type(value)
     if isinstance(value, Mapping):
         for key, one in value.items():
-            types_of(key, found)
-            types_of(one, found)
+            collect_types(key, found)
+            collect_types(one, found)
     elif isinstance(value, list | tuple | set | frozenset | deque):
         for one in value:
-            types_of(one, found)
+            collect_types(one, found)
     return found
 
 
-def same(one: Node, two: Node) -> bool:
+def are_equal_nodes(one: ValueNode, two: ValueNode) -> bool:
     """Whether two nodes are of equal values; the order of a dict is no part of it."""
     return json.dumps(_ordered(one), sort_keys=True) == json.dumps(_ordered(two), sort_keys=True)
 
 
-def _ordered(node: Node) -> Node:
+def _ordered(node: ValueNode) -> ValueNode:
     if isinstance(node, list):
         return [_ordered(one) for one in node]
     if not isinstance(node, dict):
         return node
     told = {key: _ordered(one) for key, one in node.items()}
-    if node.get(TAG) in ("dict", "Counter", "defaultdict", "set", "frozenset"):
+    if node.get(TYPE_TAG) in ("dict", "Counter", "defaultdict", "set", "frozenset"):
         told["v"] = sorted(told["v"], key=lambda one: json.dumps(one, sort_keys=True))
     return told
 
 
-def _nothing_else(node: dict[str, Any], keys: Keys) -> Any:
-    raise PlainValueError(keys, f"is a {node[TAG]}, which this hpcrun does not know")
+def _nothing_else(node: dict[str, Any], keys: KeyPath) -> Any:
+    raise PlainValueError(keys, f"is a {node[TYPE_TAG]}, which this hpcrun does not know")
 
 
-def no_others(value: Any, keys: Keys) -> Node:
+def reject_other_values(value: Any, keys: KeyPath) -> ValueNode:
     """An `other` for values that are plain throughout."""
     raise LookupError
 
@@ -166,38 +166,39 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _encode_dict(value: dict[Any, Any], other: Encode, keys: Keys) -> Node:
-    if all(type(key) is str for key in value) and TAG not in value:
-        return {key: encode(one, other, (*keys, key)) for key, one in value.items()}
-    return {TAG: "dict", "v": _pairs(value, other, keys)}
+def _encode_dict(value: dict[Any, Any], other: EncodeOther, keys: KeyPath) -> ValueNode:
+    if all(type(key) is str for key in value) and TYPE_TAG not in value:
+        return {key: encode_value(one, other, (*keys, key)) for key, one in value.items()}
+    return {TYPE_TAG: "dict", "v": _pairs(value, other, keys)}
 
 
-def _pairs(value: Mapping[Any, Any], other: Encode, keys: Keys) -> list[Node]:
+def _pairs(value: Mapping[Any, Any], other: EncodeOther, keys: KeyPath) -> list[ValueNode]:
     return [
-        [encode(key, no_others, (*keys, key)), encode(one, other, (*keys, key))] for key, one in value.items()
+        [encode_value(key, reject_other_values, (*keys, key)), encode_value(one, other, (*keys, key))]
+        for key, one in value.items()
     ]
 
 
-def _items(value: Iterable[Any], other: Encode, keys: Keys) -> list[Node]:
-    return [encode(one, other, (*keys, number)) for number, one in enumerate(value)]
+def _items(value: Iterable[Any], other: EncodeOther, keys: KeyPath) -> list[ValueNode]:
+    return [encode_value(one, other, (*keys, number)) for number, one in enumerate(value)]
 
 
-def _encode_set(value: Any, _other: Encode, keys: Keys) -> Node:
-    items = sorted(_items(value, no_others, keys), key=lambda one: json.dumps(one, sort_keys=True))
-    return {TAG: type(value).__name__, "v": items}
+def _encode_set(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
+    items = sorted(_items(value, reject_other_values, keys), key=lambda one: json.dumps(one, sort_keys=True))
+    return {TYPE_TAG: type(value).__name__, "v": items}
 
 
-def _encode_default(value: Any, other: Encode, keys: Keys) -> Node:
+def _encode_default(value: Any, other: EncodeOther, keys: KeyPath) -> ValueNode:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if factory is not None and _FACTORIES.get(str(name)) is not factory:
         raise PlainValueError(
             keys, f"is a defaultdict that makes {factory!r}; one of {', '.join(_FACTORIES)} can be kept"
         )
-    return {TAG: "defaultdict", "v": _pairs(value, other, keys), "factory": name}
+    return {TYPE_TAG: "defaultdict", "v": _pairs(value, other, keys), "factory": name}
 
 
-def _encode_zone(zone: Any, keys: Keys) -> Node:
+def _encode_zone(zone: Any, keys: KeyPath) -> ValueNode:
     if zone is None:
         return None
     if type(zone) is zoneinfo.ZoneInfo and zone.key:
@@ -208,33 +209,33 @@ def _encode_zone(zone: Any, keys: Keys) -> Node:
     raise PlainValueError(keys, f"has the time zone {zone!r}; fixed offsets and zoneinfo's zones can be kept")
 
 
-def _zone(node: Node) -> dt.tzinfo | None:
+def _zone(node: ValueNode) -> dt.tzinfo | None:
     if node is None:
         return None
     return dt.timezone(dt.timedelta(*node)) if isinstance(node, list) else zoneinfo.ZoneInfo(node)
 
 
-def _encode_datetime(value: Any, _other: Encode, keys: Keys) -> Node:
+def _encode_datetime(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
     day = [value.year, value.month, value.day] if type(value) is dt.datetime else []
     told = [*day, value.hour, value.minute, value.second, value.microsecond]
     return {
-        TAG: type(value).__name__,
+        TYPE_TAG: type(value).__name__,
         "v": told,
         "fold": value.fold,
         "zone": _encode_zone(value.tzinfo, keys),
     }
 
 
-def _encode_array(value: Any, _other: Encode, keys: Keys) -> Node:
+def _encode_array(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
     """An array or a scalar of numpy's."""
     array = np.asarray(value)
     if array.dtype.kind not in _ARRAY_KINDS or array.dtype.hasobject:
         raise PlainValueError(keys, f"is of numpy's type {array.dtype}; numbers, texts and times can be kept")
     shape = list(array.shape) if type(value) is np.ndarray else None
-    return {TAG: "numpy", "dtype": array.dtype.str, "shape": shape, "v": _text(array.tobytes())}
+    return {TYPE_TAG: "numpy", "dtype": array.dtype.str, "shape": shape, "v": _text(array.tobytes())}
 
 
-def _decode_array(node: dict[str, Any], _other: Decode, _types: Types, keys: Keys) -> Any:
+def _decode_array(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, keys: KeyPath) -> Any:
     kind = np.dtype(str(node["dtype"]))
     if kind.kind not in _ARRAY_KINDS or kind.hasobject:
         raise PlainValueError(keys, f"is of numpy's type {kind}")
@@ -244,16 +245,20 @@ def _decode_array(node: dict[str, Any], _other: Decode, _types: Types, keys: Key
     return array.reshape(node["shape"]) if node["shape"] is not None else array.reshape(())[()]
 
 
-def _encode_of_class(value: Any, other: Encode, keys: Keys) -> Node:
+def _encode_of_class(value: Any, other: EncodeOther, keys: KeyPath) -> ValueNode:
     """What goes by more than its exact type: enums, named tuples, numpy's scalars."""
     kind = type(value)
     if isinstance(value, enum.Enum):
         named = kind.__members__.get(value.name or "")
-        told = {"name": value.name} if named is value else {"value": encode(value.value, no_others, keys)}
-        return {TAG: "enum", "class": _class_name(kind), **told}
+        told = (
+            {"name": value.name}
+            if named is value
+            else {"value": encode_value(value.value, reject_other_values, keys)}
+        )
+        return {TYPE_TAG: "enum", "class": _class_name(kind), **told}
     if _is_named_tuple(value):
         told = {"class": _class_name(kind), "fields": list(kind._fields)}
-        return {TAG: "namedtuple", **told, "v": _items(value, other, keys)}
+        return {TYPE_TAG: "namedtuple", **told, "v": _items(value, other, keys)}
     if isinstance(value, np.generic) and kind.__module__ == "numpy":
         return _encode_array(value, other, keys)
     raise PlainValueError(keys, f"is of type {_shown(kind)}")
@@ -272,7 +277,7 @@ def _shown(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _class(name: str, types: Types, keys: Keys) -> Any:
+def _class(name: str, types: TypesByName, keys: KeyPath) -> Any:
     """A class that the receiving state shows, or that is imported here already."""
     if name in types:
         return types[name]
@@ -291,30 +296,30 @@ def _class(name: str, types: Types, keys: Keys) -> Any:
     )
 
 
-def _decode_enum(node: dict[str, Any], _other: Decode, types: Types, keys: Keys) -> Any:
+def _decode_enum(node: dict[str, Any], _other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
     kind = _class(str(node["class"]), types, keys)
     if not issubclass(kind, enum.Enum):
         raise PlainValueError(keys, f"is an enum, but here {_shown(kind)} is none")
     if "name" not in node:
-        return kind(decode(node["value"], _nothing_else, types, keys))
+        return kind(decode_value(node["value"], _nothing_else, types, keys))
     if node["name"] not in kind.__members__:
         raise PlainValueError(keys, f"is {node['name']}, which {_shown(kind)} does not have here")
     return kind.__members__[node["name"]]
 
 
-def _decode_named(node: dict[str, Any], other: Decode, types: Types, keys: Keys) -> Any:
+def _decode_named(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
     kind, fields = _class(str(node["class"]), types, keys), tuple(node["fields"])
     if not issubclass(kind, tuple) or getattr(kind, "_fields", None) != fields:
         raise PlainValueError(keys, f"is a tuple of {', '.join(fields)}; here {_shown(kind)} is not")
-    return tuple.__new__(kind, decode(node["v"], other, types, keys))
+    return tuple.__new__(kind, decode_value(node["v"], other, types, keys))
 
 
-def _decode_pairs(node: dict[str, Any], other: Decode, types: Types, keys: Keys) -> Any:
+def _decode_pairs(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
     found = {}
     for key_node, one in node["v"]:
-        key = decode(key_node, _nothing_else, types, keys)
-        found[key] = decode(one, other, types, (*keys, key))
-    match node[TAG]:
+        key = decode_value(key_node, _nothing_else, types, keys)
+        found[key] = decode_value(one, other, types, (*keys, key))
+    match node[TYPE_TAG]:
         case "OrderedDict":
             return OrderedDict(found)
         case "Counter":
@@ -325,9 +330,9 @@ def _decode_pairs(node: dict[str, Any], other: Decode, types: Types, keys: Keys)
     return found
 
 
-def _decode_sequence(node: dict[str, Any], other: Decode, types: Types, keys: Keys) -> Any:
-    items = decode(node["v"], other, types, keys)
-    match node[TAG]:
+def _decode_sequence(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
+    items = decode_value(node["v"], other, types, keys)
+    match node[TYPE_TAG]:
         case "tuple":
             return tuple(items)
         case "set":
@@ -343,9 +348,9 @@ def _decode_sequence(node: dict[str, Any], other: Decode, types: Types, keys: Ke
     return torch.Size(items)
 
 
-def _decode_scalar(node: dict[str, Any], _other: Decode, _types: Types, _keys: Keys) -> Any:
+def _decode_scalar(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, _keys: KeyPath) -> Any:
     value = node["v"]
-    match node[TAG]:
+    match node[TYPE_TAG]:
         case "int":
             return int(value, 16)
         case "float":
@@ -372,8 +377,8 @@ def _decode_scalar(node: dict[str, Any], _other: Decode, _types: Types, _keys: K
     return uuid.UUID(hex=value)
 
 
-def _decode_time(node: dict[str, Any], _other: Decode, _types: Types, _keys: Keys) -> Any:
-    match node[TAG]:
+def _decode_time(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, _keys: KeyPath) -> Any:
+    match node[TYPE_TAG]:
         case "date":
             return dt.date(*node["v"])
         case "timedelta":
@@ -386,24 +391,24 @@ def _decode_time(node: dict[str, Any], _other: Decode, _types: Types, _keys: Key
     return dt.datetime(year, month, day, hour, minute, second, micro, zone, fold=fold)
 
 
-def _scalar(tag: str, told: Callable[[Any], Node]) -> Callable[[Any, Encode, Keys], Node]:
-    return lambda value, _other, _keys: {TAG: tag, "v": told(value)}
+def _scalar(tag: str, told: Callable[[Any], ValueNode]) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
+    return lambda value, _other, _keys: {TYPE_TAG: tag, "v": told(value)}
 
 
-def _mapping(tag: str) -> Callable[[Any, Encode, Keys], Node]:
-    return lambda value, other, keys: {TAG: tag, "v": _pairs(value, other, keys)}
+def _mapping(tag: str) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
+    return lambda value, other, keys: {TYPE_TAG: tag, "v": _pairs(value, other, keys)}
 
 
-def _sequence(tag: str) -> Callable[[Any, Encode, Keys], Node]:
-    return lambda value, other, keys: {TAG: tag, "v": _items(value, other, keys)}
+def _sequence(tag: str) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
+    return lambda value, other, keys: {TYPE_TAG: tag, "v": _items(value, other, keys)}
 
 
-def _parts(*names: str) -> Callable[[Any], Node]:
+def _parts(*names: str) -> Callable[[Any], ValueNode]:
     return lambda value: [getattr(value, name) for name in names]
 
 
 _MAPPINGS = ("dict", "OrderedDict", "Counter", "defaultdict")
-_ENCODERS: dict[type, Callable[[Any, Encode, Keys], Node]] = {
+_ENCODERS: dict[type, Callable[[Any, EncodeOther, KeyPath], ValueNode]] = {
     tuple: _sequence("tuple"),
     torch.Size: _sequence("torch.Size"),
     OrderedDict: _mapping("OrderedDict"),
@@ -416,17 +421,17 @@ _ENCODERS: dict[type, Callable[[Any, Encode, Keys], Node]] = {
     bytes: _scalar("bytes", _text),
     bytearray: _scalar("bytearray", _text),
     range: lambda value, _, keys: {
-        TAG: "range",
+        TYPE_TAG: "range",
         "v": _items(_parts("start", "stop", "step")(value), _, keys),
     },
     slice: lambda value, _, keys: {
-        TAG: "slice",
+        TYPE_TAG: "slice",
         "v": _items(_parts("start", "stop", "step")(value), _, keys),
     },
     torch.dtype: _scalar("torch.dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: _scalar("torch.device", str),
     **{
-        kind: lambda value, _o, _k: {TAG: "path", "class": type(value).__name__, "v": str(value)}
+        kind: lambda value, _o, _k: {TYPE_TAG: "path", "class": type(value).__name__, "v": str(value)}
         for kind in _PATHS.values()
     },
     Decimal: _scalar("Decimal", str),
@@ -438,7 +443,7 @@ _ENCODERS: dict[type, Callable[[Any, Encode, Keys], Node]] = {
     dt.datetime: _encode_datetime,
     np.ndarray: _encode_array,
 }
-_DECODERS: dict[str, Callable[[dict[str, Any], Decode, Types, Keys], Any]] = {
+_DECODERS: dict[str, Callable[[dict[str, Any], DecodeOther, TypesByName, KeyPath], Any]] = {
     **dict.fromkeys(_MAPPINGS, _decode_pairs),
     **dict.fromkeys(("tuple", "set", "frozenset", "deque", "range", "slice", "torch.Size"), _decode_sequence),
     **dict.fromkeys(("int", "float", "complex", "bytes", "bytearray", "torch.device"), _decode_scalar),
@@ -450,6 +455,6 @@ _DECODERS: dict[str, Callable[[dict[str, Any], Decode, Types, Keys], Any]] = {
 }
 
 
-def path_of(keys: Sequence[Hashable]) -> str:
+def render_key_path(keys: Sequence[Hashable]) -> str:
     """Keys as people and manifests have them, joined by dots."""
     return ".".join(str(key) for key in keys)

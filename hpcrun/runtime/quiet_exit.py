@@ -17,27 +17,27 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_OURS = "pt_"
+_TORCH_THREAD_PREFIX = "pt_"
 """What the names of torch's threads begin with; those of the transport below only wait for bytes."""
 _LOOK_S, _MOST_S = 0.003, 30.0
 
 
 @functools.cache
-def end_quietly() -> None:
+def await_idle_threads_at_exit() -> None:
     """From now on this process waits at its end, a moment as a rule, until torch's threads are at rest."""
-    atexit.register(await_rest)
+    atexit.register(await_idle_threads)
 
 
-def await_rest(most_s: float = _MOST_S) -> bool:
+def await_idle_threads(most_s: float = _MOST_S) -> bool:
     """Wait until all threads of torch's sleep and have done so since the look before; whether they do.
 
     Between the looks Python's lock is free: a thread that waits for it gets it then, and is seen to have run.
     """
     deadline = time.monotonic() + most_s
-    before = _threads()
+    before = _torch_thread_states()
     while before:
         time.sleep(_LOOK_S)
-        now = _threads()
+        now = _torch_thread_states()
         if now == before and all(sleeps for sleeps, _ in now.values()):
             return True
         if time.monotonic() > deadline:
@@ -46,14 +46,14 @@ def await_rest(most_s: float = _MOST_S) -> bool:
     return True
 
 
-def _threads() -> dict[str, tuple[bool, str]]:
+def _torch_thread_states() -> dict[str, tuple[bool, str]]:
     """Of each thread of torch's: whether it sleeps, and how often it was put to sleep or set aside."""
     known = {str(one.native_id) for one in threading.enumerate()}
     found: dict[str, tuple[bool, str]] = {}
     for task in _TASKS.iterdir():
         # A thread may end between two looks at it.
         with suppress(OSError):
-            if task.name not in known and (task / "comm").read_text().startswith(_OURS):
+            if task.name not in known and (task / "comm").read_text().startswith(_TORCH_THREAD_PREFIX):
                 lines = (task / "status").read_text().splitlines()
                 told = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
                 switches = f"{told['voluntary_ctxt_switches']} {told['nonvoluntary_ctxt_switches']}"

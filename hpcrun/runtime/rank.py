@@ -23,13 +23,14 @@ from hpcrun.errors import EXIT_DONE, EXIT_RANKS_DIED, EXIT_SAVED, HpcrunError, U
 from hpcrun.launch import rank_shim
 from hpcrun.launch.attempt_monitor import RunObserver
 from hpcrun.launcher_world import World, detect_world
-from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
 from hpcrun.runtime.data_loader import TokenSource
 from hpcrun.runtime.device import Device, choose_device
 from hpcrun.runtime.loop import Trainer
-from hpcrun.runtime.placement_check import check_places, placed_gpu
-from hpcrun.runtime.quiet_exit import end_quietly
-from hpcrun.runtime.store_rendezvous import GLOO_INTERFACE, address_of_rank, try_all_nodes
+from hpcrun.runtime.placement_check import assigned_gpu, check_rank_placement
+from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
+from hpcrun.runtime.store_rendezvous import GLOO_INTERFACE, check_node_connectivity, rank_address
 from hpcrun.specs import rank_error
 from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
 from hpcrun.specs.records import write_json, write_whole
@@ -41,18 +42,20 @@ from hpcrun.submission.prepare import PreparedJob, prepare_job
 def main(run_dir: str, number: int, requests: rank_shim.RankRequests) -> int:
     """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
     attempt = RunDir(Path(run_dir)).attempt(number)
-    control = connect(detect_world(os.environ))
-    return _guarded(control, attempt, lambda: _train(control, attempt, requests, _planned(attempt)))
+    control = connect_ranks(detect_world(os.environ))
+    return _run_guarded(
+        control, attempt, lambda: _train(control, attempt, requests, _job_of_attempt(attempt))
+    )
 
 
-def _planned(attempt: Attempt) -> ResolvedJob:
+def _job_of_attempt(attempt: Attempt) -> ResolvedJob:
     """The job with the plan of this attempt, which may have fewer replicas than the job's own."""
     resolved = load_job_of(attempt.run)
     plan = read_plan(attempt.plan, resolved.spec, resolved.training_plan)
     return ResolvedJob(resolved.spec, plan)
 
 
-def join(
+def join_world(
     job: Path | None,
     overrides: Sequence[str],
     resume: str | None,
@@ -60,7 +63,7 @@ def join(
     display: Callable[[int], RunObserver],
 ) -> int:
     """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 has the display."""
-    control = connect(world)
+    control = connect_ranks(world)
     prepared, problem = None, None
     try:
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
@@ -77,7 +80,7 @@ def join(
     # All leave together, or none: a rank that left alone would leave the others waiting.
     problems = [(rank, *found) for rank, found in enumerate(control.allgather(problem)) if found]
     if problems or prepared is None:
-        return _refuse(control, *problems[0])
+        return _abort_with_message(control, *problems[0])
     run_path, number = control.everywhere(lambda: _open_run(prepared))
     attempt = RunDir(Path(run_path)).attempt(number)
     requests = rank_shim.enter_rank(attempt, world)
@@ -87,10 +90,10 @@ def join(
     if observer is not None:
         observer.note(f"run {run_path}: {prepared.describe()}")
         observer.ranks_ready(control.size, 0.0)
-    return _guarded(control, attempt, lambda: _train(control, attempt, requests, resolved, observer))
+    return _run_guarded(control, attempt, lambda: _train(control, attempt, requests, resolved, observer))
 
 
-def _refuse(control: Control, rank: int, code: int, text: str) -> int:
+def _abort_with_message(control: Control, rank: int, code: int, text: str) -> int:
     """Say once what the first rank with a problem has to say."""
     if control.rank == 0:
         who = f"rank {rank}: " if rank else ""
@@ -109,7 +112,7 @@ def _open_run(prepared: PreparedJob) -> list[Any]:
     return [str(run.path), attempt.number]
 
 
-def _guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> int:
+def _run_guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> int:
     """The outermost frame of a rank: whatever goes wrong is recorded and takes the attempt down."""
     try:
         return action()
@@ -142,13 +145,13 @@ def _train(
             f"parallel: {plan.degrees} is {plan.degrees.world_size} ranks, but this world has {control.size};"
             " change a degree, or start as many ranks"
         )
-    device = choose_device(job.device, control, placed_gpu(attempt, control.rank))
+    device = choose_device(job.device, control, assigned_gpu(attempt, control.rank))
     prepare_torch(job.train.seed, control)
-    open_groups(control, device)
+    open_process_groups(control, device)
     rank_shim.record_shared_memory(attempt, control.rank)
     source = TokenSource(job.data, corpus)
     trainer = Trainer(job, plan, attempt, control, device, source, requests, observer)
-    check_places(control, attempt, trainer.coordinate, device)
+    check_rank_placement(control, attempt, trainer.coordinate, device)
     result = trainer.run()
     control.barrier()
     if control.rank == 0:
@@ -188,16 +191,16 @@ def prepare_torch(seed: int, control: Control) -> None:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def open_groups(control: Control, device: Device) -> None:
+def open_process_groups(control: Control, device: Device) -> None:
     """Open torch's process groups over the ranks that control knows."""
-    end_quietly()
+    await_idle_threads_at_exit()
     if control.size == 1 and not device.is_cuda:
         # FSDP for mixed precision wants a group even alone; a store in memory does.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         return
-    here = address_of_rank(control)
+    here = rank_address(control)
     if not control.one_node:
-        try_all_nodes(control, here)
+        check_node_connectivity(control, here)
     if here.interface:
         os.environ.setdefault(GLOO_INTERFACE, here.interface)
     dist.init_process_group(

@@ -64,7 +64,7 @@ class WritePlan:
     def contents(self, state: dict[str, Tensor]) -> Iterator[memoryview]:
         """The bytes of the pieces in turn; without a copy where they lie in order on the host."""
         for piece, slices in zip(self.pieces, self.slices, strict=True):
-            taken = local_of(state[piece.tensor]).detach()[slices]
+            taken = local_tensor(state[piece.tensor]).detach()[slices]
             # Torch also keeps a sign or a conjugate as a mark on the memory of another tensor.
             yield raw_bytes(taken.resolve_conj().resolve_neg().contiguous().cpu())
 
@@ -77,7 +77,7 @@ def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
         tuple(state),
         tuple([one.dtype for one in tensors]),
         tuple([one.shape for one in tensors]),
-        tuple([(local_of(one).shape, one.placements, one.device_mesh) for one in cut]),
+        tuple([(local_tensor(one).shape, one.placements, one.device_mesh) for one in cut]),
     )
 
 
@@ -92,11 +92,11 @@ def plan_write(
     planner.set_up_planner(dict(state), None, control.rank == 0)
     held = dict[str, tuple[ChunkSpec, tuple[slice, ...]]]()
     for item in planner.create_local_plan().items:
-        for piece, slices in _cut(item):
+        for piece, slices in _split_write_item(item):
             held[f"{xxh3_64_intdigest(repr(piece).encode()):016x}"] = (piece, slices)
     told = [[digest, piece.size_bytes] for digest, (piece, _) in held.items()]
-    plans = [SavePlan([_stand_in(*one) for one in other]) for other in control.allgather(told)]
-    _check_forms(state, control)
+    plans = [SavePlan([_placeholder_item(*one) for one in other]) for other in control.allgather(told)]
+    _check_same_shapes(state, control)
     shared, _ = planner.create_global_plan(plans)
     mine = [held[item.index.fqn] for item in shared[control.rank].items]
     pieces = [piece for piece, _ in mine]
@@ -110,7 +110,7 @@ def plan_write(
     return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
 
 
-def _check_forms(state: dict[str, Tensor], control: Control) -> None:
+def _check_same_shapes(state: dict[str, Tensor], control: Control) -> None:
     """UsageError on all ranks where two of them have another tensor under the same name."""
     mine = {name: f"{dtype_name(tensor)} {list(tensor.shape)}" for name, tensor in state.items()}
     mine = {name: form for name, form in mine.items() if not name.startswith(("rng.", "hpcrun."))}
@@ -126,7 +126,7 @@ def _check_forms(state: dict[str, Tensor], control: Control) -> None:
                 raise UsageError(f"state: {name} is {where}; give what is a rank's own a name of its own")
 
 
-def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool = False) -> None:
+def fill_from_chunks(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool = False) -> None:
     """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late.
 
     `only_prove`: read what would fill them, and touch nothing.
@@ -139,7 +139,7 @@ def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool
         else:
             direct[chunk] = tensor
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(others), _metadata(source.manifest, others), False)
+    planner.set_up_planner(dict(others), _planner_metadata(source.manifest, others), False)
     items = planner.create_local_plan().items
     chunks: dict[tuple[ChunkSpec, ChunkLocation], list[ReadItem]] = {}
     for item in items:
@@ -147,7 +147,11 @@ def load_into(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool
         assert index is not None
         chunk = source.manifest.tensors[item.storage_index.fqn].chunks[index]
         chunks.setdefault(chunk, []).append(item)
-    reader = _Scratch(planner, direct, chunks) if only_prove else _Reader(planner, direct, chunks)
+    reader = (
+        _ScratchDestinations(planner, direct, chunks)
+        if only_prove
+        else _ChunkDestinations(planner, direct, chunks)
+    )
     if isinstance(source, ChunkReader):
         source.read_all(reader.wanted(), reader.arrived)
         return
@@ -170,7 +174,7 @@ def _lies_as_stored(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class _Reader:
+class _ChunkDestinations:
     """Gives each chunk the memory it is read into, and puts it where it belongs."""
 
     def __init__(
@@ -219,7 +223,7 @@ class _Reader:
         self._free.append(buffer)
 
 
-class _Scratch(_Reader):
+class _ScratchDestinations(_ChunkDestinations):
     """Gives each chunk memory that nobody needs, and uses it again when the chunk is proved."""
 
     def wanted(self) -> Iterator[tuple[ChunkSpec, ChunkLocation, memoryview]]:
@@ -251,17 +255,17 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 @functools.cache
-def is_known_dtype(dtype: torch.dtype) -> bool:
+def is_storable_dtype(dtype: torch.dtype) -> bool:
     """Whether the format has this type."""
     return str(dtype).removeprefix("torch.") in ITEM_BYTES
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice, ...]]]:
+def _split_write_item(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice, ...]]]:
     """What torch would write at once, in pieces that a reader can prove one by one; no empty ones."""
     data = item.tensor_data
     assert data is not None
@@ -274,7 +278,7 @@ def _cut(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice, ...]]]:
             yield piece, tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
 
 
-def _stand_in(digest: str, size_bytes: int) -> WriteItem:
+def _placeholder_item(digest: str, size_bytes: int) -> WriteItem:
     """An item that is all that sharing out needs of a piece: an identity and a size."""
     size = torch.Size([size_bytes])
     chunk = ChunkStorageMetadata(torch.Size([0]), size)
@@ -283,7 +287,7 @@ def _stand_in(digest: str, size_bytes: int) -> WriteItem:
     return WriteItem(index, WriteItemType.TENSOR, tensor_data=data)
 
 
-def _metadata(manifest: Manifest, names: dict[str, Tensor]) -> Metadata:
+def _planner_metadata(manifest: Manifest, names: dict[str, Tensor]) -> Metadata:
     """What the planner needs to know of the tensors of a generation."""
     return Metadata(
         {

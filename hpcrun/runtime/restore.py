@@ -15,10 +15,10 @@ from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials
 from hpcrun.checkpoint.restore_plan import RestorePlan, parse_restore_plan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
-from hpcrun.runtime.collective_verbs import on_all
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.direct_checkpoint import Checkpointer, Restored
-from hpcrun.runtime.save_opening import Fit
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, RestoreResult
+from hpcrun.runtime.rank_alarm import mark_raised_on_all
+from hpcrun.runtime.save_opening import EntrySelector
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import Attempt
@@ -27,20 +27,20 @@ _TRIES, _PAUSE_S = 25, 0.2
 """A network file system may show a new file a little later on one node than on another."""
 
 
-def restore(
-    checkpoints: Checkpointer,
+def restore_from_plan(
+    checkpoints: DirectCheckpointer,
     attempt: Attempt,
     control: Control,
     state: dict[str, Tensor],
     expected: dict[str, tuple[int, ...]],
-    fit: Fit | None = None,
-) -> Restored | None:
+    fit: EntrySelector | None = None,
+) -> RestoreResult | None:
     """Fill the state by the plan of this attempt; as the run directory has it where there is no plan.
 
     RanksDiedError where the planned generation is not whole after all: the next attempt passes it over, or
     finds that it can be made whole.
     """
-    plan = _agreed(attempt, control)
+    plan = _agree_on_plan(attempt, control)
     if plan is None:
         return checkpoints.restore(state, expected, fit)
     checkpoints.avoided = frozenset(plan.poisoned)
@@ -49,36 +49,40 @@ def restore(
         try:
             return checkpoints.restore(state, expected, fit, mendable=mendable)
         except DamagedError as error:
-            raise _unrestored(attempt, control, plan, str(error)) from None
+            raise _record_unrestored(attempt, control, plan, str(error)) from None
     assert plan.stamp is not None
     try:
-        source: DistributedReader = _all_or_none(control, lambda: _open(plan, attempt))
+        source: DistributedReader = _run_on_all_ranks(
+            control, lambda: _open_planned_generation(plan, attempt)
+        )
         with source:
             if len(set(control.allgather(source.structure))) > 1:
-                raise on_all(SiteError(f"{source.name}: ranks see different tensors in it"))
+                raise mark_raised_on_all(SiteError(f"{source.name}: ranks see different tensors in it"))
             told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
             return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
     except SiteError as error:
-        raise _unrestored(attempt, control, plan, str(error)) from None
+        raise _record_unrestored(attempt, control, plan, str(error)) from None
 
 
-def _unrestored(attempt: Attempt, control: Control, plan: RestorePlan, why: str) -> RanksDiedError:
+def _record_unrestored(attempt: Attempt, control: Control, plan: RestorePlan, why: str) -> RanksDiedError:
     """Write down, for the supervisor, that the planned generation is not whole; the error to raise."""
     assert plan.stamp is not None
     generation = plan.stamp.generation
     control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
-    return on_all(RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}"))
+    return mark_raised_on_all(
+        RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}")
+    )
 
 
-def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
+def _agree_on_plan(attempt: Attempt, control: Control) -> RestorePlan | None:
     """The plan, the same on every rank by its digest; None where the supervisor has made none."""
     if not control.everywhere(attempt.restore.exists):
         return None
-    plan: RestorePlan = _all_or_none(control, lambda: _read(attempt.restore))
+    plan: RestorePlan = _run_on_all_ranks(control, lambda: _read_plan(attempt.restore))
     digests = control.allgather(plan.digest)
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
-            raise on_all(
+            raise mark_raised_on_all(
                 SiteError(
                     f"{attempt.restore}: rank {rank} reads another plan than rank 0 does; is it one file?"
                 )
@@ -86,7 +90,7 @@ def _agreed(attempt: Attempt, control: Control) -> RestorePlan | None:
     return plan
 
 
-def _read(path: Path) -> RestorePlan:
+def _read_plan(path: Path) -> RestorePlan:
     for _ in range(_TRIES):
         if (told := read_json(path)) is not None:
             break
@@ -99,7 +103,7 @@ def _read(path: Path) -> RestorePlan:
         raise SiteError(f"{path}: {error}") from None
 
 
-def _open(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
+def _open_planned_generation(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
     """The planned generation as this rank reads it."""
     told = os.environ.get(DRAIN_VARIABLE, "")
     here = Path(told).parent.name if told else os.uname().nodename
@@ -111,7 +115,7 @@ def _open(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
     return DistributedReader(plan, here, peers)
 
 
-def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:
+def _run_on_all_ranks(control: Control, action: Callable[[], Any]) -> Any:
     """Do something on every rank; what fails on one fails on all."""
     value: Any = None
     problem = None
@@ -123,5 +127,5 @@ def _all_or_none(control: Control, action: Callable[[], Any]) -> Any:
         if text is not None:
             if hasattr(value, "close"):
                 value.close()
-            raise on_all(SiteError(f"rank {rank}: {text}"))
+            raise mark_raised_on_all(SiteError(f"rank {rank}: {text}"))
     return value

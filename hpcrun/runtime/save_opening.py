@@ -13,16 +13,16 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.errors import UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.resharding import dtype_name, load_into
+from hpcrun.runtime.resharding import dtype_name, fill_from_chunks
 from hpcrun.specs.saves import Saved
 
-Fit = Callable[[str, int, ChunkSource], dict[str, Tensor]]
+EntrySelector = Callable[[str, int, ChunkSource], dict[str, Tensor]]
 """Looks at a state before it is loaded (its name for people, how many ranks wrote it, its chunks) and says
 what is to be filled from it; UsageError where it does not do."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RestoreTarget:
     """What is to be filled from a save."""
 
     state: dict[str, Tensor]
@@ -31,14 +31,14 @@ class Wanted:
     control: Control
     random_state: Tensor
     """Memory of the size that this rank's has here."""
-    fit: Fit | None
+    fit: EntrySelector | None
 
     @property
     def own(self) -> str:
         """The name of this rank's random state."""
         return f"rng.{self.control.rank}"
 
-    def find_in(self, source: ChunkSource, where: str, world_size: int) -> dict[str, Tensor]:
+    def select_entries(self, source: ChunkSource, where: str, world_size: int) -> dict[str, Tensor]:
         """What is to be filled from this; UsageError where it is not what is stored."""
         if self.fit is not None:
             return self.fit(where, world_size, source)
@@ -55,10 +55,10 @@ class Wanted:
         return self.state | ({self.own: self.random_state} if is_alike else {})
 
 
-class Opening:
+class RestoreCandidate:
     """A save, as one rank tries it."""
 
-    def __init__(self, saved: Saved, wanted: Wanted) -> None:
+    def __init__(self, saved: Saved, wanted: RestoreTarget) -> None:
         self._saved, self._wanted = saved, wanted
         self._source: GenerationReader | None = None
         self._entries: dict[str, Tensor] = {}
@@ -76,16 +76,16 @@ class Opening:
             self._entries = wanted.match(torchformat.stored_shapes(saved), where, saved.world_size)
             return
         source = self._source = opened.enter_context(open_save(saved))
-        self._entries = wanted.find_in(source, where, saved.world_size)
+        self._entries = wanted.select_entries(source, where, saved.world_size)
         if wanted.fit is not None:
-            load_into(source, self._entries, only_prove=True)
+            fill_from_chunks(source, self._entries, only_prove=True)
 
     def fill(self) -> None:
         """Fill the state."""
         if self._source is None:
             torchformat.load(self._saved, self._entries)
         else:
-            load_into(self._source, self._entries)
+            fill_from_chunks(self._source, self._entries)
 
     @property
     def random_state(self) -> Tensor | None:
@@ -103,16 +103,16 @@ def _check_entries(
         ("also holds", sorted(there.keys() - expected.keys())),
         ("has another shape of", sorted(n for n in expected if there.get(n, expected[n]) != expected[n])),
     ):
-        _refuse(where, verb, names)
+        _refuse_mismatch(where, verb, names)
 
 
 def _check_types(source: ChunkSource, where: str, entries: dict[str, Tensor]) -> None:
     stored = source.manifest.tensors
     names = [name for name, tensor in entries.items() if stored[name].dtype != dtype_name(tensor)]
-    _refuse(where, "has another type of", names)
+    _refuse_mismatch(where, "has another type of", names)
 
 
-def _refuse(where: str, verb: str, names: list[str]) -> None:
+def _refuse_mismatch(where: str, verb: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(

@@ -14,16 +14,18 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hpcrun.errors import UsageError
 from hpcrun.launcher_world import World, detect_world
-from hpcrun.runtime.control import Control, LoneControl, MPIControl, StoreControl
+from hpcrun.runtime.control import Control, LoneControl
+from hpcrun.runtime.mpi_control import MPIControl
+from hpcrun.runtime.store_control import StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_job_of
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
-_count = itertools.count()
+_control_numbers = itertools.count()
 
 
-def section_of(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
+def read_run_checkpoint_options(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
     """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
     if str(run.path) != environ.get(RUN_DIR_VARIABLE) or not run.spec.exists():
         return {}
@@ -32,7 +34,7 @@ def section_of(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
     return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
 
 
-def spec_of(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSpec:
+def build_checkpoint_spec(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSpec:
     """The `checkpoint` section that these values make; UsageError where one of them is wrong."""
     try:
         spec = CheckpointSpec.model_validate({**values, **options})
@@ -46,7 +48,7 @@ def spec_of(values: Mapping[str, Any], options: Mapping[str, Any]) -> Checkpoint
     return spec
 
 
-def run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
+def resolve_run_directory(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
     """The directory as a run's, and whether an agent's worker is there that writes to just that one."""
     told = environ.get(RUN_DIR_VARIABLE)
     own = RunDir(Path(told)) if told else None
@@ -59,7 +61,7 @@ def run_of(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[Ru
     return run, own is not None and own.path == run.path and DRAIN_VARIABLE in environ
 
 
-def attempt_of(run: RunDir, environ: Mapping[str, str]) -> int | None:
+def find_own_attempt(run: RunDir, environ: Mapping[str, str]) -> int | None:
     """The attempt of the run that has started this process, if the directory is that run's; else None."""
     is_own = str(run.path) == environ.get(RUN_DIR_VARIABLE)
     return int(environ.get(ATTEMPT_VARIABLE) or 1) if is_own else None
@@ -67,7 +69,7 @@ def attempt_of(run: RunDir, environ: Mapping[str, str]) -> int | None:
 
 def open_control(environ: Mapping[str, str]) -> Control:
     """How these ranks agree: over MPI, over torch's store, or there is one alone."""
-    number = next(_count)
+    number = next(_control_numbers)
     world = detect_world(environ)
     # Whoever sets an address for torch's ranks may have started them without MPI.
     by_mpi = world is not None and world.kind != "torchrun" and "MASTER_ADDR" not in environ

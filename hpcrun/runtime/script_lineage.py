@@ -26,7 +26,7 @@ from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.writer_lease import WriterLease, find_restart_identity
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.direct_checkpoint import Checkpointer as DirectCheckpointer
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.specs.branch import become_itself
 from hpcrun.specs.descent import descent_from
 from hpcrun.specs.identity import Identity, new_run_id, read_identity
@@ -35,13 +35,13 @@ from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import MOST_COUNT, read_saves, saved_steps, sort_saves
 
-Start = Literal["resume", "new"]
-_saved_by_us: set[Path] = set()
+StartMode = Literal["resume", "new"]
+_saved_by_this_process: set[Path] = set()
 """Where this process has saved: its next Checkpointer there goes on from that."""
 
 
 @dataclass(frozen=True)
-class Found:
+class StartState:
     """What a start finds in its directory, the same on every rank."""
 
     run_ids: list[str]
@@ -56,7 +56,7 @@ class Found:
     """Of what goes on from that."""
 
 
-def look(run: RunDir, attempt: int | None) -> Found:
+def read_start_state(run: RunDir, attempt: int | None) -> StartState:
     """On one rank: nothing is written. `attempt`: of this very run."""
     identity = read_identity(run.path) if run.sweep_of_element is None else None
     if identity is not None and not identity.is_at(run.path):  # a copy, which becomes itself when it saves
@@ -70,17 +70,17 @@ def look(run: RunDir, attempt: int | None) -> Found:
     saves, unreadable = read_saves(run.checkpoints)
     number = attempt or max((one.attempt for one in saves), default=0) + 1
     if not saves and not unreadable:
-        return Found(run_ids, number)
+        return StartState(run_ids, number)
     found = sort_saves(run.checkpoints, saves)
     count = len(saves) + len(unreadable)
     if not found.line:
-        return Found(run_ids, number, f"{count} saves that are not this run's or damaged")
+        return StartState(run_ids, number, f"{count} saves that are not this run's or damaged")
     tip = found.line[-1]
     used = f"saves up to step {tip.step}"
-    return Found(run_ids, number, used, tip.step, descent_from(tip, number))
+    return StartState(run_ids, number, used, tip.step, descent_from(tip, number))
 
 
-class ScriptLine:
+class ScriptLineage:
     """The line of saves that a script's Checkpointer is on; all ranks call each method alike."""
 
     def __init__(
@@ -88,7 +88,7 @@ class ScriptLine:
         run: RunDir,
         control: Control,
         *,
-        start: Start | None,
+        start: StartMode | None,
         attempt: int | None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
@@ -97,13 +97,13 @@ class ScriptLine:
             raise UsageError(f'Checkpointer: start: {start!r} is not known; use "resume" or "new"')
         self._run, self._control = run, control
         self._is_inside = attempt is not None
-        told = control.everywhere(lambda: asdict(look(run, attempt)))
-        self.found = found = Found(**told)
+        told = control.everywhere(lambda: asdict(read_start_state(run, attempt)))
+        self.found = found = StartState(**told)
         if run.sweep_of_element is None:
             run.assume(found.run_ids[0], found.run_ids[1:])
         # A run starts a script again and again: what this run has saved is never an earlier one's.
         self._start = None if start == "new" and attempt is not None and attempt > 1 else start
-        if start is None and run.path in _saved_by_us:
+        if start is None and run.path in _saved_by_this_process:
             self._start = "resume"
         starter = environ.get(RUN_DIR_VARIABLE)
         number = int(environ.get(ATTEMPT_VARIABLE) or 1)
@@ -113,10 +113,10 @@ class ScriptLine:
         self._newest = found.newest if self._start == "resume" else -1
         self._may_save = not found.used or self._start is not None
         self._is_claimed = False
-        self._watch = None if self._may_save else _Watch(self._refusal)
+        self._watch = None if self._may_save else _TrainingStartGuard(self._refusal)
 
     @property
-    def begins_anew(self) -> bool:
+    def starts_fresh(self) -> bool:
         """Whether what is saved already is not for this start."""
         return self._start == "new"
 
@@ -128,9 +128,9 @@ class ScriptLine:
 
     def loads(self) -> None:
         """A load begins: it says what this start goes on from."""
-        self._unwatch()
+        self._stop_guard()
 
-    def has_loaded(self, step: int | None) -> None:
+    def record_loaded(self, step: int | None) -> None:
         """What was loaded; None where there was nothing."""
         self._newest = -1 if step is None else step
         if step is not None or not self.found.used:
@@ -182,25 +182,25 @@ class ScriptLine:
         self._check()
         return step
 
-    def may_exist(self, step: int) -> bool:
+    def might_exist(self, step: int) -> bool:
         """Whether somebody has to look for a save of this step."""
         return step <= self._newest
 
     def has_begun(self, step: int) -> None:
         """A save of this step is on its way."""
-        _saved_by_us.add(self._run.path)
+        _saved_by_this_process.add(self._run.path)
         self._newest = max(self._newest, step)
 
     def close(self) -> None:
         """Nothing more will be saved."""
-        self._unwatch()
+        self._stop_guard()
         if self._lease is not None:
             self._lease.release()
             atexit.unregister(self._lease.release)
             self._lease = None
         self._is_claimed = False
 
-    def _unwatch(self) -> None:
+    def _stop_guard(self) -> None:
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -213,7 +213,7 @@ class ScriptLine:
         """On rank 0: whether the line that this start is on has a save of this step."""
         line = saved_steps(self._run.checkpoints)
         own = [one for one in line if one.attempt == self.found.attempt]
-        return any(one.step == step for one in (own if self.begins_anew else line))
+        return any(one.step == step for one in (own if self.starts_fresh else line))
 
     def _claim(self) -> None:
         run = self._run
@@ -226,7 +226,7 @@ class ScriptLine:
             run.checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
             lease = WriterLease(run.checkpoints, self._life)
             try:
-                self._refuse_overtaken()
+                self._refuse_if_overtaken()
                 if not self._is_inside:
                     self._identify()
             except (HpcrunError, OSError):
@@ -237,7 +237,7 @@ class ScriptLine:
         self._lease = lease
         atexit.register(lease.release)
 
-    def _refuse_overtaken(self) -> None:
+    def _refuse_if_overtaken(self) -> None:
         """UsageError where another start has saved since this one began: both would be one in all records."""
         attempt = self.found.attempt
         saves = sort_saves(self._run.checkpoints, read_saves(self._run.checkpoints)[0]).own
@@ -265,7 +265,7 @@ class ScriptLine:
 
 
 @dataclass
-class _Watch:
+class _TrainingStartGuard:
     """Notices that training has begun: an optimizer that steps again.
 
     A first step may be one that only makes the optimizer's state, for a load to fill.
@@ -288,7 +288,7 @@ class _Watch:
         self._seen.add(optimizer)
 
 
-def count_of(value: Any, what: str) -> int:
+def parse_count(value: Any, what: str) -> int:
     """A step or another count as people have it, of any integer type; UsageError for what is none."""
     number: int | None = None
     is_truth = isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool)

@@ -14,9 +14,16 @@ from hpcrun.errors import UsageError
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.model import Decoder, initial_value, parameter_shapes
-from hpcrun.runtime.optimizer import Optimizer, TiedWeights
-from hpcrun.runtime.parallel import DTYPES, Mesh, Values, build_stage, local_parameters, materialise
-from hpcrun.runtime.pipeline import Engine
+from hpcrun.runtime.optimizer import ShardedAdamW, TiedWeights
+from hpcrun.runtime.parallel import (
+    TORCH_DTYPES,
+    Mesh,
+    ParameterValues,
+    build_stage,
+    local_parameters,
+    materialise_stage,
+)
+from hpcrun.runtime.pipeline import MicrobatchEngine
 from hpcrun.specs.hf_directory import why_inexact
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.model import ModelSpec
@@ -31,12 +38,14 @@ class ShardedModel:
         self.mesh = Mesh(plan, rank, device.torch_device.type, train.precision)
         indices = plan.stages_of(self.mesh.at["pp"])
         self.stages = [build_stage(spec, plan, train, self.mesh, index) for index in indices]
-        values = _values(spec, train)
+        values = _initial_values(spec, train)
         for stage in self.stages:
-            materialise(stage, device.torch_device, values)
-            _settle(stage)
-        self.engine = Engine(self.stages, plan, self.mesh, device.torch_device, DTYPES[train.precision])
-        self.optimizer = Optimizer(local_parameters(self.stages, plan), train)
+            materialise_stage(stage, device.torch_device, values)
+            _allocate_shards(stage)
+        self.engine = MicrobatchEngine(
+            self.stages, plan, self.mesh, device.torch_device, TORCH_DTYPES[train.precision]
+        )
+        self.optimizer = ShardedAdamW(local_parameters(self.stages, plan), train)
         self._tied = TiedWeights(plan, self.mesh, self.optimizer, spec.tied)
         # Ranks that hold the last stage see the same loss once for each of their tp and cp peers.
         self._loss_share = 1.0 / (plan.degrees.dp * plan.degrees.cp * plan.degrees.tp)
@@ -80,7 +89,7 @@ def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:
     return [float(value) for value in packed.tolist()]
 
 
-def _values(spec: ModelSpec, train: TrainSpec) -> Values:
+def _initial_values(spec: ModelSpec, train: TrainSpec) -> ParameterValues:
     """Where a parameter's first values come from: a directory of weights, or the seed."""
     if spec.weights is not None:
         stored = HFWeights(Path(spec.weights))
@@ -93,7 +102,7 @@ def _values(spec: ModelSpec, train: TrainSpec) -> Values:
     ]
 
 
-def _settle(stage: Decoder) -> None:
+def _allocate_shards(stage: Decoder) -> None:
     """Let FSDP lay out its shards now: it pads uneven ones into new memory, which the optimizer must see."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):

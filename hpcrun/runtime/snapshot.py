@@ -23,18 +23,18 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import HEADER_BYTES, ChunkSpec, PartLayout, plan_part_layout
 from hpcrun.errors import SiteError
-from hpcrun.runtime.resharding import WritePlan, local_of
-from hpcrun.runtime.storage_guard import keep_until
-from hpcrun.runtime.tensor_memory import Samples
+from hpcrun.runtime.resharding import WritePlan, local_tensor
+from hpcrun.runtime.storage_guard import guard_until_read
+from hpcrun.runtime.tensor_memory import TensorSamples
 
-_AT_ONCE_BYTES, _AT_ONCE = 2 << 20, 512
+_MAX_INLINE_BYTES, _MAX_INLINE_TENSORS = 2 << 20, 512
 """So much, and so many tensors, are copied before training goes on."""
-_DIGEST_AT = 48
+_DIGEST_OFFSET = 48
 """Where in a chunk's header the hash of its bytes stands."""
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopyResult:
     """How a copy went."""
 
     size_bytes: int
@@ -45,7 +45,7 @@ class Copied:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _CopyJob:
     tensors: dict[str, Tensor]
     """All that is copied, by name."""
     versions: list[int | None]
@@ -55,13 +55,13 @@ class _Job:
     """Of what is copied beside."""
     begins: list[int]
     """Where in memory it begins."""
-    samples: Samples
+    samples: TensorSamples
     size_bytes: int
     copying: Future[float]
 
     def changed(self) -> list[str]:
         """Names of tensors that are others than when the copy was begun."""
-        found, versions = list[str](), _versions(self.tensors)
+        found, versions = list[str](), _tensor_versions(self.tensors)
         if versions != self.versions:
             pairs = zip(self.tensors, versions, self.versions, strict=True)
             found = [name for name, now, before in pairs if now != before]
@@ -71,52 +71,58 @@ class _Job:
         return list(dict.fromkeys(found))
 
 
-class Snapshot:
+class StateSnapshot:
     """The slots of this rank, and the thread that copies into them."""
 
     def __init__(self, paths: Sequence[Path], size_bytes: int, rank: int) -> None:
         """SiteError where the memory that was reserved cannot be mapped."""
         self.size_bytes, self._rank = size_bytes, rank
-        self._slots = [_map(path, size_bytes) for path in paths]
+        self._slots = [_map_slot(path, size_bytes) for path in paths]
         self._views: dict[tuple[int, int], list[Tensor]] = {}
         self._layouts: dict[int, PartLayout] = {}
         self._names: list[str] = []
         self._cuts: list[tuple[str, tuple[slice, ...] | None]] = []
         """Of each piece: its tensor, and what of it, if not all; no tensor is kept from save to save."""
-        self._job: _Job | None = None
-        self._side: Any = None
-        self._thread = _one_thread()
+        self._job: _CopyJob | None = None
+        self._copy_stream: Any = None
+        self._thread = _single_copy_thread()
         for slot in self._slots:
-            _pin(slot)
+            _pin_slot(slot)
 
     def start(self, slot: int, key: int, plan: WritePlan, entries: dict[str, Tensor]) -> None:
         """Begin to copy a plan's pieces of these entries into a slot; nothing may change until the fence."""
         assert self._job is None, "a copy is started before the fence of the one before"
         views = self._views_for(slot, key, plan)
         with torch.no_grad():
-            locals_ = {name: local_of(entries[name]) for name in self._names}
+            locals_ = {name: local_tensor(entries[name]) for name in self._names}
             if not self._cuts:
                 slices = zip(plan.pieces, plan.slices, strict=True)
-                self._cuts = [(piece.tensor, _cut_of(locals_[piece.tensor], cut)) for piece, cut in slices]
+                self._cuts = [
+                    (piece.tensor, _proper_slices(locals_[piece.tensor], cut)) for piece, cut in slices
+                ]
             sources = [locals_[name] if cut is None else locals_[name][cut] for name, cut in self._cuts]
-        versions = _versions(locals_)
-        at_once = _smallest(sources)
-        _copy([views[number] for number in at_once], [sources[number] for number in at_once], None, None)
+        versions = _tensor_versions(locals_)
+        at_once = _small_host_tensors(sources)
+        _copy_tensors(
+            [views[number] for number in at_once], [sources[number] for number in at_once], None, None
+        )
         rest = [number for number in range(len(sources)) if number not in at_once]
         beside, names = [sources[number] for number in rest], [self._cuts[number][0] for number in rest]
-        samples, ready = Samples(beside), self._ready(sources)
+        samples, ready = TensorSamples(beside), self._ready(sources)
         begins = [tensor.data_ptr() for tensor in beside]
-        copying = self._thread.submit(_copy, [views[number] for number in rest], beside, ready, self._side)
-        keep_until(copying, beside)
+        copying = self._thread.submit(
+            _copy_tensors, [views[number] for number in rest], beside, ready, self._copy_stream
+        )
+        guard_until_read(copying, beside)
         size = sum(piece.size_bytes for piece in plan.pieces)
-        self._job = _Job(locals_, versions, beside, names, begins, samples, size, copying)
+        self._job = _CopyJob(locals_, versions, beside, names, begins, samples, size, copying)
 
     @property
     def is_copying(self) -> bool:
         """Whether a copy was started that has not come to its fence."""
         return self._job is not None
 
-    def fence(self) -> Copied:
+    def fence(self) -> CopyResult:
         """Wait for the copy; SiteError where the image is not that of the moment it was begun."""
         job, self._job = self._job, None
         assert job is not None, "a fence without a copy"
@@ -128,7 +134,7 @@ class Snapshot:
         if changed := job.changed():
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise SiteError(f"{changed[0]}{more} was changed while it was copied; call fence() before that")
-        return Copied(job.size_bytes, seconds, time.monotonic() - begin)
+        return CopyResult(job.size_bytes, seconds, time.monotonic() - begin)
 
     def content(self, slot: int, key: int, pieces: Sequence[ChunkSpec]) -> str:
         """A digest of what a sealed slot holds, random state left out, from the hashes of its chunks."""
@@ -136,7 +142,7 @@ class Snapshot:
         image = self._slots[slot].image
         for piece, at in zip(pieces, self._layouts[key].at, strict=True):
             if not piece.tensor.startswith("rng."):
-                digests += image[at + _DIGEST_AT : at + _DIGEST_AT + 8]
+                digests += image[at + _DIGEST_OFFSET : at + _DIGEST_OFFSET + 8]
         return xxh3_64_hexdigest(bytes(digests))
 
     def close(self) -> None:
@@ -145,7 +151,7 @@ class Snapshot:
         self._job = None
         self._views.clear()
         for slot in self._slots:
-            _unpin(slot)
+            _unpin_slot(slot)
         self._slots.clear()
 
     def _views_for(self, slot: int, key: int, plan: WritePlan) -> list[Tensor]:
@@ -174,38 +180,38 @@ class Snapshot:
         device = next((source.device for source in sources if source.is_cuda), None)
         if device is None:
             return None
-        if self._side is None:
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._copy_stream is None:
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event
 
 
-def _cut_of(local: Tensor, slices: tuple[slice, ...]) -> tuple[slice, ...] | None:
+def _proper_slices(local: Tensor, slices: tuple[slice, ...]) -> tuple[slice, ...] | None:
     """The slices, unless they take the tensor whole."""
     if all(one.start == 0 and one.stop == size for one, size in zip(slices, local.shape, strict=True)):
         return None
     return slices
 
 
-def _versions(tensors: dict[str, Tensor]) -> list[int | None]:
+def _tensor_versions(tensors: dict[str, Tensor]) -> list[int | None]:
     """How often torch has seen each changed; None where it does not count."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors.values()]
 
 
-def _smallest(sources: Sequence[Tensor]) -> set[int]:
+def _small_host_tensors(sources: Sequence[Tensor]) -> set[int]:
     """Numbers of the smallest tensors of the host, as many as are copied at once."""
     sizes = sorted([(tensor.nbytes, number) for number, tensor in enumerate(sources) if tensor.is_cpu])
     found, total = set[int](), 0
-    for size, number in sizes[:_AT_ONCE]:
+    for size, number in sizes[:_MAX_INLINE_TENSORS]:
         total += size
-        if total > _AT_ONCE_BYTES:
+        if total > _MAX_INLINE_BYTES:
             break
         found.add(number)
     return found
 
 
-def _copy(views: list[Tensor], sources: list[Tensor], ready: Any, side: Any) -> float:
+def _copy_tensors(views: list[Tensor], sources: list[Tensor], ready: Any, side: Any) -> float:
     """In the thread beside: all copies in few calls, during which Python is free for the trainer."""
     begin = time.monotonic()
     pairs = list(zip(views, sources, strict=True))
@@ -223,17 +229,17 @@ def _copy(views: list[Tensor], sources: list[Tensor], ready: Any, side: Any) -> 
     return time.monotonic() - begin
 
 
-def _one_thread() -> ThreadPoolExecutor:
+def _single_copy_thread() -> ThreadPoolExecutor:
     """A thread whose copies take one core: with torch's usual number they would take the trainer's."""
     usual = torch.get_num_threads()
-    thread = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-snapshot", initializer=_keep_to_one_core)
+    thread = ThreadPoolExecutor(1, thread_name_prefix="hpcrun-snapshot", initializer=_use_one_core)
     thread.submit(torch.get_num_threads).result()
     # The initializer has also set what threads yet to come begin with.
     torch.set_num_threads(usual)
     return thread
 
 
-def _keep_to_one_core() -> None:
+def _use_one_core() -> None:
     torch.set_num_threads(1)
 
 
@@ -244,7 +250,7 @@ class _Slot:
     is_pinned: bool = False
 
 
-def _map(path: Path, size_bytes: int) -> _Slot:
+def _map_slot(path: Path, size_bytes: int) -> _Slot:
     """Map a slot, its pages with it, so that no copy has to stop for one."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -260,7 +266,7 @@ def _map(path: Path, size_bytes: int) -> _Slot:
     return _Slot(image, torch.frombuffer(image, dtype=torch.uint8))
 
 
-def _pin(slot: _Slot) -> None:
+def _pin_slot(slot: _Slot) -> None:
     """Register a slot with CUDA, once: copies from the GPU then need no detour; without it they work too."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -268,7 +274,7 @@ def _pin(slot: _Slot) -> None:
         slot.is_pinned = int(code) == 0
 
 
-def _unpin(slot: _Slot) -> None:
+def _unpin_slot(slot: _Slot) -> None:
     if slot.is_pinned:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         runtime.cudaHostUnregister(slot.whole.data_ptr())

@@ -14,12 +14,12 @@ import torch
 from hpcrun.launch.watch.progress import report_probe
 from hpcrun.runtime.device import Device
 
-_EVERY_S = 1.0
-_SHARE = 0.001
+_PROBE_EVERY_S = 1.0
+_MAX_TIME_SHARE = 0.001
 """Of the time since the last probe, which the next one may take."""
-_MOST_S = 0.01
+_MAX_PROBE_S = 0.01
 _FIRST_ROUNDS = 3
-_SIZE = {"cpu": 192, "cuda": 2048}
+_MATRIX_SIZE = {"cpu": 192, "cuda": 2048}
 
 
 class SpeedProbe:
@@ -31,7 +31,7 @@ class SpeedProbe:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        size = _SIZE["cuda" if device.is_cuda else "cpu"]
+        size = _MATRIX_SIZE["cuda" if device.is_cuda else "cpu"]
         # Made without random numbers: the run's own must not depend on us.
         line = torch.arange(size, device=device.torch_device, dtype=torch.float32) / size
         self._matrix = line[:, None] * line[None, :]
@@ -44,9 +44,11 @@ class SpeedProbe:
     def step(self, step: int) -> None:
         """At the beginning of a step, where nobody waits for this rank yet."""
         passed = time.monotonic() - self._done
-        if passed < _EVERY_S:
+        if passed < _PROBE_EVERY_S:
             return
-        rounds = int(min(_SHARE * passed, _MOST_S) / self._least) if self._least else _FIRST_ROUNDS
+        rounds = (
+            int(min(_MAX_TIME_SHARE * passed, _MAX_PROBE_S) / self._least) if self._least else _FIRST_ROUNDS
+        )
         with torch.no_grad():
             times = [self._round() for _ in range(max(1, rounds))]
         self._least = min(self._least or times[0], *times)

@@ -14,57 +14,64 @@ from torch.distributed.tensor import DTensor
 from hpcrun.checkpoint.chunk_reader import ChunkSource
 from hpcrun.checkpoint.format import TensorEntry as StoredTensor
 from hpcrun.errors import UsageError
-from hpcrun.runtime import direct_checkpoint, optimizer_state
+from hpcrun.runtime import optimizer_state
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.plain_values import (
-    TAG,
-    Keys,
-    Node,
+    TYPE_TAG,
+    KeyPath,
     PlainValueError,
-    encode,
-    no_others,
-    path_of,
-    types_of,
+    ValueNode,
+    collect_types,
+    encode_value,
+    reject_other_values,
+    render_key_path,
 )
+from hpcrun.runtime.random_state import rng_state
 from hpcrun.runtime.resharding import dtype_name, raw_bytes
-from hpcrun.runtime.state_match import Handover, Match, Matching, PlainTarget, Target
+from hpcrun.runtime.state_match import (
+    PlainValueTarget,
+    StatefulTarget,
+    StateMatch,
+    StateMatcher,
+    TensorTarget,
+)
 from hpcrun.runtime.state_tree import (
-    RESERVED,
-    TENSOR,
+    RESERVED_PREFIXES,
+    TENSOR_TAG,
     StateTree,
-    differences,
-    is_object,
-    merge,
-    names_of,
+    build_state_tree,
+    is_stateful,
+    merge_trees,
     tensor_nodes,
-    tree_of,
-    unflatten,
-    unpack,
+    tree_differences,
+    unflatten_state,
+    unique_tensor_names,
+    unpack_tree,
 )
 from hpcrun.runtime.tensor_memory import (
-    Samples,
+    TensorSamples,
     can_hold_all,
-    clusters_of,
-    identity_of,
+    overlapping_clusters,
     overlaps_itself,
-    problem_of,
     same_bytes,
-    write,
+    tensor_identity,
+    tensor_problem,
+    write_elements,
 )
 
 
-class StateLoading:
+class StateLoader:
     """A state that is filled from a save: `fit` checks and touches nothing, `finish` hands over."""
 
     def __init__(self, control: Control, state: Mapping[str, Any], *, strict: bool, only: str) -> None:
         self._control, self._state, self._strict, self._only = control, state, strict, only
-        self._told: dict[Keys, Any] = {}
+        self._told: dict[KeyPath, Any] = {}
         self._types: dict[str, type] = {}
         own = [keys for keys, _ in self._matching({}).leaves(state, ())]
-        self._types = types_of([dict(state), list(self._told.values())])
-        paths = [path_of(keys) for keys in own]
+        self._types = collect_types([dict(state), list(self._told.values())])
+        paths = [render_key_path(keys) for keys in own]
         self._names = {name for of_rank in control.allgather(paths) for name in of_rank}
-        self._match = Match()
+        self._match = StateMatch()
         self._copies: list[tuple[Tensor, Tensor]] = []
         """Tensors, and what they get when all is read."""
         self._new: dict[tuple[str, str], Tensor] = {}
@@ -75,23 +82,25 @@ class StateLoading:
     def fit(self, where: str, world_size: int, source: ChunkSource) -> dict[str, Tensor]:
         """Those tensors of the state that the save has; UsageError where it is another state."""
         every = source.manifest.tensors
-        stored = {name: tensor for name, tensor in every.items() if not name.startswith(RESERVED)}
+        stored = {name: tensor for name, tensor in every.items() if not name.startswith(RESERVED_PREFIXES)}
         self._copies, self._new = [], {}
         self._match = match = self._matched(where, world_size, source, stored)
         found = self._placed(source, match, stored)
-        identities = {identity_of(one.tensor) for one in match.targets if one.tensor is not None}
+        identities = {tensor_identity(one.tensor) for one in match.targets if one.tensor is not None}
         lacks = [
-            path_of(keys)
+            render_key_path(keys)
             for keys, tensor in match.lacks
-            if tensor is None or identity_of(tensor) not in identities - {None}
+            if tensor is None or tensor_identity(tensor) not in identities - {None}
         ]
         if self._strict:
-            _refuse(where, "has another shape or type of", [_told(*one) for one in match.unlike])
-            _refuse(where, "lacks", lacks)
-            extra = [path_of(keys) for keys in match.extra]
-            _refuse(where, "also holds", [path for path in extra if path not in self._names])
+            _refuse_mismatch(
+                where, "has another shape or type of", [_describe_problem(*one) for one in match.mismatched]
+            )
+            _refuse_mismatch(where, "lacks", lacks)
+            extra = [render_key_path(keys) for keys in match.extra]
+            _refuse_mismatch(where, "also holds", [path for path in extra if path not in self._names])
         self._make_states(where)
-        random, mine = direct_checkpoint.rng_state(), f"rng.{self._control.rank}"
+        random, mine = rng_state(), f"rng.{self._control.rank}"
         is_alike = world_size == self._control.size and mine in every and every[mine].shape == random.shape
         if is_alike and not self._only:
             found[mine] = random
@@ -101,68 +110,68 @@ class StateLoading:
         """Set what is no tensor, and hand objects their state; what their own values have become of it."""
         with torch.no_grad():
             for target, content in self._copies:
-                write(target, content)
+                write_elements(target, content)
         for one in self._match.values:
-            _set(one)
+            _set_plain_value(one)
         notes = list[str]()
         for handover in self._match.objects:
-            notes += self._hand_over(handover)
+            notes += self._load_object_state(handover)
         return notes
 
-    def _matching(self, stored: Mapping[str, StoredTensor]) -> Matching:
-        return Matching(self._told_by, self._types, stored, self._only)
+    def _matching(self, stored: Mapping[str, StoredTensor]) -> StateMatcher:
+        return StateMatcher(self._state_dict_of, self._types, stored, self._only)
 
-    def _told_by(self, keys: Keys, one: Any) -> Any:
+    def _state_dict_of(self, keys: KeyPath, one: Any) -> Any:
         if keys not in self._told:
             self._told[keys] = one.state_dict()
         return self._told[keys]
 
     def _matched(
         self, where: str, world_size: int, source: ChunkSource, stored: Mapping[str, StoredTensor]
-    ) -> Match:
+    ) -> StateMatch:
         """Both states beside each other: of this rank, or the first; of all, where something is missing."""
         is_alike = world_size == self._control.size
         first = self._control.rank if is_alike else 0
-        tree = _record(where, source, first)
+        tree = _read_state_tree(where, source, first)
         if tree is None:
-            tree = self._of_names_alone(stored)
+            tree = self._tree_from_names(stored)
         known = {node["v"] for _, node in tensor_nodes(tree, self._types)}
         matching = self._matching(stored)
         matching.walk(self._state, tree)
         if matching.match.lacks or (not is_alike and stored.keys() - known):
             for rank in range(world_size):
-                other = _record(where, source, rank) if rank != first else None
-                tree = tree if other is None else merge(tree, other, self._types)
+                other = _read_state_tree(where, source, rank) if rank != first else None
+                tree = tree if other is None else merge_trees(tree, other, self._types)
             matching = self._matching(stored)
             matching.walk(self._state, tree)
         return matching.match
 
-    def _of_names_alone(self, stored: Mapping[str, StoredTensor]) -> Node:
+    def _tree_from_names(self, stored: Mapping[str, StoredTensor]) -> ValueNode:
         """The tree of a save that has tensors alone, such as of a training of hpcrun's own."""
         leaves = self._matching({}).leaves(self._state, ())
-        names = names_of([keys for keys, tensor in leaves if tensor is not None])
+        names = unique_tensor_names([keys for keys, tensor in leaves if tensor is not None])
         there = {keys: name for keys, name in names.items() if name in stored}
-        tree = _pruned(dict(self._state), there, self)
+        tree = _tree_of_named_tensors(dict(self._state), there, self)
         left = sorted(stored.keys() - set(names.values()))
-        tree["v"] += [[name, {TAG: TENSOR, "v": name}] for name in left]
+        tree["v"] += [[name, {TYPE_TAG: TENSOR_TAG, "v": name}] for name in left]
         return tree
 
     def _placed(
-        self, source: ChunkSource, match: Match, stored: Mapping[str, StoredTensor]
+        self, source: ChunkSource, match: StateMatch, stored: Mapping[str, StoredTensor]
     ) -> dict[str, Tensor]:
         """Memory for every tensor that is wanted: what is read right into its place, by its stored name."""
         able = []
         for target in match.targets:
-            problem = _misfit(target, stored)
+            problem = _why_not_readable(target, stored)
             if not problem:
                 able.append(target)
                 continue
             if target.is_free:
-                problem = self._renew(target, stored)
+                problem = self._give_own_memory(target, stored)
             if problem:
                 target.tensor = None
-                match.unlike.append((target.keys, problem))
-        self._share_out(source, match, able, stored)
+                match.mismatched.append((target.keys, problem))
+        self._resolve_shared_memory(source, match, able, stored)
         found = dict[str, Tensor]()
         kept = {id(target) for target, _ in self._copies}
         for target in match.targets:
@@ -170,29 +179,33 @@ class StateLoading:
             if tensor is None or id(tensor) in kept:
                 continue
             first = found.setdefault(target.name, tensor.detach())
-            if identity_of(first) != identity_of(tensor):
+            if tensor_identity(first) != tensor_identity(tensor):
                 self._copies.append((tensor.detach(), first))
         return found
 
-    def _share_out(
-        self, source: ChunkSource, match: Match, able: list[Target], stored: Mapping[str, StoredTensor]
+    def _resolve_shared_memory(
+        self,
+        source: ChunkSource,
+        match: StateMatch,
+        able: list[TensorTarget],
+        stored: Mapping[str, StoredTensor],
     ) -> None:
         """See to it that no memory is filled with two contents."""
-        for numbers in clusters_of([_tensor(one) for one in able]):
+        for numbers in overlapping_clusters([_require_tensor(one) for one in able]):
             cluster = [able[number] for number in numbers]
-            one = _tensor(cluster[0])
-            is_one = len({(identity_of(_tensor(target)), target.name) for target in cluster}) == 1
+            one = _require_tensor(cluster[0])
+            is_one = len({(tensor_identity(_require_tensor(target)), target.name) for target in cluster}) == 1
             if is_one and (isinstance(one, DTensor) or not overlaps_itself(one)):
                 continue
             for target in [target for target in cluster if target.is_free]:
-                if problem := self._renew(target, stored):
+                if problem := self._give_own_memory(target, stored):
                     target.tensor = None
-                    match.unlike.append((target.keys, problem))
+                    match.mismatched.append((target.keys, problem))
             cluster = [target for target in cluster if not target.is_free]
-            if len(cluster) > 1 or (cluster and overlaps_itself(_tensor(cluster[0]))):
-                self._share_memory(source, match, cluster)
+            if len(cluster) > 1 or (cluster and overlaps_itself(_require_tensor(cluster[0]))):
+                self._fill_shared_memory(source, match, cluster)
 
-    def _renew(self, target: Target, stored: Mapping[str, StoredTensor]) -> str:
+    def _give_own_memory(self, target: TensorTarget, stored: Mapping[str, StoredTensor]) -> str:
         """Give an object's target memory of its own; why that cannot be done."""
         saved, like = stored.get(target.name), target.like
         if saved is None:
@@ -211,9 +224,11 @@ class StateLoading:
             target.tensor = self._new[key]
         return ""
 
-    def _share_memory(self, source: ChunkSource, match: Match, cluster: list[Target]) -> None:
+    def _fill_shared_memory(
+        self, source: ChunkSource, match: StateMatch, cluster: list[TensorTarget]
+    ) -> None:
         """Tensors that are one memory, in part or all, get their contents if these fit each other."""
-        tensors = [_tensor(target) for target in cluster]
+        tensors = [_require_tensor(target) for target in cluster]
         problem = ""
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             problem = "shares its memory with another tensor here, and is a DTensor"
@@ -223,18 +238,18 @@ class StateLoading:
             if can_hold_all(tensors, contents):
                 self._copies += [(tensor, content) for tensor, content in zip(tensors, contents, strict=True)]
                 return
-            others = ", ".join(path_of(target.keys) for target in cluster[1:]) or "itself"
+            others = ", ".join(render_key_path(target.keys) for target in cluster[1:]) or "itself"
             problem = f"shares its memory with {others} here, and was saved with other contents than that"
-        match.unlike.append((cluster[0].keys, problem))
+        match.mismatched.append((cluster[0].keys, problem))
         for target in cluster:
             target.tensor = None
 
     def _make_states(self, where: str) -> None:
         """The state that each object is to be handed; UsageError for what cannot be made here."""
         filled = {target.keys: target.tensor for target in self._match.targets}
-        problems, able = list[str](), list[Handover]()
+        problems, able = list[str](), list[StatefulTarget]()
 
-        def tensor_at(keys: Keys) -> Tensor:
+        def tensor_at(keys: KeyPath) -> Tensor:
             if (tensor := filled.get(keys)) is None:
                 raise _UnfilledError
             return tensor
@@ -242,32 +257,32 @@ class StateLoading:
         for handover in self._match.objects:
             try:
                 if handover.told is None:
-                    handover.state = unflatten(handover.node, tensor_at, self._types, handover.keys)
+                    handover.state = unflatten_state(handover.node, tensor_at, self._types, handover.keys)
                 else:
                     handover.state = handover.told
                 able.append(handover)
             except PlainValueError as error:
-                problems.append(_told(error.keys, error.problem))
+                problems.append(_describe_problem(error.keys, error.problem))
             except _UnfilledError:
                 continue  # it was said which tensor cannot be made
         self._match.objects = able
         if self._strict:
-            _refuse(where, "has another shape or type of", problems)
+            _refuse_mismatch(where, "has another shape or type of", problems)
 
-    def _hand_over(self, handover: Handover) -> list[str]:
+    def _load_object_state(self, handover: StatefulTarget) -> list[str]:
         """Hand one object its state, and see that nothing has become of it that was not saved."""
-        one, name = handover.object, path_of(handover.keys)
-        handed = tree_of(handover.state, handover.keys)
-        before = Samples(list(handed.tensors.values()))
+        one, name = handover.object, render_key_path(handover.keys)
+        handed = build_state_tree(handover.state, handover.keys)
+        before = TensorSamples(list(handed.tensors.values()))
         is_torchs = isinstance(one, torch.optim.Optimizer) and handover.parameters is not None
         if is_torchs:
-            optimizer_state.load_into(one, handover.state)
+            optimizer_state.load_optimizer_state(one, handover.state)
         else:
             one.load_state_dict(handover.state)
         changed, values = self._changes(handover, handed, before)
         if is_torchs and (changed or values):
             assert handover.parameters is not None
-            optimizer_state.set_exactly(one, handover.state, handover.parameters)
+            optimizer_state.set_optimizer_state_exactly(one, handover.state, handover.parameters)
             changed, values = self._changes(handover, handed, before)
         if isinstance(one, torch.optim.Optimizer | torch.nn.Module):
             changed, values = [*changed, *values], []
@@ -280,10 +295,12 @@ class StateLoading:
         changed += values
         return [f"{path} is not what was saved, after load_state_dict of {name}" for path in changed]
 
-    def _changes(self, handover: Handover, handed: StateTree, before: Samples) -> tuple[list[str], list[str]]:
+    def _changes(
+        self, handover: StatefulTarget, handed: StateTree, before: TensorSamples
+    ) -> tuple[list[str], list[str]]:
         """Names of tensors and of plain values that are others than were handed over."""
         try:
-            after = tree_of(handover.object.state_dict(), handover.keys)
+            after = build_state_tree(handover.object.state_dict(), handover.keys)
         except UsageError as error:
             return [], [str(error).removeprefix("state: ")]
         tensors = []
@@ -291,16 +308,17 @@ class StateLoading:
         for number, (keys, tensor) in enumerate(handed.tensors.items()):
             now = after.tensors.get(keys)
             if now is None or (now.dtype, now.shape) != (tensor.dtype, tensor.shape):
-                tensors.append(f"{path_of(keys)} ({_kind(tensor)} was saved, {_kind(now)} is there)")
-            elif identity_of(now) == identity_of(tensor):
+                both = f"{_describe_tensor(tensor)} was saved, {_describe_tensor(now)} is there"
+                tensors.append(f"{render_key_path(keys)} ({both})")
+            elif tensor_identity(now) == tensor_identity(tensor):
                 if number in in_place:
-                    tensors.append(path_of(keys))
+                    tensors.append(render_key_path(keys))
             elif not same_bytes(tensor, now):
-                tensors.append(path_of(keys))
+                tensors.append(render_key_path(keys))
         gone = {keys for keys in handed.tensors if keys not in after.tensors}
         values = [
-            path_of(keys)
-            for keys in differences(handed.tree, after.tree, self._types, handover.keys)
+            render_key_path(keys)
+            for keys in tree_differences(handed.tree, after.tree, self._types, handover.keys)
             if keys not in gone
         ]
         return tensors, values
@@ -310,12 +328,12 @@ class _UnfilledError(Exception):
     """A tensor has no memory here."""
 
 
-def _record(where: str, source: ChunkSource, rank: int) -> Node:
+def _read_state_tree(where: str, source: ChunkSource, rank: int) -> ValueNode:
     """The tree that a rank had; None where there is none."""
     name = f"hpcrun.{rank}"
     if name not in source.manifest.tensors:
         return None
-    return unpack(bytes(raw_bytes(_read_whole(source, name))), where)
+    return unpack_tree(bytes(raw_bytes(_read_whole(source, name))), where)
 
 
 def _read_whole(source: ChunkSource, name: str) -> Tensor:
@@ -329,50 +347,60 @@ def _read_whole(source: ChunkSource, name: str) -> Tensor:
     return whole
 
 
-def _pruned(new: Any, names: Mapping[Keys, str], loading: StateLoading, keys: Keys = ()) -> Node:
+def _tree_of_named_tensors(
+    new: Any, names: Mapping[KeyPath, str], loading: StateLoader, keys: KeyPath = ()
+) -> ValueNode:
     """The tree of those tensors of a state that have a name."""
     if keys in names:
-        return {TAG: TENSOR, "v": names[keys]}
-    if is_object(new):
-        new = loading._told_by(keys, new)
+        return {TYPE_TAG: TENSOR_TAG, "v": names[keys]}
+    if is_stateful(new):
+        new = loading._state_dict_of(keys, new)
     if isinstance(new, Mapping):
-        below = {key: _pruned(value, names, loading, (*keys, key)) for key, value in new.items()}
-        pairs = [[encode(key, no_others), node] for key, node in below.items() if node is not None]
-        return {TAG: "dict", "v": pairs}
+        below = {
+            key: _tree_of_named_tensors(value, names, loading, (*keys, key)) for key, value in new.items()
+        }
+        pairs = [
+            [encode_value(key, reject_other_values), node] for key, node in below.items() if node is not None
+        ]
+        return {TYPE_TAG: "dict", "v": pairs}
     if isinstance(new, list | tuple):
-        found = [_pruned(value, names, loading, (*keys, number)) for number, value in enumerate(new)]
+        found = [
+            _tree_of_named_tensors(value, names, loading, (*keys, number)) for number, value in enumerate(new)
+        ]
         return [node for node in found if node is not None]
     return None
 
 
-def _tensor(target: Target) -> Tensor:
+def _require_tensor(target: TensorTarget) -> Tensor:
     assert target.tensor is not None
     return target.tensor
 
 
-def _misfit(target: Target, stored: Mapping[str, StoredTensor]) -> str:
+def _why_not_readable(target: TensorTarget, stored: Mapping[str, StoredTensor]) -> str:
     """Why a stored tensor cannot be read into the one that is there."""
     tensor, saved = target.tensor, stored.get(target.name)
     if saved is None:
         return "is not in the save's list of tensors"
     if tensor is None:
         return "is not there"
-    if problem := problem_of(tensor):
+    if problem := tensor_problem(tensor):
         return problem
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "is an inference tensor, which cannot be filled; clone it"
     if (saved.shape, saved.dtype) != (tuple(tensor.shape), dtype_name(tensor)):
-        return f"{saved.dtype} {list(saved.shape)} was saved, here it is {_kind(tensor)}"
+        return f"{saved.dtype} {list(saved.shape)} was saved, here it is {_describe_tensor(tensor)}"
     return ""
 
 
-def _set(target: PlainTarget) -> None:
+def _set_plain_value(target: PlainValueTarget) -> None:
     """Set a plain value, in place where others may hold on to it."""
     container, key, value = target.container, target.key, target.value
     now = container[key]
     if type(now) is not type(value):
         container[key] = value
-    elif isinstance(value, dict) and not (isinstance(value, defaultdict) and _makes(now) != _makes(value)):
+    elif isinstance(value, dict) and not (
+        isinstance(value, defaultdict) and _default_factory(now) != _default_factory(value)
+    ):
         now.clear()
         now.update(value)
     elif isinstance(value, list | bytearray):
@@ -392,19 +420,19 @@ def _set(target: PlainTarget) -> None:
         container[key] = value
 
 
-def _makes(value: defaultdict[Any, Any]) -> Any:
+def _default_factory(value: defaultdict[Any, Any]) -> Any:
     return value.default_factory
 
 
-def _kind(tensor: Tensor | None) -> str:
+def _describe_tensor(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _told(keys: Keys, problem: str) -> str:
-    return f"{path_of(keys)} ({problem})"
+def _describe_problem(keys: KeyPath, problem: str) -> str:
+    return f"{render_key_path(keys)} ({problem})"
 
 
-def _refuse(where: str, verb: str, names: Sequence[str]) -> None:
+def _refuse_mismatch(where: str, verb: str, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def say(text: str) -> None:
+def write_stderr_line(text: str) -> None:
     """Write one line, at once."""
     sys.stderr.write(f"hpcrun: {text}\n")
     sys.stderr.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 
-NUMBERS = (signal.SIGTERM, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopRequests:
@@ -24,7 +24,7 @@ class StopRequests:
         self.arrived = False
         self._owner = os.getpid()
         self._before: dict[signal.Signals, Any] = {
-            number: signal.signal(number, self._take) for number in NUMBERS
+            number: signal.signal(number, self._take) for number in STOP_SIGNALS
         }
 
     def close(self) -> None:

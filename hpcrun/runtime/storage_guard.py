@@ -16,36 +16,36 @@ import torch
 from torch import Tensor
 
 _lock = threading.Lock()
-_kept: list[tuple[Future[Any], frozenset[int]]] = []
+_guarded_storages: list[tuple[Future[Any], frozenset[int]]] = []
 """Readers, and the storages that each of them reads."""
 
 
-def keep_until(reading: Future[Any], tensors: Sequence[Tensor]) -> None:
+def guard_until_read(reading: Future[Any], tensors: Sequence[Tensor]) -> None:
     """Let nobody resize the storages of these tensors until they have been read."""
     storages = frozenset(_storage_of(tensor) for tensor in tensors if tensor.is_cpu)
     if not storages:
         return
     kept = (reading, storages)
     with _lock:
-        _kept.append(kept)
-        if len(_kept) == 1:
+        _guarded_storages.append(kept)
+        if len(_guarded_storages) == 1:
             for owner in _OWNERS:
-                owner.resize_ = _waiting(owner.resize_)
-    reading.add_done_callback(lambda _: _let_go(kept))
+                owner.resize_ = _wait_before_resize(owner.resize_)
+    reading.add_done_callback(lambda _: _release(kept))
 
 
-def _let_go(kept: tuple[Future[Any], frozenset[int]]) -> None:
+def _release(kept: tuple[Future[Any], frozenset[int]]) -> None:
     with _lock:
-        _kept.remove(kept)
-        if not _kept:
+        _guarded_storages.remove(kept)
+        if not _guarded_storages:
             for owner in _OWNERS:
                 del owner.resize_  # torch's own is that of the class above
 
 
-def _waiting(resize: Callable[..., Any]) -> Callable[..., Any]:
+def _wait_before_resize(resize: Callable[..., Any]) -> Callable[..., Any]:
     def resize_(self: Any, *sizes: Any, **options: Any) -> Any:
         storage = _storage_of(self) if isinstance(self, Tensor) else self._cdata
-        for reading, storages in list(_kept):
+        for reading, storages in list(_guarded_storages):
             if storage in storages:
                 with suppress(Exception):  # the reader's own affair
                     reading.result()

@@ -14,15 +14,15 @@ from typing import Any, Generic, TypeVar
 from hpcrun.errors import SiteError
 
 _T = TypeVar("_T")
-FIRST_S = 5.0
+FIRST_REPORT_S = 5.0
 """Until it is told for the first time; then again after twice as long, and so on."""
-_TURN_S = 0.5
+_POLL_S = 0.5
 
-Say = Callable[[str, float], None]
+SlowWaitReporter = Callable[[str, float], None]
 """Takes what is waited for, and for how many seconds it has been."""
 
 
-class Errand(Generic[_T]):
+class BackgroundCall(Generic[_T]):
     """Something that is done in a thread beside."""
 
     def __init__(self, action: Callable[[], _T]) -> None:
@@ -49,10 +49,12 @@ class Errand(Generic[_T]):
         return self._found[0]
 
 
-def patiently(what: str, action: Callable[[], _T], say: Say, limit_s: float | None = None) -> _T:
+def wait_for_storage(
+    what: str, action: Callable[[], _T], say: SlowWaitReporter, limit_s: float | None = None
+) -> _T:
     """Do something with storage and wait for it, telling now and then; SiteError where that is too long."""
-    errand, begin, told_s = Errand(action), time.monotonic(), FIRST_S
-    while not errand.wait(_TURN_S):
+    errand, begin, told_s = BackgroundCall(action), time.monotonic(), FIRST_REPORT_S
+    while not errand.wait(_POLL_S):
         seconds = time.monotonic() - begin
         if limit_s is not None and seconds > limit_s:
             raise SiteError(f"{what}: has not answered for {seconds:.0f} s, and is not waited for any more")
@@ -62,21 +64,21 @@ def patiently(what: str, action: Callable[[], _T], say: Say, limit_s: float | No
     return errand.result()
 
 
-class Glimpse(Generic[_T]):
+class BackgroundPoll(Generic[_T]):
     """A look that is taken again and again beside, and never waited for."""
 
     def __init__(self, look: Callable[..., _T]) -> None:
         self._look = look
-        self._errand: Errand[_T] | None = None
+        self._background_call: BackgroundCall[_T] | None = None
 
     def latest(self, *of: Any) -> _T | None:
         """What the last look has seen; None where there is none, or it has failed."""
         found: _T | None = None
-        if self._errand is not None and self._errand.wait(0):
+        if self._background_call is not None and self._background_call.wait(0):
             try:
-                found = self._errand.result()
+                found = self._background_call.result()
             except OSError:
                 found = None
-        if self._errand is None or self._errand.wait(0):
-            self._errand = Errand(lambda: self._look(*of))
+        if self._background_call is None or self._background_call.wait(0):
+            self._background_call = BackgroundCall(lambda: self._look(*of))
         return found

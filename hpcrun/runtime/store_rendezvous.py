@@ -29,7 +29,7 @@ _BACKLOG = 4096
 _TRIES = 2
 
 
-def address_of_rank(control: Control) -> HostAddress:
+def rank_address(control: Control) -> HostAddress:
     """Where the ranks of other nodes reach this one: at gloo's interface, where that is set."""
     if control.one_node:
         return HostAddress(LOOPBACK, "lo")
@@ -37,7 +37,7 @@ def address_of_rank(control: Control) -> HostAddress:
     return reachable_address(interface or None, control.nodes)
 
 
-def open_store(control: Control, address: str) -> TCPStore:
+def open_tcp_store(control: Control, address: str) -> TCPStore:
     """Rank 0 opens a store at its own address and nowhere else, and the others are told where."""
     server: TCPStore | None = None
     place: tuple[str, int] = ("", 0)
@@ -52,12 +52,12 @@ def open_store(control: Control, address: str) -> TCPStore:
     host, port = control.broadcast(place)
     if server is not None:
         return server
-    if why := _why_not_again(address, host, port):
+    if why := _why_unreachable(address, host, port):
         raise RanksDiedError(f"does not reach the store of rank 0 on node {control.nodes[0]}: {why}")
     return TCPStore(host, port, control.size, False, default_pg_timeout, wait_for_workers=False)
 
 
-def try_all_nodes(control: Control, here: HostAddress) -> None:
+def check_node_connectivity(control: Control, here: HostAddress) -> None:
     """See that all nodes reach each other, where torch's groups would wait for half an hour; else say who."""
     with contextlib.ExitStack() as stack:
         mine: list[Any] | None = None
@@ -85,7 +85,7 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
-def _why_not_again(own: str, host: str, port: int) -> str:
+def _why_unreachable(own: str, host: str, port: int) -> str:
     why = ""
     for _ in range(_TRIES):
         why = why_unreachable(own, host, port)
@@ -94,7 +94,7 @@ def _why_not_again(own: str, host: str, port: int) -> str:
     return why
 
 
-def rendezvous_of(world: World) -> Store:
+def join_environment_store(world: World) -> Store:
     """The store that launchers like torchrun name in the environment."""
     for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
         os.environ.setdefault(name, str(value))

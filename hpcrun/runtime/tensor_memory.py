@@ -11,37 +11,37 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from hpcrun.runtime.resharding import is_known_dtype, local_of
+from hpcrun.runtime.resharding import is_storable_dtype, local_tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE_ITEMS, _SAMPLE_ITEMS, _SAMPLE_PLACES = 1024, 16, 4
 """So many elements are compared all, and of more so many, which lie at so few places: what a sample costs is
 the lines of memory that it fetches."""
 
 
-def problem_of(tensor: Tensor) -> str:
+def tensor_problem(tensor: Tensor) -> str:
     """Why a tensor cannot be saved, or filled; empty where it can."""
     kind = type(tensor)
-    if kind in _PLAIN and _is_usual(tensor):
+    if kind in _PLAIN_TENSOR_TYPES and _is_usual(tensor):
         return ""
     if kind is DTensor and isinstance(tensor, DTensor):
         if any(isinstance(one, Partial) for one in tensor.placements):
             return "is a DTensor of partial sums; redistribute it"
-        return problem_of(tensor.to_local())
+        return tensor_problem(tensor.to_local())
     # torch sets the class of a buffer as it does that of a parameter.
-    if kind not in _PLAIN:
+    if kind not in _PLAIN_TENSOR_TYPES:
         return f"is of the tensor type {kind.__module__}.{kind.__qualname__}; give a torch.Tensor"
     if tensor.layout is not torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         return f"is a {layout} tensor; give its dense parts"
     if tensor.is_quantized:
         return "is a quantised tensor; give its int_repr() and scales"
-    if not is_known_dtype(tensor.dtype):
+    if not is_storable_dtype(tensor.dtype):
         return f"is of type {str(tensor.dtype).removeprefix('torch.')}, which a save does not know"
     if tensor.is_meta:
         return "is on the meta device, without elements; make it real with to_empty()"
-    extent = tensor.numel() if tensor.is_contiguous() else _extent(tensor)
+    extent = tensor.numel() if tensor.is_contiguous() else _element_span(tensor)
     if extent and (tensor.storage_offset() + extent) * tensor.itemsize > tensor.untyped_storage().nbytes():
         return "has lost its memory, which was resized or freed"
     return ""
@@ -51,7 +51,7 @@ def _is_usual(tensor: Tensor) -> bool:
     """What most tensors are, found out with few looks: in order in memory that is there."""
     return (
         tensor.layout is torch.strided
-        and is_known_dtype(tensor.dtype)
+        and is_storable_dtype(tensor.dtype)
         and not tensor.is_meta
         and not tensor.is_nested
         and tensor.is_contiguous()
@@ -59,9 +59,9 @@ def _is_usual(tensor: Tensor) -> bool:
     )
 
 
-def identity_of(tensor: Tensor) -> Hashable | None:
+def tensor_identity(tensor: Tensor) -> Hashable | None:
     """Equal for tensors that are one and the same; None for those without elements."""
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     if not local.numel():
         return None
     where = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else ()
@@ -70,30 +70,30 @@ def identity_of(tensor: Tensor) -> Hashable | None:
     return (local.device, local.data_ptr(), local.dtype, *shape, *marks, where)
 
 
-def aliases_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Names of tensors that are another one, and the first name that has it."""
     # Most begin where no other does; only of the others more has to be looked at, which takes longer.
-    begins = [local_of(tensor).data_ptr() for tensor in tensors.values()]
+    begins = [local_tensor(tensor).data_ptr() for tensor in tensors.values()]
     if len(set(begins)) == len(begins):
         return {}
     counts = Counter(begins)
     first: dict[Hashable, str] = {}
     found = dict[str, str]()
     for name, begin in zip(tensors, begins, strict=True):
-        identity = identity_of(tensors[name]) if counts[begin] > 1 else None
+        identity = tensor_identity(tensors[name]) if counts[begin] > 1 else None
         if identity is not None and (owner := first.setdefault(identity, name)) != name:
             found[name] = owner
     return found
 
 
-def clusters_of(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+def overlapping_clusters(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Numbers of tensors whose memory may overlap, and of those that overlap themselves, together."""
     spans = []
     for number, tensor in enumerate(tensors):
-        local = local_of(tensor)
+        local = local_tensor(tensor)
         if local.numel():
             begin = local.data_ptr()
-            end = begin + _extent(local) * local.itemsize
+            end = begin + _element_span(local) * local.itemsize
             spans.append((str(local.device), begin, end, number))
     spans.sort()
     cluster, reach, place = list[int](), 0, ""
@@ -118,12 +118,12 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def write(target: Tensor, content: Tensor) -> None:
+def write_elements(target: Tensor, content: Tensor) -> None:
     """Copy elements into a tensor, also where some of its own are one in memory: the last one wins."""
     if not overlaps_itself(target):
         target.copy_(content)
         return
-    flat = torch.as_strided(target, (_extent(target),), (1,))
+    flat = torch.as_strided(target, (_element_span(target),), (1,))
     places = torch.arange(flat.numel(), device=target.device).as_strided(target.shape, target.stride())
     flat[places.reshape(-1)] = content.reshape(-1).to(target.device)
 
@@ -131,7 +131,7 @@ def write(target: Tensor, content: Tensor) -> None:
 def can_hold_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> bool:
     """Whether tensors that share memory could have these contents all at once; tries it beside them."""
     begin = min(target.data_ptr() for target in targets)
-    end = max(target.data_ptr() + _extent(target) * target.itemsize for target in targets)
+    end = max(target.data_ptr() + _element_span(target) * target.itemsize for target in targets)
     memory = torch.empty(end - begin + 16, dtype=torch.uint8)
     # Elements have to begin at multiples of their size, as they do where the targets lie.
     begin -= begin % 16
@@ -143,20 +143,20 @@ def can_hold_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> bool:
         one = one.conj() if target.is_conj() else one
         tries.append(torch._neg_view(one) if target.is_neg() else one)
     for one, content in zip(tries, contents, strict=True):
-        write(one, content)
+        write_elements(one, content)
     return all(same_bytes(one, content) for one, content in zip(tries, contents, strict=True))
 
 
 def same_bytes(one: Tensor, two: Tensor) -> bool:
     """Whether two tensors have the same type, shape and bits; not a number equals itself."""
-    one, two = (local_of(tensor).detach().resolve_conj().resolve_neg() for tensor in (one, two))
+    one, two = (local_tensor(tensor).detach().resolve_conj().resolve_neg() for tensor in (one, two))
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False
     two = two.to(one.device)
     return torch.equal(_as_bytes(one.reshape(-1)), _as_bytes(two.reshape(-1)))
 
 
-class Samples:
+class TensorSamples:
     """Some elements of each of many tensors, of small ones all: what changes a tensor as a whole is seen."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -164,29 +164,29 @@ class Samples:
         self._views: dict[tuple[Any, ...], tuple[list[int], list[Tensor]]] = {}
         with torch.no_grad():
             for number, tensor in enumerate(tensors):
-                view = _sample(tensor)
+                view = _sample_view(tensor)
                 numbers, views = self._views.setdefault((view.device, view.dtype, view.dim()), ([], []))
                 numbers.append(number)
                 views.append(view)
-            self._before = [_row(views) for _, views in self._views.values()]
+            self._before = [_concatenate_as_integers(views) for _, views in self._views.values()]
 
     @torch.no_grad()
     def changed(self, gone: Collection[int] = ()) -> list[int]:
         """Numbers of tensors with other elements by now; `gone`: those whose memory must not be looked at."""
         found = []
         for (numbers, views), before in zip(self._views.values(), self._before, strict=True):
-            if not gone and torch.equal(before, _row(views)):
+            if not gone and torch.equal(before, _concatenate_as_integers(views)):
                 continue
             parts = torch.split(before, [view.numel() for view in views])
             for number, view, part in zip(numbers, views, parts, strict=True):
-                if number not in gone and not torch.equal(_row([view]), part):
+                if number not in gone and not torch.equal(_concatenate_as_integers([view]), part):
                     found.append(number)
         return sorted(found)
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample_view(tensor: Tensor) -> Tensor:
     """A view of some elements, in a row or a few; of a strange layout a copy."""
-    local = local_of(tensor)
+    local = local_tensor(tensor)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     if local.dtype.itemsize == 1:  # torch cannot put all types of one byte in a row
@@ -200,17 +200,17 @@ def _sample(tensor: Tensor) -> Tensor:
     return local.reshape(-1)
 
 
-def _row(views: list[Tensor]) -> Tensor:
+def _concatenate_as_integers(views: list[Tensor]) -> Tensor:
     """A copy of views of one type, as whole numbers of their size: not a number equals itself."""
     row = torch.cat(views)
     row = torch.view_as_real(row) if row.dtype == torch.complex128 else row
-    return row.view(_NUMBERS[row.itemsize]).reshape(-1)
+    return row.view(_INTEGER_DTYPES[row.itemsize]).reshape(-1)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def _extent(tensor: Tensor) -> int:
+def _element_span(tensor: Tensor) -> int:
     """How many elements lie between its first and its last one in memory, with both."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

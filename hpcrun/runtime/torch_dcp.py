@@ -31,14 +31,14 @@ from torch.serialization import _get_layout
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import is_plain_name, open_regular
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 _BLOCK = 1 << 20
-_BROKEN = (
+_READ_ERRORS = (
     OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError,
     MemoryError, OverflowError, NotImplementedError, RuntimeError
 )  # fmt: skip
 """What a pickle may raise that is cut short or garbled."""
-_CLASSES = {
+_ALLOWED_CLASSES = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
@@ -68,7 +68,7 @@ class TorchCheckpoint:
     """
 
     def __init__(self, directory: Path) -> None:
-        check_owner(directory)
+        check_checkpoint_owner(directory)
         self.directory = directory
         self._reader = TorchReader(directory)
         entries = self._reader.read_metadata().state_dict_metadata
@@ -110,7 +110,7 @@ class TorchReader(FileSystemReader):
     def read_metadata(self, *_words: Any, **_options: Any) -> Metadata:
         """The list of tensors."""
         if self._known is None:
-            self._known = _read_metadata(self._directory / METADATA)
+            self._known = _read_metadata(self._directory / METADATA_FILE)
         return self._known
 
     @property
@@ -126,7 +126,7 @@ class TorchReader(FileSystemReader):
                 _check_piece(self._directory / info.relative_path, name, info.offset, info.length)
 
 
-def check_owner(path: Path) -> None:
+def check_checkpoint_owner(path: Path) -> None:
     """Refuse a checkpoint that somebody else could have written: its metadata is a pickle, which is code."""
     for item in (path, *path.iterdir()):
         status = item.stat()
@@ -137,39 +137,39 @@ def check_owner(path: Path) -> None:
             )
 
 
-class _ForeignError(Exception):
+class _UnexpectedPickleError(Exception):
     """A pickle that is more than a list of tensors."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
+        if (module, name) in _ALLOWED_CLASSES:
+            return _ALLOWED_CLASSES[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise _ForeignError(f"it names {module}.{name}, which is no part of a list of tensors")
+            return _enum_member
+        raise _UnexpectedPickleError(f"it names {module}.{name}, which is no part of a list of tensors")
 
 
-def _member(owner: Any, name: str) -> Any:
+def _enum_member(owner: Any, name: str) -> Any:
     """What a pickle of a member of an enumeration asks for; nothing else has attributes here."""
     if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
         return owner[name]
-    raise _ForeignError("it looks into an object, which a list of tensors does not do")
+    raise _UnexpectedPickleError("it looks into an object, which a list of tensors does not do")
 
 
 def _read_metadata(path: Path) -> Metadata:
     try:
         with os.fdopen(open_regular(path), "rb") as file, _unchanged_classes():
-            found = _Unpickler(file).load()
-    except _ForeignError as error:
+            found = _RestrictedUnpickler(file).load()
+    except _UnexpectedPickleError as error:
         raise UsageError(f"{path}: is refused: {error}; import only what torch itself has written") from None
-    except (*_BROKEN, pickle.UnpicklingError) as error:
+    except (*_READ_ERRORS, pickle.UnpicklingError) as error:
         raise SiteError(f"{path}: is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise SiteError(f"{path}: is damaged: it is no list of tensors")
-    _check_kinds(path, found)
+    _check_metadata_types(path, found)
     for info in found.storage_data.values():
         if not is_plain_name(info.relative_path):
             raise UsageError(f"{path}: names {info.relative_path!r}, outside its directory; do not use it")
@@ -181,7 +181,7 @@ def _read_metadata(path: Path) -> Metadata:
 @contextmanager
 def _unchanged_classes() -> Iterator[None]:
     """A pickle may set attributes of what it names, torch's classes too; it is refused, they are put back."""
-    owners = [one for one in dict.fromkeys(_CLASSES.values()) if hasattr(one, "__dict__")]
+    owners = [one for one in dict.fromkeys(_ALLOWED_CLASSES.values()) if hasattr(one, "__dict__")]
     before = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield
@@ -196,10 +196,10 @@ def _unchanged_classes() -> Iterator[None]:
                 setattr(owner, name, known[name])
                 changed = True
     if changed:
-        raise _ForeignError("it changes a class, which a list of tensors does not do")
+        raise _UnexpectedPickleError("it changes a class, which a list of tensors does not do")
 
 
-def _check_kinds(path: Path, found: Metadata) -> None:
+def _check_metadata_types(path: Path, found: Metadata) -> None:
     """SiteError unless names, sizes and places are of the kinds that torch writes."""
 
     def is_count(value: Any) -> bool:
@@ -230,7 +230,7 @@ def _check_kinds(path: Path, found: Metadata) -> None:
 def _check_piece(path: Path, name: str, offset: int, length: int) -> None:
     """A piece is a zip archive with a checksum for each of its members."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(_Window(file, offset, length)) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(_FileSlice(file, offset, length)) as archive:
             for member in archive.infolist():
                 if member.CRC == 0:
                     continue  # empty, or its writer was told to leave the checksum out
@@ -241,7 +241,7 @@ def _check_piece(path: Path, name: str, offset: int, length: int) -> None:
         raise SiteError(f"{path} at {offset}: {name}: is damaged: {error}") from None
 
 
-class _Window(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A stretch of a file as a file of its own."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpcrun.errors import SiteError
-from hpcrun.runtime.torch_dcp import TorchReader, check_owner
+from hpcrun.runtime.torch_dcp import TorchReader, check_checkpoint_owner
 from hpcrun.specs.saves import Saved
 
 
@@ -47,7 +47,7 @@ def load_whole(saved: Saved, prefix: str) -> dict[str, Tensor]:
 
 def _open(saved: Saved) -> TorchReader:
     """With its list of tensors read, which runs nothing; UsageError where others could have written it."""
-    check_owner(saved.path)
+    check_checkpoint_owner(saved.path)
     reader = TorchReader(saved.path)
     reader.read_metadata()
     return reader

@@ -11,24 +11,24 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrun.authentication import parse_line
+from hpcrun.authentication import parse_json_line
 from hpcrun.errors import SiteError
 
-_ANSWERS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
+_ANSWER_KINDS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""
 _ANSWER_S, _RESERVE_S = 60.0, 600.0
 """Memory is filled when it is reserved, which takes a while."""
-_PROD_S, STUCK_S = 2.0, 30.0
+_HEARTBEAT_EVERY_S, WORKER_STUCK_S = 2.0, 30.0
 """A worker that has been quiet is asked for a sign of life, and given up when none comes."""
-_MOST_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 
 
-class DrainGoneError(SiteError):
+class WorkerGoneError(SiteError):
     """Nobody answers at the socket of the drain worker, or not any more."""
 
 
-class Home(Protocol):
+class WorkerEndpoint(Protocol):
     """Where the drain worker of this node listens, whoever has started it."""
 
     patience_s: float
@@ -41,28 +41,28 @@ class Home(Protocol):
         """Nobody here needs it any more."""
 
 
-class DrainLink:
+class RankWorkerClient:
     """One rank's connection to its drain worker; one thread's at a time."""
 
-    def __init__(self, path: Path, rank: int, sign_s: float = STUCK_S) -> None:
+    def __init__(self, path: Path, rank: int, sign_s: float = WORKER_STUCK_S) -> None:
         """DrainGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
         self._read = bytearray()
         self._news: list[dict[str, Any]] = []
-        self._heard, self._prodded = time.monotonic(), 0.0
+        self._heard, self._heartbeat_requested = time.monotonic(), 0.0
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             _connect(self._socket, path)
             told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError as error:
             self._socket.close()
-            raise DrainGoneError(f"{path}: no drain worker listens: {error.strerror}") from None
+            raise WorkerGoneError(f"{path}: no drain worker listens: {error.strerror}") from None
         if (uid := _CREDENTIALS.unpack(told)[1]) != os.getuid():
             self._socket.close()
-            raise DrainGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
+            raise WorkerGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
         try:
-            self._greet(sign_s)
-        except DrainGoneError:
+            self._await_first_answer(sign_s)
+        except WorkerGoneError:
             self._socket.close()
             raise
 
@@ -73,14 +73,14 @@ class DrainLink:
         words: dict[str, Any] = {"size_bytes": size_bytes, "slots": slots, "ranks": local_ranks}
         answer = self._ask("reserve", _RESERVE_S, **words, part_count=part_count)
         if answer["kind"] != "reserved":
-            raise SiteError(f"no memory for saves on this node: {_why(answer)}")
+            raise SiteError(f"no memory for saves on this node: {_refusal_reason(answer)}")
         return [Path(one) for one in answer["slots"]], list(answer["levels"])
 
     def plan(self, key: int, pieces: list[Any], file: int, start: int) -> None:
         """Tell what a filled slot will hold, and where that belongs in the run directory."""
         answer = self._ask("plan", _ANSWER_S, key=key, pieces=pieces, file=file, start=start)
         if answer["kind"] != "planned":
-            raise SiteError(f"the drain worker refuses a plan: {_why(answer)}")
+            raise SiteError(f"the drain worker refuses a plan: {_refusal_reason(answer)}")
 
     def claim(
         self, generation: str, step: int, published: str | None, answer_s: float | None = None
@@ -90,9 +90,9 @@ class DrainLink:
             "claim", answer_s or _ANSWER_S, generation=generation, step=step, published=published
         )
         if answer["kind"] == "busy":
-            return _why(answer)
+            return _refusal_reason(answer)
         if answer["kind"] != "claimed":
-            raise SiteError(f"the drain worker gives no slot: {_why(answer)}")
+            raise SiteError(f"the drain worker gives no slot: {_refusal_reason(answer)}")
         return int(answer["slot"])
 
     def filled(self, slot: int, key: int, stamp: dict[str, Any], levels: list[str]) -> None:
@@ -111,23 +111,25 @@ class DrainLink:
         """Somebody waits for what was filled: the worker need not spare training now."""
         self._send("hasten")
 
-    def _greet(self, sign_s: float) -> None:
+    def _await_first_answer(self, sign_s: float) -> None:
         """Hear whether the worker lives: one that is stopped is connected to all the same."""
         self._send("ping")
         before = self._heard
         self._receive(sign_s)
         if self._heard == before:
-            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life")
+            raise WorkerGoneError(f"{self._path}: the drain worker gives no sign of life")
 
     def prod(self) -> None:
         """Ask for a sign of life, now and then; DrainGoneError where none has come for too long."""
         now = time.monotonic()
-        if self._prodded < self._heard:
-            if now - self._heard > _PROD_S:
-                self._prodded = now
+        if self._heartbeat_requested < self._heard:
+            if now - self._heard > _HEARTBEAT_EVERY_S:
+                self._heartbeat_requested = now
                 self._send("ping")
-        elif now - self._prodded > STUCK_S:
-            raise DrainGoneError(f"{self._path}: the drain worker gives no sign of life for {STUCK_S:g} s")
+        elif now - self._heartbeat_requested > WORKER_STUCK_S:
+            raise WorkerGoneError(
+                f"{self._path}: the drain worker gives no sign of life for {WORKER_STUCK_S:g} s"
+            )
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
         """What the worker has told unasked since the last time; DrainGoneError when it is gone."""
@@ -150,7 +152,7 @@ class DrainLink:
             if answer is not None:
                 return answer
             if time.monotonic() >= deadline:
-                raise DrainGoneError(f"{self._path}: the drain worker gave no answer in {wait_s:g} s")
+                raise WorkerGoneError(f"{self._path}: the drain worker gave no answer in {wait_s:g} s")
 
     def _send(self, verb: str, **words: Any) -> None:
         line = json.dumps({"do": verb, "rank": self._rank, **words}, separators=(",", ":")) + "\n"
@@ -158,7 +160,7 @@ class DrainLink:
             self._socket.settimeout(_ANSWER_S)
             self._socket.sendall(line.encode())
         except OSError as error:
-            raise DrainGoneError(
+            raise WorkerGoneError(
                 f"{self._path}: the drain worker has ended ({error.strerror or error})"
             ) from None
 
@@ -169,21 +171,21 @@ class DrainLink:
             if not ready:
                 return None
             try:
-                data = self._socket.recv(_MOST_BYTES)
+                data = self._socket.recv(_MAX_LINE_BYTES)
             except OSError:
                 data = b""
             if not data:
-                raise DrainGoneError(f"{self._path}: the drain worker has ended")
+                raise WorkerGoneError(f"{self._path}: the drain worker has ended")
             self._heard = time.monotonic()
             self._read += data
             *lines, rest = self._read.split(b"\n")
             self._read = bytearray(rest)
             found: dict[str, Any] | None = None
             for line in lines:
-                told = parse_line(bytes(line))
+                told = parse_json_line(bytes(line))
                 if told is None:
                     continue
-                if told.get("kind") in _ANSWERS:
+                if told.get("kind") in _ANSWER_KINDS:
                     found = told
                 else:
                     self._news.append(told)
@@ -192,7 +194,7 @@ class DrainLink:
             wait_s = 0.0
 
 
-def _why(answer: dict[str, Any]) -> str:
+def _refusal_reason(answer: dict[str, Any]) -> str:
     return str(answer.get("why") or answer.get("text") or "it does not say why")
 
 

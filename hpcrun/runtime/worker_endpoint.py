@@ -19,12 +19,12 @@ from xxhash import xxh3_64_hexdigest
 from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, find_arena, remove_arena_folder
 from hpcrun.checkpoint.flush.stale_memory import has_live_worker, is_held_by_script, lock_run_memory
 from hpcrun.errors import SiteError
-from hpcrun.files import Folder
+from hpcrun.files import OwnedDirectory
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.stderr_notes import say
-from hpcrun.runtime.worker_client import DrainGoneError, DrainLink
+from hpcrun.runtime.stderr_notes import write_stderr_line
+from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import RunDir
@@ -33,12 +33,12 @@ from hpcrun.specs.saves import saved_steps
 _READY_S, _END_S, _KILLED_S = 60.0, 30.0, 5.0
 _FINISH_S = 900.0
 """For the worker of a script that has ended to store what was begun: it waits as long for other nodes."""
-_LOOK_S, _SILENT_S = 0.1, 2.0
-_homes: dict[str, OwnHome] = {}
+_POLL_S, _SILENT_S = 0.1, 2.0
+_own_workers: dict[str, OwnWorker] = {}
 """Of this process, by node and directory: an earlier one may never have been closed."""
 
 
-class AgentHome:
+class AgentWorker:
     """The agent of this node hosts the worker, and starts it again when it dies."""
 
     patience_s = 5.0
@@ -49,7 +49,7 @@ class AgentHome:
     def socket(self) -> Path:
         """Where it listens; the agent has set its usual path. DrainGoneError where it has no memory yet."""
         root, run, node = self._socket.parents[3], self._socket.parts[-3], self._socket.parts[-2]
-        return _socket_in(root, run, node)
+        return _worker_socket(root, run, node)
 
     def begin(self, control: Control) -> None:
         """Nothing: its worker is there, or about to be, and tells its agent of what it has tried."""
@@ -58,7 +58,7 @@ class AgentHome:
         """Nothing: it outlives us."""
 
 
-class OwnHome:
+class OwnWorker:
     """No agent is here: the first rank of each node runs the worker, for as long as it runs itself.
 
     There is nobody then who would bring the workers of other nodes together: this offers no parity.
@@ -68,11 +68,11 @@ class OwnHome:
 
     def __init__(self, run: Path, spec: CheckpointSpec, control: Control, attempt: int) -> None:
         self._run, self._spec, self._attempt = run, spec, attempt
-        self._leads = control.local_rank == 0
-        self._node, self._run_id = _node_of(RunDir(run), control), RunDir(run).run_id
+        self._is_node_leader = control.local_rank == 0
+        self._node, self._run_id = _arena_name(RunDir(run), control), RunDir(run).run_id
         self._child: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
-        self._held: Folder | None = None
+        self._held: OwnedDirectory | None = None
         self._proved = threading.Event()
         self._problems: dict[str, str] = {}
 
@@ -82,8 +82,12 @@ class OwnHome:
         That nothing can be stored is an error where there is nothing to load either; else it is told.
         """
         try:
-            for step in (self._start_now, lambda: DrainLink(self.socket(), control.rank).close(), self._try):
-                raise_everywhere(control, step)
+            for step in (
+                self._start_now,
+                lambda: RankWorkerClient(self.socket(), control.rank).close(),
+                self._try,
+            ):
+                raise_on_all_ranks(control, step)
         except SiteError:
             self.close()
             raise
@@ -93,15 +97,15 @@ class OwnHome:
         problems = control.allgather(mine)
         if control.rank == 0:
             for text in itertools.chain(*problems):
-                say(text)
+                write_stderr_line(text)
 
     def _start_now(self) -> None:
-        if self._leads:
+        if self._is_node_leader:
             self.socket()
 
     def _try(self) -> None:
         """Hear whether the worker can write to each level."""
-        if not self._leads:
+        if not self._is_node_leader:
             return
         if not self._proved.wait(_READY_S):
             self._problems["durable"] = f"{self._run}: a small file was not written there in {_READY_S:g} s"
@@ -113,10 +117,10 @@ class OwnHome:
 
         DrainGoneError where it has no memory yet.
         """
-        if self._leads and (self._child is None or self._child.poll() is not None):
+        if self._is_node_leader and (self._child is None or self._child.poll() is not None):
             self._reap()
             self._start()
-        return _socket_in(SHM, self._run_id, self._node)
+        return _worker_socket(SHM, self._run_id, self._node)
 
     def close(self) -> None:
         """End the worker and give the memory back; whoever wants all of it stored has waited for that."""
@@ -144,8 +148,8 @@ class OwnHome:
         if self._held is not None:
             self._held.close()
         self._held = None
-        if _homes.get(self._node) is self:
-            del _homes[self._node]
+        if _own_workers.get(self._node) is self:
+            del _own_workers[self._node]
 
     def _start(self) -> None:
         try:
@@ -154,7 +158,7 @@ class OwnHome:
                 [sys.executable, "-P", "-m", "hpcrun", "_drain"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=_environment(),
+                env=_worker_environment(),
                 start_new_session=True,
             )
         except OSError as error:
@@ -176,7 +180,7 @@ class OwnHome:
             held, self._held = self._held, lock_run_memory(folder)
             if held is not None:
                 held.close()
-        _homes[self._node] = self
+        _own_workers[self._node] = self
 
     def _tell(self, message: dict[str, Any]) -> None:
         assert self._child is not None
@@ -203,7 +207,7 @@ class OwnHome:
                             self._problems = {str(k): str(v) for k, v in told.get("problems", {}).items()}
                             self._proved.set()
                         elif told.get("kind") == "log":
-                            say(f"{self._node}: {told.get('text')}")
+                            write_stderr_line(f"{self._node}: {told.get('text')}")
                         elif told.get("kind") == "error":
                             refused.append(str(told.get("why")))
 
@@ -245,31 +249,33 @@ class OwnHome:
             child.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
             text = f"its drain worker (process {child.pid}) hangs in the kernel, and is left to itself"
-            say(f"{self._node}: {text}")
+            write_stderr_line(f"{self._node}: {text}")
 
 
-def _socket_in(root: Path, run_id: str, node: str) -> Path:
+def _worker_socket(root: Path, run_id: str, node: str) -> Path:
     folder = find_arena(root, run_id, node)
     if folder is None:
-        raise DrainGoneError(f"{root}: no drain worker of node {node} has memory there")
+        raise WorkerGoneError(f"{root}: no drain worker of node {node} has memory there")
     return folder / SOCKET_NAME
 
 
-def make_way(run: RunDir, control: Control) -> None:
+def await_earlier_workers(run: RunDir, control: Control) -> None:
     """Before a script looks at its saves: those of scripts that have ended are stored, their memory is freed.
 
     SiteError on all ranks where that never comes to an end.
     """
-    raise_everywhere(control, lambda: _make_way(run, _node_of(run, control), leads=control.local_rank == 0))
+    raise_on_all_ranks(
+        control, lambda: _await_earlier_worker(run, _arena_name(run, control), leads=control.local_rank == 0)
+    )
 
 
-def _make_way(run: RunDir, node: str, *, leads: bool) -> None:
+def _await_earlier_worker(run: RunDir, node: str, *, leads: bool) -> None:
     if not leads:
         return
-    if (earlier := _homes.get(node)) is not None:
+    if (earlier := _own_workers.get(node)) is not None:
         earlier.leave()
     for text in clean_up_memory(run):
-        say(text)
+        write_stderr_line(text)
     began, is_told = time.monotonic(), False
     while has_live_worker(SHM, run.run_id, node) and not is_held_by_script(SHM, run.run_id, node):
         waited_s = time.monotonic() - began
@@ -280,18 +286,20 @@ def _make_way(run: RunDir, node: str, *, leads: bool) -> None:
             )
         if waited_s > _SILENT_S and not is_told:
             is_told = True
-            say(f"{run.path}: waiting for the last saves of a script that has ended to be stored")
-        time.sleep(_LOOK_S)
+            write_stderr_line(
+                f"{run.path}: waiting for the last saves of a script that has ended to be stored"
+            )
+        time.sleep(_POLL_S)
     if earlier is not None:
         earlier.forget()
 
 
-def _node_of(run: RunDir, control: Control) -> str:
+def _arena_name(run: RunDir, control: Control) -> str:
     """The name of this node's arena: directories of the same name must not share one."""
     return f"{control.node}-{xxh3_64_hexdigest(str(run.path).encode())[:8]}"
 
 
-def raise_everywhere(control: Control, action: Callable[[], None]) -> None:
+def raise_on_all_ranks(control: Control, action: Callable[[], None]) -> None:
     """Run something on each rank; what goes wrong on one is raised on all, in the words of the first."""
     why = ""
     try:
@@ -305,17 +313,17 @@ def raise_everywhere(control: Control, action: Callable[[], None]) -> None:
             raise SiteError(f"rank {rank} on {problem}" if control.size > 1 else problem)
 
 
-def find_home(
+def find_worker(
     environ: Mapping[str, str], run: Path, spec: CheckpointSpec, control: Control, attempt: int
-) -> AgentHome | OwnHome:
+) -> AgentWorker | OwnWorker:
     """The agent's worker where this rank was told of one; else one of its own."""
     if DRAIN_VARIABLE in environ:
-        return AgentHome(environ)
-    make_way(RunDir(run), control)
-    return OwnHome(run, spec, control, attempt)
+        return AgentWorker(environ)
+    await_earlier_workers(RunDir(run), control)
+    return OwnWorker(run, spec, control, attempt)
 
 
-def _environment() -> dict[str, str]:
+def _worker_environment() -> dict[str, str]:
     """The worker is no rank of anything, and must find the same hpcrun."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return without_rank_variables(os.environ) | {"PYTHONPATH": path}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.hostlist import expand, fold
+from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.slurm.nodes import parse_scontrol_nodes
@@ -83,7 +83,7 @@ class Allocation:
 
         Slurm lets their jobs go on, but a new attempt may as well do without them.
         """
-        words = ["scontrol", "-o", "show", "node", fold(self.nodes, suffixes=False)]
+        words = ["scontrol", "-o", "show", "node", fold_hosts(self.nodes, suffixes=False)]
         try:
             records = parse_scontrol_nodes(run_client(words, timeout_s=_QUERY_TIMEOUT_S).stdout)
         except (SiteError, UsageError):
@@ -147,7 +147,7 @@ class Allocation:
         step += ["--wait=0", "--ntasks-per-node=1"] if count > 1 else []
         step += ["--mpi=none", "--mem=0", "--cpu-bind=none", "--unbuffered"]
         agent = [sys.executable, "-P", "-m", "hpcrun", "_agent", str(run.path)]
-        return [*step, f"--nodelist={fold(nodes, suffixes=False)}", *agent]
+        return [*step, f"--nodelist={fold_hosts(nodes, suffixes=False)}", *agent]
 
 
 def batch_identity(environ: Mapping[str, str]) -> dict[str, int]:
@@ -168,7 +168,7 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if not job.isascii() or not job.isdigit() or not listed:
         return None
     try:
-        nodes = expand(listed, "SLURM_JOB_NODELIST")
+        nodes = expand_hosts(listed, "SLURM_JOB_NODELIST")
     except UsageError as error:
         raise SiteError(str(error)) from None
     array, element = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")

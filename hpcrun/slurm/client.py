@@ -25,7 +25,7 @@ def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def run_client(
     argv: Sequence[str], *, timeout_s: float, more: Mapping[str, str] | None = None
-) -> process.Completed:
+) -> process.CompletedCommand:
     """Run squeue, sinfo, sacct, scancel or scontrol in that environment, with `more` in it."""
     return process.run(argv, timeout_s=timeout_s, env=client_environment(os.environ) | dict(more or {}))
 

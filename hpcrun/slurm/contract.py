@@ -14,7 +14,7 @@ from typing import Any, Literal
 from jinja2.exceptions import TemplateRuntimeError
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hpcrun.errors import Problem, UsageError
+from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.slurm.batch_options import FIXED, BatchOption, last_of, read_options, replaced
 from hpcrun.slurm.client import run_client
 from hpcrun.slurm.syntax import profile_errors, syntax_error
@@ -401,12 +401,12 @@ _RULES: tuple[Rule, ...] = (_shape, _directives, _signals, _launch, _secrets, _s
 
 def check(
     library: Library, template: Template, cluster: ClusterSpec | None = None, slurm_version: str | None = None
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """Everything in which a template breaks its contract, with file and line; empty when it holds."""
     try:
         layers = library.chain(template)
         problems = [
-            Problem(
+            SpecProblem(
                 f"line {number}",
                 "ends in a carriage return; sbatch refuses Windows line ends",
                 str(layer.path),
@@ -421,21 +421,25 @@ def check(
             text = render_script(library, template, context)
             problems += check_script(library, template, context, text)
     except UsageError as error:
-        return [Problem("", str(error))]
+        return [SpecProblem("", str(error))]
     problems += _ask_sbatch(library, template, text)
     return list(dict.fromkeys(problems))
 
 
-def check_script(library: Library, template: Template, context: ScriptContext, text: str) -> list[Problem]:
+def check_script(
+    library: Library, template: Template, context: ScriptContext, text: str
+) -> list[SpecProblem]:
     """In what a template's script for one job breaks the contract, or bash cannot read it."""
     script = _parse_script(text, context)
-    unheard = [Problem("", what, place) for place, what in library.unheard(template)]
+    unheard = [SpecProblem("", what, place) for place, what in library.unheard(template)]
     return unheard + [
         _problem(library, template, context, where, what) for rule in _RULES for where, what in rule(script)
     ]
 
 
-def _problem(library: Library, template: Template, context: ScriptContext, where: str, what: str) -> Problem:
+def _problem(
+    library: Library, template: Template, context: ScriptContext, where: str, what: str
+) -> SpecProblem:
     kind, _, rest = where.partition(":")
     if kind == "line":
         own = {"setup": context.setup_lines, "teardown": context.teardown_lines}
@@ -444,13 +448,17 @@ def _problem(library: Library, template: Template, context: ScriptContext, where
             if rest.strip() in map(str.strip, lines):
                 kind, rest = "profile", key
     if kind == "profile":
-        return Problem(rest, what, f"profile {context.cluster.name}" if context.cluster else "the profile")
+        return SpecProblem(
+            rest, what, f"profile {context.cluster.name}" if context.cluster else "the profile"
+        )
     if kind == "line":
-        return Problem("", what, library.text_place(template, rest, "setup"))
-    return Problem("", what, library.block_place(template, kind) if kind else library.file_place(template))
+        return SpecProblem("", what, library.text_place(template, rest, "setup"))
+    return SpecProblem(
+        "", what, library.block_place(template, kind) if kind else library.file_place(template)
+    )
 
 
-def _ask_sbatch(library: Library, template: Template, text: str) -> Iterator[Problem]:
+def _ask_sbatch(library: Library, template: Template, text: str) -> Iterator[SpecProblem]:
     """What sbatch, where there is one, says to the script without running it."""
     if which("sbatch") is None:
         return
@@ -460,7 +468,7 @@ def _ask_sbatch(library: Library, template: Template, text: str) -> Iterator[Pro
         done = run_client(["sbatch", "--test-only", str(path)], timeout_s=60)
         if done.exit_code != 0:
             words = " ".join(done.stderr.split())
-            yield Problem("", f"sbatch --test-only: {words}", library.block_place(template, "directives"))
+            yield SpecProblem("", f"sbatch --test-only: {words}", library.block_place(template, "directives"))
 
 
 def shipped_counterpart(library: Library, template: Template) -> Template:

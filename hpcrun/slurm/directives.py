@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from hpcrun.errors import UsageError
-from hpcrun.hostlist import expand, fold
+from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.versions import Feature, Version, accepts, require
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
@@ -149,10 +149,10 @@ def _steering(
     options: dict[str, Value | None] = {}
     notes: list[str] = []
     if asked.placement == "pin":
-        pinned = expand(asked.nodelist or "", "resources.nodelist")
+        pinned = expand_hosts(asked.nodelist or "", "resources.nodelist")
         if len(pinned) > asked.all_nodes:
             require(version, "nodelist-longer-than-nodes", "resources.nodelist")
-        options["nodelist"] = fold(pinned, suffixes=False)
+        options["nodelist"] = fold_hosts(pinned, suffixes=False)
         notes.append(
             f"--nodelist={options['nodelist']}: placement pin; the job waits until all of these are free, and"
             " where Slurm plans in blocks it may never start"
@@ -203,10 +203,10 @@ def _switches(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, lis
 
 def _apart(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str | None, str]:
     """What is excluded and not pinned, and what is both: known bad nodes may have been added to a job's."""
-    excluded = expand(exclude or "", "resources.exclude")
+    excluded = expand_hosts(exclude or "", "resources.exclude")
     left = [host for host in excluded if host not in pinned]
     both = [host for host in excluded if host in pinned]
-    return fold(left, suffixes=False) if left else None, fold(both) if both else ""
+    return fold_hosts(left, suffixes=False) if left else None, fold_hosts(both) if both else ""
 
 
 def _gate(version: Version | None, feature: Feature, where: str) -> str:

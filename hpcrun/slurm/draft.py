@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY
 from hpcrun.slurm.limits import Partition, takes_gpu_family
@@ -170,7 +170,9 @@ def _partition(partition: Partition, live: LiveCluster) -> tuple[dict[str, Any],
     """One partition's keys, and the remarks above them."""
     nodes = live.nodes_of(partition.name)
     notes = (
-        [f"{_nodes(len(nodes))}: {fold(node.name for node in nodes)}"] if nodes else ["no nodes are known"]
+        [f"{_nodes(len(nodes))}: {fold_hosts(node.name for node in nodes)}"]
+        if nodes
+        else ["no nodes are known"]
     )
     values: dict[str, Any] = {"exclusive": partition.exclusive}
     if partition.max_time_s is None:

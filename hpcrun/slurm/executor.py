@@ -25,7 +25,7 @@ from submitit.local.local import LocalJob
 from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.files import require_private
-from hpcrun.process import ProcessId, with_our_package
+from hpcrun.process import ProcessId, environment_with_package
 from hpcrun.slurm.contract import ArrayContext, ScriptContext
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.sbatch import (
@@ -251,7 +251,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=with_our_package(
+                env=environment_with_package(
                     submission_environment(os.environ, self._deny)[0] | own | self._env | given
                 ),
                 start_new_session=True,
@@ -280,7 +280,7 @@ def submit_local(folder: Path, fn: Callable[..., Any], *args: Any, limit_min: in
     as PID_0_log.out and .err. After `limit_min` minutes it is ended; it gets SIGUSR2 half a minute before.
     """
     job = BackgroundExecutor(folder, limit_min=limit_min).submit(fn, *args)
-    found = process.identify(int(job.job_id))
+    found = process.identify_process(int(job.job_id))
     assert found is not None  # our child, which nobody has waited for
     return found
 

@@ -23,7 +23,7 @@ from hpcrun.slurm.output_formats import (
     whole_number,
 )
 from hpcrun.slurm.states import UNKNOWN, JobState, Reason, parse_reason, parse_state
-from hpcrun.units import read_time
+from hpcrun.units import parse_slurm_time
 
 _COMMAND = "command="
 SQUEUE_FORMAT = f"%i|%T|%r|%S|%N|%P|%M|%L|{_COMMAND}%o|%j"
@@ -115,8 +115,8 @@ def _from_squeue(row: Fields) -> JobRecord | None:
     if found is None:
         return None
     cluster = row.get("CLUSTER", "")
-    elapsed, left = read_time(row.get("TIME", "")), read_time(row.get("TIME_LEFT", ""))
-    limit = read_time(row.get("TIME_LIMI", ""))
+    elapsed, left = parse_slurm_time(row.get("TIME", "")), parse_slurm_time(row.get("TIME_LEFT", ""))
+    limit = parse_slurm_time(row.get("TIME_LIMI", ""))
     return JobRecord(
         id=dataclasses.replace(found, cluster=cluster) if cluster else found,
         state=parse_state(row.get("STATE", "")),
@@ -158,8 +158,8 @@ def _from_scontrol(fields: dict[str, str]) -> JobRecord | None:
         nodes=said(fields.get("NodeList", "")),
         start=said(fields.get("StartTime", "")),
         end=said(fields.get("EndTime", "")),
-        elapsed_s=read_time(fields.get("RunTime", "")),
-        limit_s=read_time(fields.get("TimeLimit", "")),
+        elapsed_s=parse_slurm_time(fields.get("RunTime", "")),
+        limit_s=parse_slurm_time(fields.get("TimeLimit", "")),
         exit_code=exit_code,
         signal=signal,
         restarts=whole_number(fields.get("Restarts", "")),
@@ -206,8 +206,8 @@ def _from_sacct(row: dict[str, str]) -> JobRecord | None:
         nodes=said(row.get("NodeList", "")),
         start=said(row.get("Start", "")),
         end=said(row.get("End", "")),
-        elapsed_s=whole_number(raw) if raw else read_time(row.get("Elapsed", "")),
-        limit_s=read_time(row.get("TimelimitRaw", row.get("Timelimit", ""))),
+        elapsed_s=whole_number(raw) if raw else parse_slurm_time(row.get("Elapsed", "")),
+        limit_s=parse_slurm_time(row.get("TimelimitRaw", row.get("Timelimit", ""))),
         exit_code=exit_code,
         signal=signal,
         restarts=whole_number(row.get("Restarts", "")),

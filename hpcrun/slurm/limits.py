@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hpcrun.slurm.output_formats import parse_records, said, whole_number
 from hpcrun.slurm.versions import Version, parse_version
-from hpcrun.units import read_memory, read_time
+from hpcrun.units import parse_slurm_memory, parse_slurm_time
 
 _CONFIG_LINE = re.compile(r"([A-Za-z][\w()/-]*)\s*=\s?(.*)")
 
@@ -48,16 +48,16 @@ def parse_partitions(text: str) -> list[Partition]:
 
 def _partition(fields: dict[str, str]) -> Partition:
     nodes, memory = fields.get("MaxNodes", ""), fields.get("MaxMemPerNode", "")
-    total, limit = whole_number(fields.get("TotalNodes", "")), read_memory(memory)
+    total, limit = whole_number(fields.get("TotalNodes", "")), parse_slurm_memory(memory)
     counted = re.search(r"(?:^|,)mem=([^,]+)", fields.get("TRES", ""))
-    all_memory = read_memory(counted[1]) if counted else None
+    all_memory = parse_slurm_memory(counted[1]) if counted else None
     return Partition(
         name=fields["PartitionName"],
         nodes=said(fields.get("Nodes", "")),
         is_default=fields.get("Default") == "YES",
         state=said(fields.get("State", "")) or "unknown",
-        max_time_s=read_time(fields.get("MaxTime", "")),
-        default_time_s=read_time(fields.get("DefaultTime", "")),
+        max_time_s=parse_slurm_time(fields.get("MaxTime", "")),
+        default_time_s=parse_slurm_time(fields.get("DefaultTime", "")),
         max_nodes=math.inf if nodes == "UNLIMITED" else whole_number(nodes),
         total_nodes=total,
         total_cpus=whole_number(fields.get("TotalCPUs", "")),

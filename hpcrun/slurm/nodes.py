@@ -19,7 +19,7 @@ from hpcrun.slurm.output_formats import (
     whole_number,
 )
 from hpcrun.slurm.states import UNKNOWN
-from hpcrun.units import read_memory
+from hpcrun.units import parse_slurm_memory
 
 SINFO_FORMAT = "%N|%T|%P|%c|%m|%G|%f|%E"
 """What to ask sinfo for (with -N -h): the reason comes last, because it may hold the delimiter."""
@@ -146,7 +146,7 @@ def parse_scontrol_nodes(text: str) -> list[NodeRecord]:
 
 def _from_scontrol(fields: dict[str, str]) -> NodeRecord:
     gpus, kind = parse_gpus(fields.get("Gres", ""))
-    memory = read_memory(fields.get("RealMemory", ""))
+    memory = parse_slurm_memory(fields.get("RealMemory", ""))
     return NodeRecord(
         name=fields["NodeName"],
         state=parse_node_state(fields.get("State", "")),
@@ -177,7 +177,7 @@ def parse_sinfo(text: str, layout: str = SINFO_FORMAT) -> list[NodeRecord]:
 
 def _from_sinfo(row: dict[str, str]) -> NodeRecord:
     gpus, kind = parse_gpus(row.get("G", ""))
-    memory = read_memory(row.get("m", ""))
+    memory = parse_slurm_memory(row.get("m", ""))
     return NodeRecord(
         name=row["N"],
         state=parse_node_state(row.get("T", row.get("t", ""))),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.hostlist import expand, fold
+from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.local_identity import expand_path
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY, gpus_of, partition_of
@@ -18,7 +18,7 @@ from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.timing import check_times_within
-from hpcrun.units import amount, parse_memory, parse_time, render_memory, render_time
+from hpcrun.units import parse_memory, parse_time, render_bytes, render_memory, render_time
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
@@ -89,8 +89,8 @@ def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | Non
     names, found = _asked_partitions(job, cluster, live)
     if live and live.nodes and job.resources.nodelist:
         known = {node.name for node in live.nodes}
-        gone = [node for node in expand(job.resources.nodelist) if node not in known]
-        found += [Finding("resources.nodelist", f"{fold(gone)}: no such node here")] if gone else []
+        gone = [node for node in expand_hosts(job.resources.nodelist) if node not in known]
+        found += [Finding("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
     if not counts_memory(job, cluster, live):
         job = job.model_copy(update={"resources": job.resources.model_copy(update={"mem": None})})
     profiles = cluster.partitions if cluster else {}
@@ -216,7 +216,7 @@ def _unfit_nodes(job: JobSpec, limits: _Limits, cpus: int, gpus: int) -> Iterato
     """Sort out the nodes that cannot take the job, need by need; the need that leaves too few is told."""
     asked, left = job.resources, list(limits.nodes)
     memory = parse_memory(asked.mem) if asked.mem else 0
-    excluded = set(expand(asked.exclude)) if asked.exclude else set()
+    excluded = set(expand_hosts(asked.exclude)) if asked.exclude else set()
     needs: list[tuple[str, str, Callable[[NodeRecord], bool], Callable[[NodeRecord], object]]] = [
         ("exclude", "", lambda node: node.name not in excluded, lambda node: 0),
         (
@@ -344,7 +344,7 @@ def check_room(
     """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
     free, findings = found.f_bavail * found.f_frsize, []
     if found.f_blocks and free < need_bytes:
-        text = f"{place}: {amount(free)} are free, but the saves need {amount(need_bytes)}"
+        text = f"{place}: {render_bytes(free)} are free, but the saves need {render_bytes(need_bytes)}"
         findings.append(Finding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"))
     files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
     if found.f_files and found.f_favail < files:

@@ -152,7 +152,7 @@ def _not_understood(command: str, answer: str) -> str:
     return f"{command} printed what is no list of jobs: {words!r}; is it Slurm's own {command}?"
 
 
-def _trouble(command: str, done: process.Completed) -> str:
+def _trouble(command: str, done: process.CompletedCommand) -> str:
     said = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
     trouble = parse_trouble(said)
     if trouble and trouble.kind in ("no-job", "no-accounting"):
@@ -181,7 +181,7 @@ def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s:
         # So it ends too when the job got ahead of it.
         is_over = _is_over(job)
     if not is_over:
-        done.require()
+        done.require_success()
 
 
 def _is_over(job: Question) -> bool:

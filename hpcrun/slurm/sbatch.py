@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
-from hpcrun.hostlist import expand, fold
+from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
 from hpcrun.slurm.client import KEPT, run_client
 from hpcrun.slurm.contract import (
@@ -61,7 +61,7 @@ def submission_environment(
     What a job or its ranks were given (we may be inside one) would give the new job the old one's place,
     memory and processors; exported shell functions break scripts. `deny`: patterns of what is not wanted.
     """
-    safe = process.scrubbed(environ)
+    safe = process.scrubbed_environment(environ)
     kept = {
         name: value
         for name, value in environ.items()
@@ -252,12 +252,14 @@ def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note:
     where = ["-M", slurm_cluster] if slurm_cluster else []
     answer = _ask(["sinfo", "-h", "-a", "-N", "-o", "%N", *where])
     known = set((answer or "").split())
-    wanted = expand(hosts, "exclude")
+    wanted = expand_hosts(hosts, "exclude")
     missing = [host for host in wanted if host not in known]
     if not known or not missing:
         return hosts
-    note(f"exclude: {fold(missing)}: no such node (any more); left out")
-    return fold([host for host in wanted if host in known], suffixes=False) if known & set(wanted) else ""
+    note(f"exclude: {fold_hosts(missing)}: no such node (any more); left out")
+    return (
+        fold_hosts([host for host in wanted if host in known], suffixes=False) if known & set(wanted) else ""
+    )
 
 
 def _ask(words: Sequence[str]) -> str | None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import open_common
-from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.files import open_multiuser
+from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from hpcrun.specs.profiles import config_directories
 from hpcrun.units import parse_time
 
@@ -129,18 +129,18 @@ def merged_exclude(
     sbatch refuses a job that excludes a node that is gone, so names that are not among the known nodes are
     dropped; None: which nodes there are is not known.
     """
-    own = expand(exclude or "", "resources.exclude")
+    own = expand_hosts(exclude or "", "resources.exclude")
     wanted = dict.fromkeys([*own, *bad])
     known = wanted if known_nodes is None else frozenset(known_nodes)
     gone = [node for node in own if node not in known]
-    notes = [f"exclude: {fold(gone)}: no such node (any more); left out"] if gone else []
+    notes = [f"exclude: {fold_hosts(gone)}: no such node (any more); left out"] if gone else []
     reasons: dict[str, list[str]] = {}
     for node, reason in bad.items():
         where = reason if node in known else "no such node (any more); left out"
         reasons.setdefault(where, []).append(node)
-    notes += [f"bad nodes: {fold(nodes)}: {reason}" for reason, nodes in reasons.items()]
+    notes += [f"bad nodes: {fold_hosts(nodes)}: {reason}" for reason, nodes in reasons.items()]
     left = [node for node in wanted if node in known]
-    return fold(left, suffixes=False) if left else "", tuple(notes)
+    return fold_hosts(left, suffixes=False) if left else "", tuple(notes)
 
 
 def _parse_entry(line: str) -> BadNode:
@@ -151,7 +151,7 @@ def _parse_entry(line: str) -> BadNode:
         found = None
     if not isinstance(found, dict):
         raise UsageError('is no entry; write {"node": "n01", "reason": "ECC errors"}')
-    nodes = in_order(expand(_text(found, "node"), "node"))
+    nodes = sort_hosts(expand_hosts(_text(found, "node"), "node"))
     if not nodes:
         raise UsageError("node: names no node; write a name or a host list")
     since, until = (
@@ -187,7 +187,7 @@ def _render_instant(seconds: float) -> str:
 
 def append_line(path: Path, line: bytes) -> None:
     """Append whole lines in one write, and sync; a line that is torn before them is ended."""
-    descriptor = open_common(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = open_multiuser(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         size = os.fstat(descriptor).st_size
         # A line that somebody did not end would swallow this one.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.files import aside_name, file_homes, open_regular
+from hpcrun.files import allowed_file_directories, open_regular, temporary_name
 from hpcrun.specs.hf_directory import CONFIG, INDEX, read_config
 from hpcrun.specs.model import FAMILIES, FIXED, ModelSpec, disagreements, hf_config
 from hpcrun.specs.records import read_json, sync_directory, write_json
@@ -86,7 +86,7 @@ def pass_on(place: Path, target: Path) -> AbstractContextManager[object]:
 
 @contextmanager
 def _kept(directory: Path, place: Path, source: str, dtypes: dict[str, str]) -> Iterator[Carried]:
-    aside, final = place / aside_name(BASE_MODEL), place / BASE_MODEL
+    aside, final = place / temporary_name(BASE_MODEL), place / BASE_MODEL
     aside.mkdir(mode=0o700)
     try:
         carried = _copy_files(directory, aside, source)
@@ -175,7 +175,7 @@ def _is_sound(source: Path, path: Path) -> bool:
     return (
         stat.S_ISREG(status.st_mode)
         and status.st_size <= _MOST_BYTES
-        and path.resolve().parent in file_homes(home)
+        and path.resolve().parent in allowed_file_directories(home)
     )
 
 

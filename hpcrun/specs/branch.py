@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrun.errors import EXIT_INTERRUPTED, UsageError
-from hpcrun.files import aside_name, open_regular
+from hpcrun.files import open_regular, temporary_name
 from hpcrun.specs.identity import IDENTITY_KEYS, Identity, place_of, read_identity
 from hpcrun.specs.owner import say_once
 from hpcrun.specs.records import read_json, write_json
@@ -105,7 +105,7 @@ def _unshare(path: Path) -> None:
         source = open_regular(path)
     except FileNotFoundError:
         return
-    aside = path.with_name(aside_name(path.name))
+    aside = path.with_name(temporary_name(path.name))
     target = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(source, "rb") as old, os.fdopen(target, "wb") as new:
         shutil.copyfileobj(old, new)

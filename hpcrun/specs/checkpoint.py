@@ -15,7 +15,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from hpcrun.errors import Problem, UsageError
+from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.specs.elastic import ElasticSpec
 from hpcrun.specs.fields import Directory, Time, readable
 from hpcrun.specs.resources import ResourcesSpec
@@ -168,39 +168,39 @@ class CheckpointSpec(_Section):
         return 0 if self.every == "auto" else self.every
 
 
-def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Problem]:
+def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[SpecProblem]:
     """What of the section cannot work together; `steps`: how many the job has, where that is known."""
     found = [*_of_steps(spec, steps)]
     if not spec.memory:
         found += _of_no_memory(spec)
     if spec.undurable == "stop" and spec.max_undurable is None:
         text = "stop has no limit to stop at; give checkpoint.max_undurable, such as 2h, or leave it out"
-        found.append(Problem("checkpoint.undurable", text))
+        found.append(SpecProblem("checkpoint.undurable", text))
     return found
 
 
 def check_spares(
     checkpoint: CheckpointSpec, resources: ResourcesSpec, elastic: ElasticSpec | None
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """Copies on spares that are asked for need some; an elastic job may come to have them."""
     if not (checkpoint.spares and checkpoint.memory) or resources.spares or elastic is not None:
         return []
     text = "true, but resources.spares is 0, and nobody could hold copies; ask for spares, or leave it out"
-    return [Problem("checkpoint.spares", text)]
+    return [SpecProblem("checkpoint.spares", text)]
 
 
-def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
+def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
     every, durable = spec.every_steps, spec.durable.every
     copies = spec.object.every if spec.object is not None else 0
     for name, between in (("durable.every", durable), ("object.every", copies)):
         if between and not every and steps is not None:
             why = "saves come by the clock" if spec.every == "auto" else "nothing is saved on the way"
             text = f"{between} needs checkpoint.every in steps, which is {spec.every}: {why}"
-            yield Problem(f"checkpoint.{name}", text)
+            yield SpecProblem(f"checkpoint.{name}", text)
             return
     if every and durable % every:
         text = f"{durable} is no multiple of checkpoint.every {every}; use {_near(durable, every)}"
-        yield Problem("checkpoint.durable.every", text)
+        yield SpecProblem("checkpoint.durable.every", text)
         return
     between, key = (durable, "durable.every") if durable else (every, "every")
     if between and copies % between:
@@ -208,7 +208,7 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
             f"{copies} does not fall on the saves in the run directory, of which the copies are made"
             f" (checkpoint.{key} {between}); use {_near(copies, between)}"
         )
-        yield Problem("checkpoint.object.every", text)
+        yield SpecProblem("checkpoint.object.every", text)
     kept = spec.keep_every
     if not kept or steps is None:
         return
@@ -220,10 +220,10 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[Problem]:
             else f"checkpoint.every is {spec.every}"
         )
         text = f"no save is of a multiple of {kept}: {saves}, and {steps} in all; leave it out, or correct it"
-        yield Problem("checkpoint.keep_every", text)
+        yield SpecProblem("checkpoint.keep_every", text)
 
 
-def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
+def _of_no_memory(spec: CheckpointSpec) -> Iterator[SpecProblem]:
     """Ranks that write to the run directory themselves write nowhere else, and all that is saved."""
     needs = "needs saves in the memory of nodes; set checkpoint.memory to 1 or 2, or leave it out"
     used = {
@@ -236,7 +236,7 @@ def _of_no_memory(spec: CheckpointSpec) -> Iterator[Problem]:
     }
     for key, is_used in used.items():
         if is_used:
-            yield Problem(f"checkpoint.{key}", needs)
+            yield SpecProblem(f"checkpoint.{key}", needs)
 
 
 def _near(wrong: int, base: int) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.specs.fields import Directory, Memory, Module, Name, Pattern, Time, Word, keeps_needed
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.profiles import all_profiles
@@ -254,24 +254,24 @@ def _resolve(document: Document) -> ClusterSpec:
         problems = list(_contradictions(cluster))
         if not problems:
             return cluster
-    raise SpecError([Problem(one.key, one.text, document.where(one.key)) for one in problems])
+    raise SpecError([SpecProblem(one.key, one.text, document.where(one.key)) for one in problems])
 
 
-def _contradictions(cluster: ClusterSpec) -> Iterable[Problem]:
+def _contradictions(cluster: ClusterSpec) -> Iterable[SpecProblem]:
     defaults = [name for name, partition in cluster.partitions.items() if partition.default]
     for name in defaults[1:]:
-        yield Problem(
+        yield SpecProblem(
             f"partitions.{name}.default", f"{defaults[0]} is the default already; keep one of the two"
         )
     topology, mpi = cluster.topology, cluster.mpi
     for source, key in (("file", "file"), ("table", "table"), ("names", "pattern")):
         if topology.source == source and getattr(topology, key) is None:
-            yield Problem(f"topology.{key}", f"is missing; topology.source is {source}")
+            yield SpecProblem(f"topology.{key}", f"is missing; topology.source is {source}")
     if mpi.launcher == "hydra" and mpi.library in ("openmpi", "cray"):
-        yield Problem("mpi.launcher", f"hydra does not start {mpi.library}; use srun or mpirun")
+        yield SpecProblem("mpi.launcher", f"hydra does not start {mpi.library}; use srun or mpirun")
     if mpi.launcher == "srun" and mpi.library == "mpich" and mpi.pmi.startswith("pmix"):
-        yield Problem("mpi.pmi", f"mpich does not speak {mpi.pmi}; use pmi2")
+        yield SpecProblem("mpi.pmi", f"mpich does not speak {mpi.pmi}; use pmi2")
     if cluster.gpus.typed:
         for name, partition in cluster.partitions.items():
             if partition.gpus_per_node and partition.gpu_type is None:
-                yield Problem(f"partitions.{name}.gpu_type", "is missing; gpus.typed asks for it")
+                yield SpecProblem(f"partitions.{name}.gpu_type", "is missing; gpus.typed asks for it")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hpcrun.errors import Problem
+from hpcrun.errors import SpecProblem
 
 if TYPE_CHECKING:
     from hpcrun.specs.job import ParallelSpec
@@ -37,25 +37,25 @@ class ElasticSpec(BaseModel):
 
 def check_elastic(
     elastic: ElasticSpec | None, parallel: ParallelSpec, command: list[str] | None
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """What of the section does not go together with the rest of the job."""
     if elastic is None:
         return []
     if command is not None:
         text = "stands beside command, whose batch only the command itself can share anew; leave one out"
-        return [Problem("elastic", text)]
+        return [SpecProblem("elastic", text)]
     problems = []
     dp = parallel.dp_replicate * parallel.dp_shard
     if dp == 1:
         text = "there is one replica, none can be spared; raise dp_replicate or dp_shard, or leave it out"
-        problems.append(Problem("elastic", text))
+        problems.append(SpecProblem("elastic", text))
     elif elastic.min_replicas > dp:
         text = f"{elastic.min_replicas} is more than the {dp} replicas of the job; use at most {dp}"
-        problems.append(Problem("elastic.min_replicas", text))
+        problems.append(SpecProblem("elastic.min_replicas", text))
     if elastic.batch == "keep" and elastic.lr != "keep":
         text = (
             f"{elastic.lr} has nothing to follow, batch keep leaves the global batch as it is;"
             " use batch shrink, or leave lr out"
         )
-        problems.append(Problem("elastic.lr", text))
+        problems.append(SpecProblem("elastic.lr", text))
     return problems

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import ElasticSpec
@@ -194,10 +194,10 @@ class JobSpec(_Section):
     )
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> ParallelDegrees:
         """The mesh that the job declares."""
         p = self.parallel
-        return Degrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
+        return ParallelDegrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
 
     @property
     def ranks(self) -> int:

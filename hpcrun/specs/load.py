@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.files import read_regular
-from hpcrun.local_identity import absolute, working_directory
+from hpcrun.local_identity import absolute_path, working_directory
 from hpcrun.specs.data import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.model import PRESETS
@@ -56,7 +56,7 @@ class ResolvedJob:
 
     def mistake(self, key: str, text: str) -> SpecError:
         """A mistake that only a look at the machine shows, told with the place of its key."""
-        return SpecError([Problem(key, text, self.document.where(key))])
+        return SpecError([SpecProblem(key, text, self.document.where(key))])
 
     def asking(self, resources: Mapping[str, Any]) -> ResolvedJob:
         """The same with these keys of `resources` set, in every element of a sweep too."""
@@ -93,7 +93,7 @@ def load_job(
     if command is not None:
         document.values["command"] = list(command)
         document.places["command"] = _COMMAND_LINE
-    return _resolve(document, overrides, absolute(path).parent if path else working_directory())
+    return _resolve(document, overrides, absolute_path(path).parent if path else working_directory())
 
 
 def load_job_of(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
@@ -121,10 +121,10 @@ def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
     if document.values.get("command") is not None:
         text = "a program is not taken from elsewhere, and there is no model to import into"
         raise SpecError(
-            [Problem("command", f"{text}; give your own job with --job", document.where("command"))]
+            [SpecProblem("command", f"{text}; give your own job with --job", document.where("command"))]
         )
     kept.pop("name", None)
-    return _resolve(Document(kept, document.places), [f"name={name}"], absolute(path).parent), dropped
+    return _resolve(Document(kept, document.places), [f"name={name}"], absolute_path(path).parent), dropped
 
 
 def _foreign_text(path: Path) -> str:
@@ -182,14 +182,14 @@ def _resolve(document: Document, overrides: Sequence[str], base: Path) -> Resolv
     return ResolvedJob(job, plan, document)
 
 
-def _refuse(problems: Sequence[Problem], document: Document) -> None:
+def _refuse(problems: Sequence[SpecProblem], document: Document) -> None:
     """SpecError with all of them in the order of the lines where they stand; nothing without any."""
-    placed = [Problem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
+    placed = [SpecProblem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
     if placed:
         raise SpecError(sorted(placed, key=_line))
 
 
-def _line(problem: Problem) -> int:
+def _line(problem: SpecProblem) -> int:
     line = problem.where.rpartition(":")[2]
     return int(line) if line.isdecimal() else 0
 
@@ -225,12 +225,12 @@ def _rooted(key: str, value: Any, base: Path) -> Any:
     return value if value in ("", PYTHON_STDLIB) else str(base / os.path.expanduser(value))  # noqa: PTH111
 
 
-def _override(document: Document, override: str) -> list[Problem]:
+def _override(document: Document, override: str) -> list[SpecProblem]:
     dotted, equals, text = override.partition("=")
     path = dotted.split(".")
     if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
         wanted = "is no override; write key.path=value, for instance train.lr=3e-4"
-        return [Problem(json.dumps(override), wanted, _COMMAND_LINE)]
+        return [SpecProblem(json.dumps(override), wanted, _COMMAND_LINE)]
     if path[0] == "sweep":  # what stands there are dotted keys
         path[2:] = [".".join(path[2:])] if path[2:] else []
     try:
@@ -239,7 +239,7 @@ def _override(document: Document, override: str) -> list[Problem]:
         return list(error.problems)
     wrong = _put(document.values, path, value)
     if wrong:
-        return [Problem(dotted, f"{wrong}; set it as a whole", _COMMAND_LINE)]
+        return [SpecProblem(dotted, f"{wrong}; set it as a whole", _COMMAND_LINE)]
     for depth in range(1, len(path)):
         document.places.setdefault(".".join(path[:depth]), _COMMAND_LINE)
     document.places[dotted] = _COMMAND_LINE
@@ -275,7 +275,7 @@ def _filled(plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
     return {**plain, **given, **inner}
 
 
-def _resolve_sweep(document: Document, problems: list[Problem]) -> ResolvedJob:
+def _resolve_sweep(document: Document, problems: list[SpecProblem]) -> ResolvedJob:
     base = {key: value for key, value in document.values.items() if key != "sweep"}
     part, _, wrong = resolve({"sweep": document.values["sweep"]}, whole=False)
     sweep, chosen = part.sweep, []
@@ -290,7 +290,7 @@ def _resolve_sweep(document: Document, problems: list[Problem]) -> ResolvedJob:
     assert sweep is not None
     places = {key: place for key, place in document.places.items() if not key.startswith("sweep.")}
     elements: list[ResolvedJob] = []
-    told: dict[Problem, list[int]] = {}
+    told: dict[SpecProblem, list[int]] = {}
     for number, overrides in enumerate(chosen):
         values, found = _with(base, overrides)
         job, plan, more = resolve(values)
@@ -304,12 +304,12 @@ def _resolve_sweep(document: Document, problems: list[Problem]) -> ResolvedJob:
     return ResolvedJob(first.spec.model_copy(update={"sweep": sweep}), first.plan, document, tuple(elements))
 
 
-def _with(values: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _with(values: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict[str, Any], list[SpecProblem]]:
     """The values with those of an element, sections before their keys, and what cannot be set."""
     result, problems = dict(values), []
     for dotted in sorted(overrides, key=lambda key: key.count(".")):
         wrong = _put(result, dotted.split("."), overrides[dotted])
-        problems += [Problem(dotted, f"{wrong}; sweep it as a whole")] if wrong else []
+        problems += [SpecProblem(dotted, f"{wrong}; sweep it as a whole")] if wrong else []
     return result, problems
 
 
@@ -322,7 +322,7 @@ def _spot(sweep: SweepSpec, key: str, value: Any) -> str:
     return f"sweep.list.{row}.{key}"
 
 
-def _told_once(told: dict[Problem, list[int]], elements: Sequence[ResolvedJob]) -> Iterator[Problem]:
+def _told_once(told: dict[SpecProblem, list[int]], elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
     """Each mistake once: at the value of the sweep that it is in, or plainly when all have it alike."""
     count = 0
     for problem, numbers in told.items():
@@ -336,12 +336,12 @@ def _told_once(told: dict[Problem, list[int]], elements: Sequence[ResolvedJob]) 
             continue
         who = f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if numbers[1:] else "")
         if key is not None:
-            yield Problem(f"sweep {problem.key}", f"{who}: {problem.text}", element.document.where(key))
+            yield SpecProblem(f"sweep {problem.key}", f"{who}: {problem.text}", element.document.where(key))
             continue
         values = ", ".join(f"{key}={show(value)}" for key, value in element.overrides.items())
-        yield Problem("sweep", f"{who} ({values}): {problem.key}: {problem.text}")
+        yield SpecProblem("sweep", f"{who} ({values}): {problem.key}: {problem.text}")
     if count > _MOST_TOLD:
-        yield Problem("sweep", f"{count - _MOST_TOLD} more mistakes in its elements, not shown")
+        yield SpecProblem("sweep", f"{count - _MOST_TOLD} more mistakes in its elements, not shown")
 
 
 def _swept(key: str, element: ResolvedJob) -> str | None:
@@ -351,7 +351,7 @@ def _swept(key: str, element: ResolvedJob) -> str | None:
     return next(iter([*above, *below]), None)
 
 
-def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[Problem]:
+def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
     """What elements ask of the cluster and not all alike, although they are one batch job."""
     first, told = elements[0].spec, set()
     for number, element in enumerate(elements):
@@ -369,7 +369,7 @@ def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[Problem]:
             if key == "command":
                 found = "some elements have one, some have none"
             text = f"{key}: {found}; a sweep is one batch job, its elements must ask for the same"
-            yield Problem("sweep", text, element.document.where(_swept(key, element) or "sweep"))
+            yield SpecProblem("sweep", text, element.document.where(_swept(key, element) or "sweep"))
 
 
 def _asked(spec: JobSpec) -> tuple[object, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.records import read_json, write_json
 
 BoundBy = Literal["rank", "either", "launcher"]
@@ -89,7 +89,7 @@ class Placement:
         }
 
 
-def write_placement(path: Path, placement: Placement, degrees: Degrees) -> None:
+def write_placement(path: Path, placement: Placement, degrees: ParallelDegrees) -> None:
     """Put a placement in its file, with the mesh coordinate of every rank where the mesh spans them."""
     ranks = range(len(placement.ranks))
     spans = degrees.world_size == len(placement.ranks)

@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from hpcrun.errors import Problem
+from hpcrun.errors import SpecProblem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
-from hpcrun.hostlist import expand, fold
-from hpcrun.mesh import Degrees, partition
+from hpcrun.hostlist import expand_hosts, fold_hosts
+from hpcrun.mesh import ParallelDegrees, partition_layers
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint, check_spares
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import check_elastic
@@ -51,9 +51,9 @@ class Plan(BaseModel):
     """How many replicas the job has, where this is a plan with fewer."""
 
     @property
-    def degrees(self) -> Degrees:
+    def degrees(self) -> ParallelDegrees:
         """The mesh."""
-        return Degrees(
+        return ParallelDegrees(
             pp=self.pp, dp_replicate=self.dp_replicate, dp_shard=self.dp_shard, cp=self.cp, tp=self.tp
         )
 
@@ -102,7 +102,7 @@ def make_plan(job: JobSpec) -> Plan:
     assert model is not None
     assert data is not None
     # The embedding is a look-up: it costs memory traffic, not FLOPs; the head is a full matmul.
-    cuts = partition(
+    cuts = partition_layers(
         [layer_flops_per_token(model, data.seq_len)] * model.layers,
         p.pp * _virtual_stages(p),
         first=2.0 * model.hidden,
@@ -141,7 +141,7 @@ def with_layout(job: JobSpec, plan: Plan) -> JobSpec:
     )
 
 
-def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[Problem]:
+def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[SpecProblem]:
     """Everything in a job that does not go together; what needs a broken or absent section is left out."""
     absent = {name for name in ("model", "data") if getattr(job, name) is None} | set(broken)
     # A command trains by itself: of its layout only the number of ranks concerns us.
@@ -154,8 +154,8 @@ def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[Problem]:
     ]
 
 
-def _degrees(p: ParallelSpec) -> Degrees:
-    return Degrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
+def _degrees(p: ParallelSpec) -> ParallelDegrees:
+    return ParallelDegrees(pp=p.pp, dp_replicate=p.dp_replicate, dp_shard=p.dp_shard, cp=p.cp, tp=p.tp)
 
 
 def _default_zero(p: ParallelSpec) -> int:
@@ -177,7 +177,7 @@ def _grad_accum(p: ParallelSpec, train: TrainSpec) -> int:
     return 0 if rest else count
 
 
-def _check_ranks(p: ParallelSpec, resources: ResourcesSpec, command: list[str] | None) -> list[Problem]:
+def _check_ranks(p: ParallelSpec, resources: ResourcesSpec, command: list[str] | None) -> list[SpecProblem]:
     world, per_node, nodes = _degrees(p).world_size, resources.ranks_per_node, resources.nodes
     if command is not None and world == 1:
         return []
@@ -185,17 +185,17 @@ def _check_ranks(p: ParallelSpec, resources: ResourcesSpec, command: list[str] |
     if per_node is None and world % nodes:
         count = f"{world} rank{'s' * (world > 1)}"
         text = f"{nodes} nodes cannot share {count} evenly ({layout}); use {_divisors(world)}"
-        return [Problem("resources.nodes", text)]
+        return [SpecProblem("resources.nodes", text)]
     if per_node is None or per_node * nodes == world:
         return []
     text = (
         f"{layout}, but resources asks for nodes {nodes} × ranks_per_node {per_node} = {nodes * per_node};"
         " change a degree, or leave out ranks_per_node"
     )
-    return [Problem("parallel", text)]
+    return [SpecProblem("parallel", text)]
 
 
-def _check_gpus(p: ParallelSpec, resources: ResourcesSpec, device: str) -> list[Problem]:
+def _check_gpus(p: ParallelSpec, resources: ResourcesSpec, device: str) -> list[SpecProblem]:
     per_node = resources.ranks_per_node or max(1, _degrees(p).world_size // resources.nodes)
     if device != "cuda" or resources.gpus_per_node is None or resources.gpus_per_node >= per_node:
         return []
@@ -203,81 +203,83 @@ def _check_gpus(p: ParallelSpec, resources: ResourcesSpec, device: str) -> list[
         f"{resources.gpus_per_node} is less than the {per_node} ranks on each node, and device cuda gives"
         f" each a GPU of its own; use {per_node} or more, or more nodes"
     )
-    return [Problem("resources.gpus_per_node", text)]
+    return [SpecProblem("resources.gpus_per_node", text)]
 
 
-def _check_placement(asked: ResourcesSpec) -> list[Problem]:
+def _check_placement(asked: ResourcesSpec) -> list[SpecProblem]:
     problems = []
-    policy, pinned = asked.placement, set(expand(asked.nodelist or ""))
+    policy, pinned = asked.placement, set(expand_hosts(asked.nodelist or ""))
     if policy == "pin" and not pinned:
-        problems.append(Problem("resources.nodelist", "is missing; placement pin needs it, such as n[01-04]"))
+        problems.append(
+            SpecProblem("resources.nodelist", "is missing; placement pin needs it, such as n[01-04]")
+        )
     if policy != "pin" and pinned:
         text = f"needs placement pin, which is {policy}; write placement: pin, or leave the list out"
-        problems.append(Problem("resources.nodelist", text))
-    both = sorted(pinned.intersection(expand(asked.exclude or "")))
+        problems.append(SpecProblem("resources.nodelist", text))
+    both = sorted(pinned.intersection(expand_hosts(asked.exclude or "")))
     if both:
-        text = f"{fold(both)} stands in exclude too; leave it in one of the two"
-        problems.append(Problem("resources.nodelist", text))
+        text = f"{fold_hosts(both)} stands in exclude too; leave it in one of the two"
+        problems.append(SpecProblem("resources.nodelist", text))
     for key in ("switches", "segment"):
         if getattr(asked, key) is not None and policy != "pack":
             text = f"needs placement pack, which is {policy}; leave one of the two out"
-            problems.append(Problem(f"resources.{key}", text))
+            problems.append(SpecProblem(f"resources.{key}", text))
     if asked.topo_exclusive and asked.exclusive is False:
         text = "true keeps every other job away, but exclusive is false; leave one of the two out"
-        problems.append(Problem("resources.topo_exclusive", text))
+        problems.append(SpecProblem("resources.topo_exclusive", text))
     return problems or _check_placement_sizes(asked)
 
 
-def _check_placement_sizes(asked: ResourcesSpec) -> list[Problem]:
+def _check_placement_sizes(asked: ResourcesSpec) -> list[SpecProblem]:
     nodes = asked.nodes + asked.spares
     problems = []
     if asked.switches is not None and asked.switches > nodes:
         text = f"{asked.switches} is more than the job has nodes; use at most {nodes}"
-        problems.append(Problem("resources.switches", text))
+        problems.append(SpecProblem("resources.switches", text))
     if asked.segment is not None and nodes % asked.segment:
         text = f"{asked.segment} does not divide the {nodes} nodes; use {_divisors(nodes)}"
-        problems.append(Problem("resources.segment", text))
+        problems.append(SpecProblem("resources.segment", text))
     return problems
 
 
-def _check_secrets(env: dict[str, str], secrets: dict[str, str]) -> list[Problem]:
+def _check_secrets(env: dict[str, str], secrets: dict[str, str]) -> list[SpecProblem]:
     text = "stands in env too; leave it in one of the two"
-    return [Problem(f"secrets.{name}", text) for name in secrets if name in env]
+    return [SpecProblem(f"secrets.{name}", text) for name in secrets if name in env]
 
 
-def _check_zero(p: ParallelSpec) -> list[Problem]:
+def _check_zero(p: ParallelSpec) -> list[SpecProblem]:
     if p.zero == 0 and p.dp_shard > 1:
         text = f"0 shards nothing, but dp_shard is {p.dp_shard}; use dp_replicate instead, or zero 1, 2 or 3"
-        return [Problem("parallel.zero", text)]
+        return [SpecProblem("parallel.zero", text)]
     if p.zero and p.dp_shard == 1:
         text = f"{p.zero} needs dp_shard above 1, which is 1; raise dp_shard, or leave zero out"
-        return [Problem("parallel.zero", text)]
+        return [SpecProblem("parallel.zero", text)]
     return []
 
 
-def _check_model(model: ModelSpec) -> list[Problem]:
+def _check_model(model: ModelSpec) -> list[SpecProblem]:
     problems = []
     limits = dict.fromkeys(("vocab", "hidden", "ffn", "heads", "kv_heads", "head_dim", "context"), MAX_WIDTH)
     for name, limit in (limits | {"layers": MAX_LAYERS}).items():
         if getattr(model, name) > limit:
-            problems.append(Problem(f"model.{name}", f"must be at most {limit}"))
+            problems.append(SpecProblem(f"model.{name}", f"must be at most {limit}"))
     if model.heads % model.kv_heads:
         text = f"{model.kv_heads} does not divide heads {model.heads}; use one of {_divisors(model.heads)}"
-        problems.append(Problem("model.kv_heads", text))
+        problems.append(SpecProblem("model.kv_heads", text))
     if model.head_dim % 2:
         text = f"{model.head_dim} is odd; rotary positions need an even width"
-        problems.append(Problem("model.head_dim", text))
+        problems.append(SpecProblem("model.head_dim", text))
     return problems
 
 
-def _check_seq_len(model: ModelSpec, data: DataSpec) -> list[Problem]:
+def _check_seq_len(model: ModelSpec, data: DataSpec) -> list[SpecProblem]:
     if data.seq_len <= model.context:
         return []
     text = f"{data.seq_len} is longer than model.context {model.context}; use at most {model.context}"
-    return [Problem("data.seq_len", text)]
+    return [SpecProblem("data.seq_len", text)]
 
 
-def _check_tp(p: ParallelSpec, model: ModelSpec, data: DataSpec) -> list[Problem]:
+def _check_tp(p: ParallelSpec, model: ModelSpec, data: DataSpec) -> list[SpecProblem]:
     sizes = {
         f"model.{name}": getattr(model, name) for name in ("heads", "kv_heads", "hidden", "ffn", "vocab")
     }
@@ -286,22 +288,22 @@ def _check_tp(p: ParallelSpec, model: ModelSpec, data: DataSpec) -> list[Problem
     if not odd:
         return []
     return [
-        Problem(
+        SpecProblem(
             "parallel.tp", f"{p.tp} does not divide {', '.join(odd)}; use {_divisors(gcd(*sizes.values()))}"
         )
     ]
 
 
-def _check_layers(p: ParallelSpec, model: ModelSpec) -> list[Problem]:
+def _check_layers(p: ParallelSpec, model: ModelSpec) -> list[SpecProblem]:
     virtual = _virtual_stages(p)
     if p.pp * virtual <= model.layers:
         return []
     stages = f"pp {p.pp} × virtual_stages {virtual} = {p.pp * virtual}" if virtual > 1 else f"pp {p.pp}"
     text = f"{stages} stages need as many layers, but the model has {model.layers}; use fewer stages"
-    return [Problem("parallel.pp", text)]
+    return [SpecProblem("parallel.pp", text)]
 
 
-def _check_batch(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+def _check_batch(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
     if train.gbs is None:
         return []
     dp = _degrees(p).dp
@@ -311,17 +313,17 @@ def _check_batch(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
         text = (
             f"{train.gbs} is not a multiple of mbs {train.mbs} × dp {dp} = {unit}; the nearest is {nearest}"
         )
-        return [Problem("train.gbs", text)]
+        return [SpecProblem("train.gbs", text)]
     if p.microbatches not in (None, count):
         text = (
             f"{p.microbatches} contradicts train.gbs {train.gbs} = mbs {train.mbs} × dp {dp} × {count};"
             f" use {count}, or leave one of the two out"
         )
-        return [Problem("parallel.microbatches", text)]
+        return [SpecProblem("parallel.microbatches", text)]
     return []
 
 
-def _check_virtual_stages(p: ParallelSpec) -> list[Problem]:
+def _check_virtual_stages(p: ParallelSpec) -> list[SpecProblem]:
     virtual = _virtual_stages(p)
     if p.pp == 1:
         suits, allowed = virtual == 1, "1 under pp 1"
@@ -329,10 +331,10 @@ def _check_virtual_stages(p: ParallelSpec) -> list[Problem]:
         suits, allowed = virtual > 1, "2 or more for interleaved"
     else:
         suits, allowed = virtual == _VIRTUAL[p.schedule], f"{_VIRTUAL[p.schedule]} for {p.schedule}"
-    return [] if suits else [Problem("parallel.virtual_stages", f"must be {allowed}, not {virtual}")]
+    return [] if suits else [SpecProblem("parallel.virtual_stages", f"must be {allowed}, not {virtual}")]
 
 
-def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
     count, schedule = _grad_accum(p, train), p.schedule
     if count == 0 or schedule == "gpipe":
         return []
@@ -342,7 +344,7 @@ def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
         text = f"interleaved cannot cut {count} microbatches into equal rounds; use a multiple of pp {p.pp}"
     else:
         return []
-    return [Problem("parallel.schedule", f"{text}; change train.gbs, train.mbs or parallel.microbatches")]
+    return [SpecProblem("parallel.schedule", f"{text}; change train.gbs, train.mbs or parallel.microbatches")]
 
 
 def next_even_rounds(schedule: Schedule, pp: int, count: int) -> int:
@@ -352,7 +354,7 @@ def next_even_rounds(schedule: Schedule, pp: int, count: int) -> int:
     return count
 
 
-def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
     if p.schedule != "zero_bubble" or p.pp == 1:
         return []
     problems = []
@@ -361,36 +363,36 @@ def _check_zero_bubble(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
             f"{train.recompute} under zero_bubble would run every block's forward twice more (its backward"
             " is split in two); use recompute none, or another schedule"
         )
-        problems.append(Problem("train.recompute", text))
+        problems.append(SpecProblem("train.recompute", text))
     if train.compile:
         text = "a compiled block cannot split its backward as zero_bubble does; use another schedule"
-        problems.append(Problem("train.compile", text))
+        problems.append(SpecProblem("train.compile", text))
     if (p.zero if p.zero is not None else 0) >= 2:
         text = (
             f"{p.zero} reduces gradients after every whole backward, which zero_bubble splits in two;"
             " use zero 1, or another schedule"
         )
-        problems.append(Problem("parallel.zero", text))
+        problems.append(SpecProblem("parallel.zero", text))
     return problems
 
 
-def _check_steps(p: ParallelSpec, train: TrainSpec) -> list[Problem]:
+def _check_steps(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
     problems = []
     if train.warmup > train.steps:
         text = f"{train.warmup} is more than train.steps {train.steps}; use at most {train.steps}"
-        problems.append(Problem("train.warmup", text))
+        problems.append(SpecProblem("train.warmup", text))
     if train.profile is not None:
         if train.profile.start > train.steps:
             text = f"{train.profile.start} comes after the last step {train.steps}; start earlier"
-            problems.append(Problem("train.profile.start", text))
+            problems.append(SpecProblem("train.profile.start", text))
         world = _degrees(p).world_size
         if max(train.profile.ranks) >= world:
             text = f"{max(train.profile.ranks)} is no rank of this job; use 0 to {world - 1}"
-            problems.append(Problem("train.profile.ranks", text))
+            problems.append(SpecProblem("train.profile.ranks", text))
     return problems
 
 
-def _check_saves(checkpoint: CheckpointSpec, train: TrainSpec) -> list[Problem]:
+def _check_saves(checkpoint: CheckpointSpec, train: TrainSpec) -> list[SpecProblem]:
     return check_checkpoint(checkpoint, train.steps)
 
 
@@ -398,7 +400,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)
 
 
-_CHECKS: tuple[tuple[Callable[..., list[Problem]], tuple[str, ...]], ...] = (
+_CHECKS: tuple[tuple[Callable[..., list[SpecProblem]], tuple[str, ...]], ...] = (
     (_check_ranks, ("parallel", "resources", "command")),
     (_check_gpus, ("parallel", "resources", "device")),
     (_check_placement, ("resources",)),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import Problem, SpecError
+from hpcrun.errors import SpecError, SpecProblem
 from hpcrun.local_identity import expand_path
 from hpcrun.specs.shipped import shipped
 
@@ -64,5 +64,5 @@ def _root(values: dict[str, Any], where: str) -> Path | None:
     path = expand_path(given)
     if not os.path.isabs(path):  # noqa: PTH117
         text = f"{given!r} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
-        raise SpecError([Problem("root", text, where)])
+        raise SpecError([SpecProblem("root", text, where)])
     return Path(path)

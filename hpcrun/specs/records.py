@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.files import aside_name, open_regular, read_regular
+from hpcrun.files import open_regular, read_regular, temporary_name
 
 _MOST_LINES_BYTES, _PIECE_BYTES = 4 << 30, 16 << 20
 
 
 def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file aside, sync it and rename it, so that a reader sees the old or the new, never a part."""
-    aside = path.with_name(aside_name(path.name))
+    aside = path.with_name(temporary_name(path.name))
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hpcrun.errors import Problem
+from hpcrun.errors import SpecProblem
 from hpcrun.mesh import AXES
 from hpcrun.specs.job import NOT_YET, JobSpec
 from hpcrun.specs.model import PRESETS, model_fields_from_hf
@@ -19,7 +19,7 @@ _SHORTHANDS = {"model": ("preset", "hf")}
 """Keys that stand for others, which take their place before the job is checked."""
 
 
-def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Plan | None, list[Problem]]:
+def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Plan | None, list[SpecProblem]]:
     """The job that these values make, its plan (None for a command), and all that is wrong with it.
 
     Without `whole` the values are those of a part, which may lack what a job must have. `values` is left as
@@ -53,7 +53,7 @@ def defaults() -> dict[str, Any]:
     return JobSpec().model_dump(mode="json")
 
 
-def _expand_model(values: dict[str, Any]) -> list[Problem]:
+def _expand_model(values: dict[str, Any]) -> list[SpecProblem]:
     """Put the sizes of a preset or a Hugging Face directory in place; those written out win over a preset.
 
     What cannot be expanded gets the sizes of a stand-in, so that the other keys are still checked.
@@ -65,16 +65,16 @@ def _expand_model(values: dict[str, Any]) -> list[Problem]:
     preset, hf = section.get("preset"), section.get("hf")
     section = {key: value for key, value in section.items() if key not in _SHORTHANDS["model"]}
     fields: dict[str, Any] = {}
-    problems: list[Problem] = []
+    problems: list[SpecProblem] = []
     if preset is not None and hf is not None:
-        problems = [Problem("model.hf", "stands beside preset; use one of the two")]
+        problems = [SpecProblem("model.hf", "stands beside preset; use one of the two")]
     elif hf is not None:
         fields, problems = _from_hf(hf, section)
     elif isinstance(preset, str) and preset in PRESETS:
         fields = PRESETS[preset]
     elif preset is not None:
         key = "model" if isinstance(written, str) else "model.preset"
-        problems = [Problem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
+        problems = [SpecProblem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
     section = (PRESETS["demo"] if problems else fields) | section
     values["model"] = section
     hidden, heads = section.get("hidden"), section.get("heads")
@@ -86,24 +86,24 @@ def _expand_model(values: dict[str, Any]) -> list[Problem]:
         section["head_dim"] = max(hidden // heads, 1)
         if hidden % heads:
             problems.append(
-                Problem("model.heads", f"{heads} does not divide hidden {hidden}; or give head_dim")
+                SpecProblem("model.heads", f"{heads} does not divide hidden {hidden}; or give head_dim")
             )
     return problems
 
 
-def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[SpecProblem]]:
     if not isinstance(hf, str) or not hf:
-        return {}, [Problem("model.hf", f"must be the path of a directory, not {show(hf)}")]
+        return {}, [SpecProblem("model.hf", f"must be the path of a directory, not {show(hf)}")]
     try:
         fields = model_fields_from_hf(Path(hf)) | {"weights": hf}
     except ValueError as error:
-        return {}, [Problem("model.hf", str(error))]
+        return {}, [SpecProblem("model.hf", str(error))]
     clashes = [key for key in fields if key in section and section[key] != fields[key]]
     text = "stands beside model.hf, which says {}; leave one of the two out"
-    return fields, [Problem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
+    return fields, [SpecProblem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
 
 
-def _absent(job: JobSpec, broken: set[str]) -> list[Problem]:
+def _absent(job: JobSpec, broken: set[str]) -> list[SpecProblem]:
     if job.command is not None or "command" in broken:
         return []
     wanted = {
@@ -111,10 +111,10 @@ def _absent(job: JobSpec, broken: set[str]) -> list[Problem]:
         "data": "text: PATH or tokens: FILE, or a command instead of both",
     }
     missing = [key for key in wanted if getattr(job, key) is None and key not in broken]
-    return [Problem(key, f"is missing; give {wanted[key]}") for key in missing]
+    return [SpecProblem(key, f"is missing; give {wanted[key]}") for key in missing]
 
 
-def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[Problem]:
+def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[SpecProblem]:
     """What our own training would read, and a command does not."""
     if job.command is None:
         return []
@@ -127,15 +127,15 @@ def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[Problem]:
         for key in keys
         if _value_at(given, key) is not None and _value_at(found, key) != _value_at(plain, key)
     ]
-    return [Problem(key, "stands beside command, which trains by itself; leave one out") for key in used]
+    return [SpecProblem(key, "stands beside command, which trains by itself; leave one out") for key in used]
 
 
-def _not_yet(given: dict[str, Any]) -> list[Problem]:
+def _not_yet(given: dict[str, Any]) -> list[SpecProblem]:
     text = "{} is not available in this version of hpcrun; leave it out"
     keys = [key for key in NOT_YET if given.get("command") is None or not key.startswith("parallel.")]
     found = [(key, _value_at(given, key)) for key in keys]
     used = [(key, value) for key, value in found if value not in (None, _value_at(defaults(), key))]
-    return [Problem(key, text.format(show(value))) for key, value in used]
+    return [SpecProblem(key, text.format(show(value))) for key, value in used]
 
 
 def _value_at(values: Any, key: str) -> Any:

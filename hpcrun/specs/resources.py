@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from hpcrun.errors import UsageError
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand_hosts
 from hpcrun.specs.fields import Line, Memory, Mount, Option, Place, Positive, Time, readable
 from hpcrun.units import parse_time
 
@@ -135,7 +135,7 @@ class ResourcesSpec(_Section):
     qos: _Given | None = Field(default=None, description="Slurm quality of service")
     constraint: _Given | None = Field(default=None, description="node features")
     reservation: _Given | None = Field(default=None, description="Slurm reservation")
-    exclude: Annotated[str, readable(expand)] | None = Field(
+    exclude: Annotated[str, readable(expand_hosts)] | None = Field(
         default=None,
         description="nodes not to be given, such as n[01-03]; those that do not exist are left out",
     )
@@ -147,7 +147,7 @@ class ResourcesSpec(_Section):
         description="which nodes: pack, near one another; spread, over leaf switches as far as Slurm gives"
         " them; pin, those of nodelist; none, as Slurm likes",
     )
-    nodelist: Annotated[_Given, readable(expand)] | None = Field(
+    nodelist: Annotated[_Given, readable(expand_hosts)] | None = Field(
         default=None, description="with placement pin: nodes that must be among the job's, such as n[01-04]"
     )
     switches: int | None = Field(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.files import make_directories
-from hpcrun.local_identity import absolute
+from hpcrun.local_identity import absolute_path
 from hpcrun.specs.attempt import Attempt
 from hpcrun.specs.branch import become_itself, require_identity
 from hpcrun.specs.identity import Identity, digest_of, parse_identity, read_identity, write_identity
@@ -53,9 +53,9 @@ def runs_roots() -> list[Path]:
     First the default profile's, which is ./runs where it names none.
     """
     if root := os.environ.get("HPCRUN_ROOT"):
-        return [absolute(root)]
+        return [absolute_path(root)]
     first, *others = profile_roots()
-    return list(dict.fromkeys([first or absolute("runs"), *filter(None, others)]))
+    return list(dict.fromkeys([first or absolute_path("runs"), *filter(None, others)]))
 
 
 def runs_root() -> Path:

@@ -7,13 +7,13 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpcrun.errors import Problem, SpecError
+from hpcrun.errors import SpecError, SpecProblem
 
 _LIMIT_BYTES = 65_536
 """More than this is another file than was meant; an environment takes 128 KiB a variable."""
 
 
-def check_secret_files(secrets: Mapping[str, str]) -> list[Problem]:
+def check_secret_files(secrets: Mapping[str, str]) -> list[SpecProblem]:
     """What is wrong with the files (name to path), without a word of what is in them."""
     return _read_all(secrets)[1]
 
@@ -26,16 +26,16 @@ def read_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def _read_all(secrets: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
+def _read_all(secrets: Mapping[str, str]) -> tuple[dict[str, str], list[SpecProblem]]:
     values, problems = {}, []
     for name, path in secrets.items():
         try:
             values[name] = _read(Path(path))
         except OSError as error:
             text = f"{path}: cannot be read: {error.strerror}; write the value into it, then chmod 600 {path}"
-            problems.append(Problem(f"secrets.{name}", text))
+            problems.append(SpecProblem(f"secrets.{name}", text))
         except ValueError as error:
-            problems.append(Problem(f"secrets.{name}", f"{path}: {error}"))
+            problems.append(SpecProblem(f"secrets.{name}", f"{path}: {error}"))
     return values, problems
 
 

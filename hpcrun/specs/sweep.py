@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -28,12 +28,12 @@ def combinations(sweep: SweepSpec) -> list[dict[str, Any]]:
     """
     problems = [*_fixed(sweep), *_twice(sweep), *_uneven(sweep)]
     if not (sweep.grid or sweep.zip or sweep.list):
-        problems.append(Problem("sweep", "has nothing to try; give grid, zip or list"))
+        problems.append(SpecProblem("sweep", "has nothing to try; give grid, zip or list"))
     rows = len(next(iter(sweep.zip.values()), [()]))
     count = math.prod(len(values) for values in sweep.grid.values()) * rows * max(1, len(sweep.list))
     if count > MAX_ELEMENTS:
         text = f"stands for {count} elements; at most {MAX_ELEMENTS} are taken, use fewer values"
-        problems.append(Problem("sweep", text))
+        problems.append(SpecProblem("sweep", text))
     if problems:
         raise SpecError(problems)
     grid = [dict(zip(sweep.grid, row, strict=True)) for row in itertools.product(*sweep.grid.values())]
@@ -63,16 +63,16 @@ def _keys(sweep: SweepSpec) -> list[tuple[str, str]]:
     return [*(("grid", key) for key in sweep.grid), *(("zip", key) for key in sweep.zip), *listed]
 
 
-def _fixed(sweep: SweepSpec) -> list[Problem]:
+def _fixed(sweep: SweepSpec) -> list[SpecProblem]:
     text = "cannot be swept; {} belongs to the whole sweep, give it once above"
     return [
-        Problem(f"sweep.{part}.{key}", text.format(key.partition(".")[0]))
+        SpecProblem(f"sweep.{part}.{key}", text.format(key.partition(".")[0]))
         for part, key in _keys(sweep)
         if key.partition(".")[0] in FIXED
     ]
 
 
-def _twice(sweep: SweepSpec) -> list[Problem]:
+def _twice(sweep: SweepSpec) -> list[SpecProblem]:
     rows = dict.fromkeys(key for row in sweep.list for key in row)
     counts = Counter([*sweep.grid, *sweep.zip, *rows])
     parts = {"grid": [*sweep.grid], "zip": [*sweep.zip], "list": [*rows]}
@@ -82,15 +82,17 @@ def _twice(sweep: SweepSpec) -> list[Problem]:
             names = [name for name, part in parts.items() if key in part]
             place = "list" if names[-1] == "list" else f"{names[-1]}.{key}"
             text = f"{key} stands in {' and in '.join(names)}; leave it in one of them"
-            problems.append(Problem(f"sweep.{place}", text))
+            problems.append(SpecProblem(f"sweep.{place}", text))
     return problems
 
 
-def _uneven(sweep: SweepSpec) -> list[Problem]:
+def _uneven(sweep: SweepSpec) -> list[SpecProblem]:
     lengths = {key: len(values) for key, values in sweep.zip.items()}
     if len(set(lengths.values())) <= 1:
         return []
     found = ", ".join(f"{key} {count}" for key, count in lengths.items())
     return [
-        Problem("sweep.zip", f"its lists must be equally long, found {found}; for all combinations use grid")
+        SpecProblem(
+            "sweep.zip", f"its lists must be equally long, found {found}; for all combinations use grid"
+        )
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hpcrun.errors import Problem
+from hpcrun.errors import SpecProblem
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.resources import ResourcesSpec, RetrySpec
 from hpcrun.specs.watch import WatchSpec
@@ -16,7 +16,7 @@ FINAL_SAVE_MARGIN = 1.5
 
 def check_times(
     resources: ResourcesSpec, retry: RetrySpec | None, watch: WatchSpec, checkpoint: CheckpointSpec
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """What of a job waits longer than its own time limit; a default is never at fault."""
     if resources.time is None:
         return []
@@ -26,7 +26,7 @@ def check_times(
 
 def check_times_within(
     limit_s: float, what: str, retry: RetrySpec | None, watch: WatchSpec, checkpoint: CheckpointSpec
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """The same for a limit that somebody else sets, such as a partition's default; `what` names it."""
     if math.isinf(limit_s):
         return []
@@ -38,7 +38,7 @@ def check_times_within(
         "checkpoint.max_undurable": (checkpoint.max_undurable, "the job would end before it has passed"),
     }
     return [
-        Problem(key, f"{text} is no less than {what}, so {why}; use less")
+        SpecProblem(key, f"{text} is no less than {what}, so {why}; use less")
         for key, (text, why) in asked.items()
         if text is not None and parse_time(text).seconds >= limit_s
     ]

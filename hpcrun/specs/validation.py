@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from hpcrun.errors import Problem
+from hpcrun.errors import SpecProblem
 
 _MAPPING = "must be a mapping of keys to values, not {found}"
 _EXPLAINED = {
@@ -44,7 +44,7 @@ def problems_of(
     *,
     shorthands: Mapping[str, Sequence[str]] = {},
     inherit: bool = False,
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """Every mistake that pydantic found when it read a mapping as `root`, with its dotted key but no place.
 
     `shorthands`: keys that a section, named by its dotted key, takes besides its fields.
@@ -70,7 +70,7 @@ def show(value: Any) -> str:
 
 def _problem(
     details: ErrorDetails, root: type[BaseModel], shorthands: Mapping[str, Sequence[str]], inherit: bool
-) -> Problem:
+) -> SpecProblem:
     path = [str(part) for part in details["loc"] if part != "[key]"]
     kind, context = details["type"], details.get("ctx", {})
     if kind == "extra_forbidden":
@@ -84,7 +84,7 @@ def _problem(
         text = _EXPLAINED.get(kind, "{found} is not allowed").format(found=show(details["input"]), **context)
         meaning = _description(root, path) or (_description(root, path[:-1]) if inherit else "")
         text += f" ({meaning})" if meaning and kind != "value_error" else ""
-    return Problem(".".join(path), text)
+    return SpecProblem(".".join(path), text)
 
 
 def _description(root: type[BaseModel], path: Sequence[str]) -> str:

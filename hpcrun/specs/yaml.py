@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.files import read_regular
 
 MAX_VALUES = 20_000
@@ -113,7 +113,9 @@ def parse_document(text: str, name: str) -> Document:
     node = _compose(text, name)
     if not isinstance(node, yaml.MappingNode):
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value" if node else "empty"
-        raise SpecError([Problem("", f"is {found}; write keys with values, such as `name: first-run`", name)])
+        raise SpecError(
+            [SpecProblem("", f"is {found}; write keys with values, such as `name: first-run`", name)]
+        )
     builder = _Builder(name)
     values = builder.mapping(node, "", 0)
     if builder.problems:
@@ -125,11 +127,11 @@ def parse_list(text: str, name: str) -> Document:
     """The same for a document that is a list of mappings: `values` has one key, ITEMS, which holds them."""
     node = _compose(text, name)
     if not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise SpecError([Problem("", "is no list; write an item a line, each begins with `- `", name)])
+        raise SpecError([SpecProblem("", "is no list; write an item a line, each begins with `- `", name)])
     builder = _Builder(name)
     values = builder.value(node, ITEMS, 0)
     wrong = [
-        Problem("", "must be a mapping of keys to values", builder.places[f"{ITEMS}.{number}"])
+        SpecProblem("", "must be a mapping of keys to values", builder.places[f"{ITEMS}.{number}"])
         for number, one in enumerate(values)
         if not isinstance(one, dict)
     ]
@@ -176,7 +178,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         place, words = name, str(error)
     except RecursionError:
         place, words = name, f"nested deeper than {MAX_DEPTH}"
-    raise SpecError([Problem("", f"is not valid YAML: {' '.join(words.split())}", place)])
+    raise SpecError([SpecProblem("", f"is not valid YAML: {' '.join(words.split())}", place)])
 
 
 class _Builder:
@@ -184,7 +186,7 @@ class _Builder:
 
     def __init__(self, name: str, *, numbered: bool = True) -> None:
         self.places = {"": name}
-        self.problems: list[Problem] = []
+        self.problems: list[SpecProblem] = []
         self._name = name
         self._numbered = numbered
         self._count = 0
@@ -196,7 +198,7 @@ class _Builder:
                 f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_VALUES} values"
             )
             raise SpecError(
-                [*self.problems, Problem(key, f"{limit}; is it an alias of itself?", self._at(node))]
+                [*self.problems, SpecProblem(key, f"{limit}; is it an alias of itself?", self._at(node))]
             )
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, key, depth)
@@ -252,4 +254,4 @@ class _Builder:
         return f"{self._name}:{node.start_mark.line + 1}" if self._numbered else self._name
 
     def _refuse(self, node: yaml.Node, key: str, text: str) -> None:
-        self.problems.append(Problem(key, text, self._at(node)))
+        self.problems.append(SpecProblem(key, text, self._at(node)))

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import hpcrun
-from hpcrun.errors import Problem, SpecError, UsageError
+from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.process import python_path
 from hpcrun.slurm.contract import ContainerContext, ScriptContext, from_profile
 from hpcrun.slurm.directives import directives_of, gpus_of
@@ -112,13 +112,13 @@ def _refuse_backticks(options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if "`" in str(value):
             key = OWN_OPTIONS.get(option) or f"resources.sbatch.{option}"
-            raise SpecError([Problem(key, "may not hold a backtick; leave it out")])
+            raise SpecError([SpecProblem(key, "may not hold a backtick; leave it out")])
 
 
 def explain_script_error(error: ValidationError) -> SpecError:
     """Values that passed as a job's, but cannot stand in a script, one line each."""
     problems = problems_of(error, ScriptContext)
-    return SpecError([Problem(f"batch script: {one.key}", one.text) for one in problems])
+    return SpecError([SpecProblem(f"batch script: {one.key}", one.text) for one in problems])
 
 
 def container_runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:

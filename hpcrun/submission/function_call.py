@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED, FunctionError, UsageError
-from hpcrun.files import Folder, open_regular, require_private
+from hpcrun.files import OwnedDirectory, open_regular, require_private
 from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rank_error import exit_code_of, report_error
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
@@ -202,7 +202,7 @@ def _pickle_by_value(value: object) -> bytes:
 
 
 def _write_private(path: Path, data: bytes) -> None:
-    with Folder.below(path.parent) as folder:
+    with OwnedDirectory.below(path.parent) as folder:
         folder.write_whole(path.name, data)
 
 

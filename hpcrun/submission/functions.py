@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpcrun import local_identity
-from hpcrun.errors import FunctionError, Problem, SpecError, UsageError
+from hpcrun.errors import FunctionError, SpecError, SpecProblem, UsageError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.function_call import FunctionCall, find_import_paths, load_call_result
 
@@ -162,7 +162,7 @@ def _submit_calls(
 ) -> list[FunctionJob[R]]:
     from hpcrun.submission.submit import submit_job as hand_over
 
-    local_identity.fill_descriptors()
+    local_identity.open_missing_descriptors()
     _check_calls(fn, calls)
     log, request = logging.getLogger("hpcrun"), _build_request(fn, calls, spec, is_array)
     done = hand_over(request, log.warning, log.info)
@@ -191,7 +191,7 @@ def _build_request(
     from hpcrun.submission.request import SubmissionRequest, load_job_profile
 
     if isinstance(spec, str | Path):
-        document, base = load_document(Path(spec)), local_identity.absolute(spec).parent
+        document, base = load_document(Path(spec)), local_identity.absolute_path(spec).parent
     else:
         document, base = Document(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
     given = document.values
@@ -200,7 +200,7 @@ def _build_request(
     values = _command_section(given, made[0].can_save, len(calls) if is_array else 0)
     document = Document(values, document.places)
     problems = [
-        Problem(key, f"is not for a function{nearest(key, FUNCTION_JOB_KEYS)}", document.where(key))
+        SpecProblem(key, f"is not for a function{nearest(key, FUNCTION_JOB_KEYS)}", document.where(key))
         for key in wrong
     ]
     try:

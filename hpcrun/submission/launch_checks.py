@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpcrun.checkpoint.parity.sets import check_survivable
-from hpcrun.errors import Problem, SiteError, UsageError
+from hpcrun.errors import SiteError, SpecProblem, UsageError
 from hpcrun.hydra import find_mpiexec
 from hpcrun.slurm.precheck import check_room
 from hpcrun.specs.cluster import ClusterSpec
@@ -36,7 +36,7 @@ def why_no_step_options(launcher: LauncherName) -> str | None:
 
 def find_launch_problems(
     job: JobSpec, cluster: ClusterSpec | None, runtime: str | None, levels: Collection[str] | None = None
-) -> list[Problem]:
+) -> list[SpecProblem]:
     """What of a job cannot be launched by this profile.
 
     `runtime`: what runs its container, if it has one; `levels`: of the fabric that is common to its nodes,
@@ -45,13 +45,13 @@ def find_launch_problems(
     found = []
     why = why_no_step_options(launcher_name(cluster)) if runtime == "pyxis" else None
     if why is not None:
-        found.append(Problem("container", why))
+        found.append(SpecProblem("container", why))
     parity = job.checkpoint.parity
     if job.checkpoint.memory:
         try:
             check_survivable(parity.survive, parity.scheme, job.resources.nodes, levels)
         except UsageError as error:
-            found.append(Problem("", str(error)))
+            found.append(SpecProblem("", str(error)))
     return found
 
 

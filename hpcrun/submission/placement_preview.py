@@ -15,7 +15,7 @@ from hpcrun.fabric.place import Placed, place
 from hpcrun.fabric.topology_reader import find_fabric
 from hpcrun.fabric.traffic import traffic_of
 from hpcrun.health.lemon_nodes import load_nodes_to_avoid
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand_hosts
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
@@ -115,7 +115,7 @@ def _node_state(node: NodeRecord, reservation: str | None) -> str:
 def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -> PlacementPreview:
     """Place a job; where too few nodes are free, among all in service. UsageError where these are too few."""
     asked = spec.resources
-    excluded = set(expand(asked.exclude or "", "resources.exclude"))
+    excluded = set(expand_hosts(asked.exclude or "", "resources.exclude"))
     traffic = traffic_of(spec.model, plan, spec)
     usable = [
         node for node in network.fabric.nodes if network.states.get(node) in (FREE_STATE, "busy", "unknown")
@@ -123,7 +123,7 @@ def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -
     notes: list[str] = []
     choices = [("", network.free), ("not enough nodes are free now: placed among all in service", usable)]
     if asked.placement == "pin":
-        choices = [("", list(expand(asked.nodelist or "", "resources.nodelist")))]
+        choices = [("", list(expand_hosts(asked.nodelist or "", "resources.nodelist")))]
     for note, nodes in choices:
         notes = [note] if note else []
         try:

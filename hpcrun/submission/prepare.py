@@ -12,7 +12,7 @@ from typing import Literal
 from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.formulas import parameters
+from hpcrun.formulas import model_parameters
 from hpcrun.specs.hf_directory import read_layout, why_inexact
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
@@ -189,7 +189,7 @@ def max_checkpoint_bytes(prepared: PreparedJob) -> int:
     """What the saves of a run take at most at one time."""
     spec = prepared.spec
     assert spec.model is not None
-    save = parameters(spec.model) * (8 if spec.train.precision == "fp64" else 4) * _STATE_COPIES
+    save = model_parameters(spec.model) * (8 if spec.train.precision == "fp64" else 4) * _STATE_COPIES
     # By the clock there may be one of any step.
     every = 1 if spec.checkpoint.every == "auto" else spec.checkpoint.every
     # A new save is whole before the oldest one goes.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpcrun import process
 from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
-from hpcrun.errors import HpcrunError, Problem, SiteError, SpecError, UsageError
+from hpcrun.errors import HpcrunError, SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
 from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
@@ -247,10 +247,10 @@ class PreparedSubmission:
         """The job itself or, of a sweep, every element."""
         return self.resolved.elements or (self.resolved,)
 
-    def placed(self, finding: Finding) -> Problem:
+    def placed(self, finding: Finding) -> SpecProblem:
         """A finding with the file and line of its key."""
         where = self.resolved.document.where(finding.key) if finding.key else ""
-        return Problem(finding.key, finding.text, where)
+        return SpecProblem(finding.key, finding.text, where)
 
     def findings(self) -> list[Finding]:
         """All that a look at the job's files, the cluster and the place of the run shows."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.errors import Problem, SiteError, SpecError, UsageError
+from hpcrun.errors import SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs import run_lock
 from hpcrun.slurm.arrays import Chunk
@@ -73,7 +73,7 @@ class DryRunResult:
     """What would be handed over, and what stands against it."""
 
     script: str
-    refused: tuple[Problem, ...] = ()
+    refused: tuple[SpecProblem, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for --json."""
@@ -263,7 +263,7 @@ def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> 
         is_recorded = True
     finally:
         if not is_recorded:
-            handle = process.Handle(found)
+            handle = process.ProcessHandle(found)
             handle.signal(signal.SIGINT)
             handle.close()
     return made

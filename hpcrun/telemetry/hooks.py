@@ -178,7 +178,7 @@ class _HookProgram:
 
     def _run(self, document: Mapping[str, Any]) -> None:
         try:
-            done = process.tell(
+            done = process.run_with_input(
                 self._command,
                 json.dumps(document) + "\n",
                 timeout_s=TIME_LIMIT_S,

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.listeners import Crowd, ScarceError, take_in
+from hpcrun.listeners import OutOfDescriptorsError, UnauthenticatedPeers, accept_connection
 from hpcrun.runs.heartbeat_age import read_heartbeat_ages
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_state
@@ -215,7 +215,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: str, port: int, text: Callable[[], str]) -> None:
         self.text = text
-        self._clients = Crowd[socket.socket](_MAX_CLIENTS)
+        self._clients = UnauthenticatedPeers[socket.socket](_MAX_CLIENTS)
         self._lock = Lock()
         super().__init__((address, port), _Handler)
 
@@ -227,10 +227,10 @@ class _Server(ThreadingHTTPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         """The next client; where descriptors run out another one goes for it."""
         try:
-            found = take_in(self.socket)
-        except ScarceError:
+            found = accept_connection(self.socket)
+        except OutOfDescriptorsError:
             with self._lock:
-                self._let_go(self._clients.one_too_many())
+                self._let_go(self._clients.eviction_candidate())
             time.sleep(_REST_S)
             raise
         if found is None:

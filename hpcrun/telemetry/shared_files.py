@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from hpcrun.errors import UsageError
-from hpcrun.files import Folder, clock_of
+from hpcrun.files import OwnedDirectory, read_filesystem_clock
 from hpcrun.runs.run_lock import is_supervisor_alive_here
 from hpcrun.specs.rundir import RunDir, runs_roots
 
@@ -34,7 +34,7 @@ class SharedFile:
     def write(self, text: str) -> None:
         """Show this; OSError where it cannot be written."""
         try:
-            with Folder.below(self.folder) as files:
+            with OwnedDirectory.below(self.folder) as files:
                 files.write_whole(self._name(files), text.encode(), 0o644)
         except OSError as error:
             usual = self.folder / f"{self._stem}{self._suffix}"
@@ -42,18 +42,18 @@ class SharedFile:
 
     def remove(self) -> None:
         """Show nothing any more; OSError where that fails."""
-        with contextlib.suppress(FileNotFoundError), Folder.below(self.folder) as files:
+        with contextlib.suppress(FileNotFoundError), OwnedDirectory.below(self.folder) as files:
             for name in self._own(files):
                 files.unlink(name)
 
-    def _own(self, files: Folder) -> Iterator[str]:
+    def _own(self, files: OwnedDirectory) -> Iterator[str]:
         pattern = re.compile(re.escape(self._stem) + _RANDOM + re.escape(self._suffix))
         names = [f"{self._stem}{self._suffix}"]
         with contextlib.suppress(OSError):  # some may be written into, but not listed
             names = files.names()
         return (name for name in names if pattern.fullmatch(name) and files.is_own_file(name))
 
-    def _name(self, files: Folder) -> str:
+    def _name(self, files: OwnedDirectory) -> str:
         usual = f"{self._stem}{self._suffix}"
         if not files.has(usual) or files.is_own_file(usual):
             return usual
@@ -70,8 +70,8 @@ class SharedFile:
 def remove_stale_files(folder: Path, suffix: str, own: RunDir) -> None:
     """Remove what runs of ours that are over have left in a directory a day ago and more."""
     pattern = re.compile(r"hpcrun-(.+?)" + _IDENTITY + _RANDOM + re.escape(suffix))
-    with contextlib.suppress(OSError), Folder.below(folder) as files:
-        now = clock_of(folder)
+    with contextlib.suppress(OSError), OwnedDirectory.below(folder) as files:
+        now = read_filesystem_clock(folder)
         for name in files.names():
             found = pattern.fullmatch(name)
             with contextlib.suppress(OSError):
@@ -99,6 +99,8 @@ def _may_be_active(run: RunDir, identity: str) -> bool:
             return False
         signs = (run.lease, run.events, run.metrics, run.telemetry / "exporter.json")
         moments = [path.stat().st_mtime for path in signs if path.exists()]
-        return clock_of(run.path) - max(moments, default=0.0) < _STALE_S or is_supervisor_alive_here(run)
+        return read_filesystem_clock(run.path) - max(
+            moments, default=0.0
+        ) < _STALE_S or is_supervisor_alive_here(run)
     except (OSError, UsageError):
         return True

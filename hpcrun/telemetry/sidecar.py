@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hpcrun import process
 from hpcrun.errors import UsageError
-from hpcrun.files import append_to
+from hpcrun.files import open_for_append
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 
@@ -99,7 +99,7 @@ class _SidecarManager:
         self._due: dict[str, float] = {}
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
-        with append_to(self._log(name)) as log:
+        with open_for_append(self._log(name)) as log:
             words = ["-P", "-m", "hpcrun", "_beside", str(self._run.path), name]
             return subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=log)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.bench.pingpong import fit, parse_pairs, render_links
+from hpcrun.bench.pingpong import fit_message_cost, parse_pairs, render_links
 from hpcrun.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ def test_a_line_comes_back() -> None:
         """With two calls that something else has disturbed."""
         return [5e-6 + size / 2e9, 1.0, 5e-6 + size / 2e9, 6e-6 + size / 2e9, 5e-6 + size / 2e9]
 
-    found = fit({size: times(size) for size in (8, 65_536, 262_144, 4_194_304)})
+    found = fit_message_cost({size: times(size) for size in (8, 65_536, 262_144, 4_194_304)})
     assert found.up_to_bytes == 65_536
     for line in (found.small, found.large):
         assert line.latency_s == pytest.approx(5e-6, rel=0.01)
@@ -29,19 +29,19 @@ def test_a_line_comes_back() -> None:
 
 
 def test_small_messages_have_a_line_of_their_own() -> None:
-    found = fit({0: [1e-3], 1000: [2e-3], 10_000: [3e-3], 20_000: [5e-3]})
+    found = fit_message_cost({0: [1e-3], 1000: [2e-3], 10_000: [3e-3], 20_000: [5e-3]})
     assert found.small == pytest.approx((1e-3, 1e6))
     assert found.large == pytest.approx((1e-3, 5e6))
-    coarse = fit({0: [1e-3], 1000: [1e-3], 10_000: [3e-3], 40_000: [18e-3]})
+    coarse = fit_message_cost({0: [1e-3], 1000: [1e-3], 10_000: [3e-3], 40_000: [18e-3]})
     assert coarse.small == pytest.approx((1e-3, 2e6))
     assert coarse.large == pytest.approx((0, 2e6)), "no message takes less than no time"
 
 
 def test_too_little_to_fit() -> None:
     with pytest.raises(UsageError, match="3 sizes are too few"):
-        fit({8: [1.0], 16: [2.0], 32: [3.0]})
+        fit_message_cost({8: [1.0], 16: [2.0], 32: [3.0]})
     with pytest.raises(UsageError, match="16 bytes took no longer than 8"):
-        fit({1: [1.0], 2: [2.0], 8: [2.0], 16: [2.0]})
+        fit_message_cost({1: [1.0], 2: [2.0], 8: [2.0], 16: [2.0]})
 
 
 def test_links_in_words() -> None:

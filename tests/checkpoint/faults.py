@@ -64,12 +64,12 @@ def restore(root: Path, told: Told) -> int | None:
     """Restore as training does; the step, and None where nothing was whole. Counts what is wrong in it."""
     import torch
 
-    from hpcrun.runtime.control import connect
-    from hpcrun.runtime.direct_checkpoint import Checkpointer
+    from hpcrun.runtime.connect import connect_ranks
+    from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 
     state = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
     try:
-        found = Checkpointer(root, connect(None), attempt=9, keep=9).restore(state, dict(SHAPES))
+        found = DirectCheckpointer(root, connect_ranks(None), attempt=9, keep=9).restore(state, dict(SHAPES))
     except HpcrunError as error:
         told.happened = told.happened or str(error)
         told.loaded("nothing, and says so")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.authentication import HANDSHAKE_S, await_line, fresh_nonce, render_line
+from hpcrun.authentication import HANDSHAKE_S, fresh_nonce, receive_json_line, render_json_line
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, RateLimiter
@@ -136,9 +136,9 @@ def test_who_does_not_know_the_secret_of_this_run_is_shown_out(
 @pytest.mark.parametrize("said", [{}, {"node": "n0", "nonce": "1" * 32, "proof": "0" * 64}])
 def test_who_proves_nothing_gets_no_answer_whatever_it_asks(server: PeerServer, said: dict[str, str]) -> None:
     with socket.create_connection((server.address, server.port), timeout=5.0) as connection:
-        await_line(connection, time.monotonic() + 5)
+        receive_json_line(connection, time.monotonic() + 5)
         with contextlib.suppress(ConnectionError):
-            connection.sendall(render_line(said))
+            connection.sendall(render_json_line(said))
             FramedConnection(connection, b"", b"", 5.0).say({"do": "echo", "word": "a"})
             assert connection.recv(1000) == b""
 
@@ -156,10 +156,10 @@ def test_an_impostor_learns_no_proof_and_is_not_believed() -> None:
     heard: list[dict[str, object]] = []
 
     def impostor(connection: socket.socket) -> None:
-        connection.sendall(render_line({"nonce": fresh_nonce()}))
-        heard.append(await_line(connection, time.monotonic() + 5))
+        connection.sendall(render_json_line({"nonce": fresh_nonce()}))
+        heard.append(receive_json_line(connection, time.monotonic() + 5))
         # It can only send the other's own proof back.
-        connection.sendall(render_line({"proof": heard[0]["proof"]}))
+        connection.sendall(render_json_line({"proof": heard[0]["proof"]}))
 
     found_out = pytest.raises(PeerError, match=r"is not node n1 of this run, or does not know its secret")
     with listening(impostor) as address, PeerClient(who("n0"), {"n1": address}) as peers, found_out:
@@ -202,10 +202,10 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int
 def let_in(connection: socket.socket) -> FramedConnection:
     """The handshake as node n1 makes it."""
     nonce = fresh_nonce()
-    connection.sendall(render_line({"nonce": nonce}))
-    said = await_line(connection, time.monotonic() + 5)
+    connection.sendall(render_json_line({"nonce": nonce}))
+    said = receive_json_line(connection, time.monotonic() + 5)
     nonces = (nonce, str(said["nonce"]))
-    connection.sendall(render_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
+    connection.sendall(render_json_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
     frames = FramedConnection(connection, *who("n1").keys(("asked", "asking"), "n0", "n1", nonces), 5.0)
     assert frames.hear() is not None
     return frames

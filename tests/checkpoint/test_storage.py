@@ -27,7 +27,7 @@ from hpcrun.checkpoint.lustre.storage import (
     make_storage_plan,
     parse_mounts,
 )
-from hpcrun.process import Completed
+from hpcrun.process import CompletedCommand
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import saved_steps
 from tests.checkpoint.killed_writer import whole_steps
@@ -356,11 +356,11 @@ def test_memory_of_a_node_is_no_place_for_durable_saves(lustre: Emulated) -> Non
 def test_every_command_line_that_is_given_is_legal(
     lustre: Emulated, warned: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(argv: list[str], *, timeout_s: float) -> Completed:
+    def run(argv: list[str], *, timeout_s: float) -> CompletedCommand:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             code = main(str(lustre.mount.parent / "lustre.json"), argv[1:])
-        return Completed(tuple(argv), code, out.getvalue(), "", 0.0)
+        return CompletedCommand(tuple(argv), code, out.getvalue(), "", 0.0)
 
     monkeypatch.setattr("hpcrun.process.run", run)
     lustre.set(

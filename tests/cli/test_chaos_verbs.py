@@ -11,7 +11,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.cli.main import main
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
@@ -32,13 +32,13 @@ def run(runs_root: Path) -> RunDir:
     run = create_run("r")
     run.spec.write_text("name: r\n")
     attempt = run.attempt(1).create()
-    node, found = os.uname().nodename, process.identify(os.getpid())
+    node, found = os.uname().nodename, process.identify_process(os.getpid())
     assert found
     write_json(
         attempt.supervisor,
         {"host": node, "pid": found.pid, "start_ticks": found.start_ticks, "started": 1.0},
     )
-    write_placement(attempt.placement, Placement((node, node)), Degrees())
+    write_placement(attempt.placement, Placement((node, node)), ParallelDegrees())
     for rank in (0, 1):
         write_json(
             attempt.rank_record(rank), {"rank": rank, "node": node, "pid": 2**22 + 1, "start_ticks": 1}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from hpcrun.checkpoint.policy.size import count_stage_parameters
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
-from hpcrun.formulas import parameters
+from hpcrun.formulas import model_parameters
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import create_run
 from hpcrun.specs.shipped import shipped
@@ -102,7 +102,7 @@ def test_parameters_of_the_stages_add_up_to_the_model(layout: list[str]) -> None
     assert resolved.spec.model is not None
     stages = count_stage_parameters(resolved.spec, resolved.training_plan)
     assert len(stages) == resolved.spec.parallel.pp
-    assert sum(stages) == parameters(resolved.spec.model)
+    assert sum(stages) == model_parameters(resolved.spec.model)
 
 
 def test_copies_on_spares_are_among_what_is_survived(lama: Path, site: Path, runs_root: Path) -> None:

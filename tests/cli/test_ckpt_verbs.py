@@ -253,7 +253,7 @@ def test_repair_makes_again_from_parity_what_is_nowhere_whole(
 
 def test_repair_leaves_a_run_alone_that_may_go_on(saved_run: RunDir) -> None:
     saved_run.exit.unlink()
-    here = process.identify(os.getpid())
+    here = process.identify_process(os.getpid())
     assert here
     supervisor = {"pid": here.pid, "start_ticks": here.start_ticks, "started": 1.0}
     attempt = saved_run.attempt(1).create()

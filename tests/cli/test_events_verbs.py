@@ -92,7 +92,7 @@ def live(runs_root: Path) -> Iterator[RunDir]:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
-        found = process.identify(child.pid)
+        found = process.identify_process(child.pid)
         assert found
         record = {"host": os.uname().nodename, "pid": found.pid, "start_ticks": found.start_ticks}
         write_json(run.attempt(1).create().supervisor, {**record, "started": 1.0})

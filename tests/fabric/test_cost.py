@@ -15,11 +15,11 @@ from hpcrun.fabric.cost import Cost, Loads, cost, sites_of, streams_of
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
 from hpcrun.fabric.rounds import Algorithm, Collective, rounds
 from hpcrun.fabric.traffic import Flow, Pattern, Traffic, declared
-from hpcrun.mesh import AXES, Degrees
+from hpcrun.mesh import AXES, ParallelDegrees
 from hpcrun.specs.placement import Placement, in_blocks
 
 MIB = 1 << 20
-RING_OF_4 = Degrees(dp_replicate=4)
+RING_OF_4 = ParallelDegrees(dp_replicate=4)
 
 
 def tree(shape: dict[str, dict[str, int]], *levels: Level) -> Fabric:
@@ -47,7 +47,9 @@ def ring(size_bytes: int, ranks: int = 4) -> Traffic:
     return Traffic((Flow("dp_replicate", "ring", ranks, size_bytes, 2 * (ranks - 1)),))
 
 
-def of(fabric: Fabric, nodes: str, traffic: Traffic, degrees: Degrees = RING_OF_4, per_node: int = 1) -> Cost:
+def of(
+    fabric: Fabric, nodes: str, traffic: Traffic, degrees: ParallelDegrees = RING_OF_4, per_node: int = 1
+) -> Cost:
     return cost(fabric, in_blocks(nodes.split(), degrees.world_size, per_node), degrees, traffic)
 
 
@@ -82,13 +84,13 @@ def test_a_node_s_link_is_the_limit_inside_a_rack() -> None:
 
 def test_each_direction_of_a_link_is_counted_by_itself() -> None:
     chain = Traffic((Flow("pp", "chain", 2, 25_000_000, 1),))
-    found = of(racks(), "a-0 b-0", chain, Degrees(pp=2))
+    found = of(racks(), "a-0 b-0", chain, ParallelDegrees(pp=2))
     assert found.seconds == pytest.approx(25e6 / (0.25e9 * 4 / 20))
     assert found.bytes[2] == 50_000_000
 
 
 def test_groups_of_an_axis_share_an_uplink_and_axes_follow_each_other() -> None:
-    degrees = Degrees(pp=2, dp_replicate=4)
+    degrees = ParallelDegrees(pp=2, dp_replicate=4)
     pipeline = Flow("pp", "chain", 2, 10_000_000, 1)
     together = of(
         racks(), "a-0 a-1 a-2 a-3 b-0 b-1 b-2 b-3", Traffic((pipeline,)), degrees
@@ -99,7 +101,9 @@ def test_groups_of_an_axis_share_an_uplink_and_axes_follow_each_other() -> None:
 
 
 def test_what_stays_inside_a_node_is_free() -> None:
-    found = of(racks(), "a-0 b-0", declared(Degrees(tp=2), 4), Degrees(pp=2, tp=2), per_node=2)
+    found = of(
+        racks(), "a-0 b-0", declared(ParallelDegrees(tp=2), 4), ParallelDegrees(pp=2, tp=2), per_node=2
+    )
     assert found.seconds == 0
     assert found.bytes[0] == sum(found.bytes) > 0
 
@@ -108,7 +112,7 @@ def test_messages_cost_the_latency_of_the_longest_way() -> None:
     near, far = Level("leaf", 1e9, 1.0, 1e-6), Level("spine", 1e9, 1.0, 5e-6)
     fabric = tree({"s": {"a": 2, "b": 2}}, near, far)
     sent = Traffic((Flow("dp_replicate", "ring", 2, 0, 10),))
-    degrees = Degrees(dp_replicate=2)
+    degrees = ParallelDegrees(dp_replicate=2)
     assert of(fabric, "a-0 a-1", sent, degrees).seconds == pytest.approx(10e-6)
     assert of(fabric, "a-0 b-0", sent, degrees).seconds == pytest.approx(60e-6)
 
@@ -124,7 +128,7 @@ def test_a_block_s_fast_links_carry_only_what_stays_inside() -> None:
 
 def test_tp_outside_a_block_is_worse_than_any_time() -> None:
     fabric = tree({"leaf": {"x": 2, "y": 2}}, Level("block", 1e9, 1.0), Level("leaf", 1e9, 1.0))
-    degrees = Degrees(dp_replicate=2, tp=2)
+    degrees = ParallelDegrees(dp_replicate=2, tp=2)
     sent = Traffic((Flow("dp_replicate", "ring", 2, 10**9, 1), Flow("tp", "ring", 2, 1, 1)))
     inside = of(fabric, "x-0 x-1 y-0 y-1", sent, degrees)
     outside = of(fabric, "x-0 y-0 x-1 y-1", sent, degrees)
@@ -149,14 +153,14 @@ def test_without_bandwidths_bytes_at_the_outermost_level_decide(
 
 def test_nodes_that_meet_nowhere_have_no_time_and_come_last() -> None:
     lone = tree({"s": {"a": 2}, "t": {"b": 2}}, Level("leaf", 1e9, 1.0), Level("spine", 1e9, 1.0))
-    degrees = Degrees(dp_replicate=2)
+    degrees = ParallelDegrees(dp_replicate=2)
     apart = of(lone, "a-0 b-0", ring(MIB, 2), degrees)
     assert (apart.seconds, apart.bytes[-1]) == (None, 2 * MIB)
     assert of(lone, "a-0 a-1", ring(100 * MIB, 2), degrees).key < apart.key
 
 
 def test_a_node_that_the_topology_does_not_know_is_far_from_all() -> None:
-    found = of(racks(), "a-0 stranger", ring(MIB, 2), Degrees(dp_replicate=2))
+    found = of(racks(), "a-0 stranger", ring(MIB, 2), ParallelDegrees(dp_replicate=2))
     assert (found.seconds, found.bytes[-1]) == (None, 2 * MIB)
 
 
@@ -185,7 +189,7 @@ def test_a_cost_prints_and_dumps() -> None:
 PATTERNS: tuple[Pattern, ...] = ("ring", "chain", "loop", "all_to_all")
 
 
-def sent_by_rank(flow: Flow, degrees: Degrees) -> Counter[tuple[int, int]]:
+def sent_by_rank(flow: Flow, degrees: ParallelDegrees) -> Counter[tuple[int, int]]:
     """Bytes from rank to rank, from the coordinates in the mesh."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(degrees.world_size):
@@ -208,7 +212,7 @@ def sent_by_rank(flow: Flow, degrees: Degrees) -> Counter[tuple[int, int]]:
     return sent
 
 
-def plain_seconds(fabric: Fabric, placement: Placement, degrees: Degrees, traffic: Traffic) -> float:
+def plain_seconds(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, traffic: Traffic) -> float:
     total, depth = 0.0, len(fabric.levels)
     for flow in traffic.flows:
         load: Counter[tuple[object, ...]] = Counter()
@@ -245,7 +249,7 @@ def speed(fabric: Fabric, level: int) -> float:
     return bandwidth
 
 
-def drawn(draw: random.Random) -> tuple[Fabric, Degrees, Traffic]:
+def drawn(draw: random.Random) -> tuple[Fabric, ParallelDegrees, Traffic]:
     """A fabric of three levels with odd sizes and figures, a mesh, and traffic on some of its axes."""
     shape = {
         f"s{spine}": {f"l{spine}{leaf}": draw.randint(1, 4) for leaf in range(draw.randint(1, 3))}
@@ -255,7 +259,9 @@ def drawn(draw: random.Random) -> tuple[Fabric, Degrees, Traffic]:
         Level(name, draw.choice((1e9, 2e9, 5e9)), draw.choice((1.0, 2.0, 3.0)), draw.choice((None, 1e-5)))
         for name in ("leaf", "spine", "core")
     ]
-    degrees = Degrees(**{axis: draw.choice((1, 1, 2, 3)) for axis in AXES[:-1]}, tp=draw.choice((1, 2)))
+    degrees = ParallelDegrees(
+        **{axis: draw.choice((1, 1, 2, 3)) for axis in AXES[:-1]}, tp=draw.choice((1, 2))
+    )
     flows = [
         Flow(axis, draw.choice(PATTERNS), size, draw.choice((0, 1, 10**6, 7654321)), draw.randint(1, 9))
         for axis, size in zip(AXES, degrees.shape, strict=True)

@@ -11,7 +11,7 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.draw import svg, tree_text
 from hpcrun.fabric.graph import Fabric, Grid, Level, flat
 from hpcrun.fabric.topology_reader import read_topology
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement, in_blocks
 
 TWO_RACKS = read_topology(
@@ -119,7 +119,7 @@ def shapes(text: str) -> tuple[dict[int, str], list[str]]:
 )
 def test_ranks_of_one_group_have_one_colour(axis: str, groups: list[set[int]]) -> None:
     placement = in_blocks(["n1", "n6", "n2", "n5"], 8, 2)
-    colours, texts = shapes(svg(TWO_RACKS, placement, Degrees(pp=2, dp_shard=2, tp=2), axis))
+    colours, texts = shapes(svg(TWO_RACKS, placement, ParallelDegrees(pp=2, dp_shard=2, tp=2), axis))
     by_colour: dict[str, set[int]] = {}
     for rank, colour in colours.items():
         by_colour.setdefault(colour, set()).add(rank)
@@ -135,7 +135,7 @@ def test_racks_without_ranks_are_only_counted_and_many_ranks_wrap() -> None:
     fabric = large(30)
     nodes = [*fabric.nodes[:24], *fabric.nodes[100:104], "elsewhere"]
     placement = Placement(tuple(node for node in nodes for _ in range(16)))
-    colours, texts = shapes(svg(fabric, placement, Degrees(dp_shard=29, tp=16), "tp"))
+    colours, texts = shapes(svg(fabric, placement, ParallelDegrees(dp_shard=29, tp=16), "tp"))
     assert len(colours) == 29 * 16
     assert "26 racks without ranks left out" in texts[0]
     assert "in no unit" in texts
@@ -144,7 +144,7 @@ def test_racks_without_ranks_are_only_counted_and_many_ranks_wrap() -> None:
 
 def test_what_stands_in_a_name_stays_text() -> None:
     fabric = Fabric(("n1",), (Level("leaf"),), (("<script>\"&'",),))
-    text = svg(fabric, Placement(("n1",)), Degrees(), "tp")
+    text = svg(fabric, Placement(("n1",)), ParallelDegrees(), "tp")
     assert "<script>" not in text
     assert "<script>\"&'" in shapes(text)[1]
 
@@ -158,4 +158,4 @@ def test_what_stands_in_a_name_stays_text() -> None:
 )
 def test_another_axis_or_another_size_is_refused(axis: str, ranks: int, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        svg(TWO_RACKS, in_blocks(["n1"], ranks, 4), Degrees(tp=2), axis)
+        svg(TWO_RACKS, in_blocks(["n1"], ranks, 4), ParallelDegrees(tp=2), axis)

@@ -16,7 +16,7 @@ from hpcrun.fabric.graph import Fabric, Grid, Level, flat
 from hpcrun.fabric.place import NoTreeError, Placed, order, place
 from hpcrun.fabric.topology_reader import read_topology, render_topology
 from hpcrun.fabric.traffic import Flow, Traffic, declared
-from hpcrun.mesh import AXES, Degrees
+from hpcrun.mesh import AXES, ParallelDegrees
 from hpcrun.specs.placement import in_blocks
 
 LEAF, SPINE, CORE = Level("leaf", 1e9, 1.0), Level("spine", 1e9, 4.0), Level("core", 1e9, 2.0)
@@ -39,14 +39,14 @@ def racks_of(found: Placed) -> dict[str, int]:
 
 def simple(fabric: Fabric, free: Sequence[str], nodes: int, **options: object) -> Placed:
     """A ring over so many nodes with one rank each."""
-    degrees = Degrees(dp_replicate=nodes)
+    degrees = ParallelDegrees(dp_replicate=nodes)
     return place(fabric, free, nodes, 1, degrees, declared(degrees, nodes), **options)  # type: ignore[arg-type]
 
 
 # --- the cheapest
 
 
-def drawn(seed: int) -> tuple[Fabric, list[str], Degrees, Traffic]:
+def drawn(seed: int) -> tuple[Fabric, list[str], ParallelDegrees, Traffic]:
     """A small cluster with some nodes taken, and a job of four ranks or six."""
     draw = random.Random(seed)
     leaves = {f"l{leaf}": draw.randint(2, 4) for leaf in range(draw.randint(2, 4))}
@@ -59,8 +59,17 @@ def drawn(seed: int) -> tuple[Fabric, list[str], Degrees, Traffic]:
     draw.shuffle(nodes)  # the table's order need not be the tree's
     fabric = fabric.restricted(nodes)
     degrees = draw.choice(
-        [Degrees(pp=2, dp_shard=2), Degrees(pp=4), Degrees(dp_replicate=2, dp_shard=2), Degrees(cp=4)]
-        + ([Degrees(pp=2, dp_shard=3), Degrees(dp_replicate=3, cp=2)] if 6 <= len(nodes) < 8 else [])
+        [
+            ParallelDegrees(pp=2, dp_shard=2),
+            ParallelDegrees(pp=4),
+            ParallelDegrees(dp_replicate=2, dp_shard=2),
+            ParallelDegrees(cp=4),
+        ]
+        + (
+            [ParallelDegrees(pp=2, dp_shard=3), ParallelDegrees(dp_replicate=3, cp=2)]
+            if 6 <= len(nodes) < 8
+            else []
+        )
     )
     flows = [
         Flow(axis, "chain" if axis == "pp" else "ring", size, draw.randint(1, 10**8), draw.randint(1, 5))
@@ -105,7 +114,9 @@ def test_a_larger_job_is_never_worse_than_the_plain_orders(seed: int) -> None:
     nodes = list(fabric.nodes)
     draw.shuffle(nodes)
     fabric = fabric.restricted(nodes)
-    degrees = draw.choice([Degrees(pp=4, dp_replicate=2, dp_shard=8, tp=4), Degrees(pp=2, dp_shard=64, tp=2)])
+    degrees = draw.choice(
+        [ParallelDegrees(pp=4, dp_replicate=2, dp_shard=8, tp=4), ParallelDegrees(pp=2, dp_shard=64, tp=2)]
+    )
     traffic = declared(degrees, degrees.world_size)
     free = [node for node in nodes if draw.random() < 0.8]
     found = place(fabric, free, degrees.world_size, 4, degrees, traffic)
@@ -118,7 +129,7 @@ def test_a_larger_job_is_never_worse_than_the_plain_orders(seed: int) -> None:
 
 def test_the_axis_with_the_most_bytes_stays_inside_a_leaf() -> None:
     fabric = tree({"a": 4, "b": 4})
-    degrees = Degrees(pp=2, dp_shard=4)
+    degrees = ParallelDegrees(pp=2, dp_shard=4)
     heavy_shards = Traffic((Flow("pp", "chain", 2, 10, 1), Flow("dp_shard", "ring", 4, 1000, 1)))
     heavy_stages = Traffic((Flow("pp", "chain", 2, 1000, 1), Flow("dp_shard", "ring", 4, 10, 1)))
     shards = place(fabric, fabric.nodes, 8, 1, degrees, heavy_shards)
@@ -129,7 +140,7 @@ def test_the_axis_with_the_most_bytes_stays_inside_a_leaf() -> None:
 
 def test_neighbouring_ranks_share_a_node() -> None:
     fabric = tree({"a": 2, "b": 2})
-    degrees = Degrees(dp_replicate=2, tp=4)
+    degrees = ParallelDegrees(dp_replicate=2, tp=4)
     found = place(fabric, fabric.nodes, 8, 4, degrees, declared(degrees, 8))
     assert found.placement.ranks[:4] == (found.placement.ranks[0],) * 4
     assert found.placement.per_node == 4
@@ -138,7 +149,7 @@ def test_neighbouring_ranks_share_a_node() -> None:
 def test_a_tensor_parallel_group_stays_in_a_block_where_one_has_room() -> None:
     block = Level("block", 1e9, 1.0)
     fabric = tree({"x": 3, "y": 3, "z": 2}, block, LEAF)
-    degrees = Degrees(dp_shard=3, tp=4)
+    degrees = ParallelDegrees(dp_shard=3, tp=4)
     traffic = Traffic((Flow("dp_shard", "ring", 3, 10**9, 1), Flow("tp", "ring", 4, 1, 1)))
     found = place(fabric, fabric.nodes, 12, 2, degrees, traffic)
     for group in range(3):
@@ -163,7 +174,7 @@ def test_without_a_topology_the_plain_order_stays() -> None:
 
 def test_thin_uplinks_may_be_worth_more_leaves_and_that_is_said() -> None:
     fabric = tree({f"l{leaf}": 8 for leaf in range(8)}, LEAF, Level("spine", 1e9, 16.0))
-    degrees = Degrees(dp_shard=32)
+    degrees = ParallelDegrees(dp_shard=32)
     traffic = Traffic((Flow("dp_shard", "all_to_all", 32, 31 * 10**6, 1),))
     found = place(fabric, fabric.nodes, 32, 1, degrees, traffic)
     assert racks_of(found) == dict.fromkeys((f"l{leaf}" for leaf in range(8)), 4)
@@ -180,7 +191,7 @@ def test_thin_uplinks_may_be_worth_more_leaves_and_that_is_said() -> None:
 
 def test_at_equal_cost_few_leaves_come_first() -> None:
     fabric = tree({"x": 2, "y": 2, "large": 8}, Level("leaf", 50e9, 1.0), Level("spine", 50e9, 1.0))
-    degrees, traffic = Degrees(dp_shard=4), Traffic((Flow("dp_shard", "ring", 4, 3 * 10**6, 0),))
+    degrees, traffic = ParallelDegrees(dp_shard=4), Traffic((Flow("dp_shard", "ring", 4, 3 * 10**6, 0),))
     assert racks_of(place(fabric, fabric.nodes, 4, 1, degrees, traffic)) == {"large": 4}
 
 
@@ -243,7 +254,7 @@ def test_spares_come_from_the_smallest_rests_where_the_job_s_racks_are_full() ->
 
 def test_granted_nodes_that_are_over_become_spares_of_many_racks() -> None:
     fabric = tree({"a": 4, "b": 4, "c": 4})
-    degrees = Degrees(dp_replicate=9)
+    degrees = ParallelDegrees(dp_replicate=9)
     flat_cost = Traffic((Flow("dp_replicate", "ring", 9, 0, 0),))
     found = order(fabric, fabric.nodes, 9, 1, degrees, flat_cost)
     assert sorted(node[0] for node in found.spares) == ["a", "b", "c"]
@@ -251,7 +262,7 @@ def test_granted_nodes_that_are_over_become_spares_of_many_racks() -> None:
 
 def test_the_dearest_of_the_granted_nodes_is_the_one_that_stays_spare() -> None:
     fabric = tree({"a": 4, "b": 4})
-    degrees = Degrees(dp_replicate=4)
+    degrees = ParallelDegrees(dp_replicate=4)
     found = order(fabric, ["a-00", "b-03", "a-01", "a-02", "a-03"], 4, 1, degrees, declared(degrees, 4))
     assert found.spares == ("b-03",)
 
@@ -261,7 +272,7 @@ def test_nodes_to_be_avoided_are_not_taken() -> None:
     found = simple(fabric, fabric.nodes, 4, avoid=["a-01"])
     assert racks_of(found) == {"b": 4}
     assert "to be avoided: a-01" in found.why
-    degrees = Degrees(dp_replicate=4)
+    degrees = ParallelDegrees(dp_replicate=4)
     granted = order(fabric, fabric.nodes[:5], 4, 1, degrees, declared(degrees, 4), avoid=["a-01"])
     assert "a-01" not in (*granted.placement.nodes, *granted.spares)
 
@@ -290,7 +301,7 @@ def test_too_few_free_nodes_are_told_in_one_line() -> None:
 
 def test_the_reasons_say_what_crosses_which_level() -> None:
     fabric = tree({"a": 4, "b": 4})
-    degrees = Degrees(pp=2, dp_shard=4, tp=2)
+    degrees = ParallelDegrees(pp=2, dp_shard=4, tp=2)
     traffic = Traffic(
         (
             Flow("pp", "chain", 2, 150_000, 1),
@@ -309,7 +320,7 @@ def test_the_reasons_say_what_crosses_which_level() -> None:
 
 def test_unknown_bandwidths_and_assumed_traffic_are_said() -> None:
     fabric = tree({"a": 2, "b": 2}, Level("leaf"), Level("spine"))
-    found = place(fabric, fabric.nodes, 4, 1, Degrees(), declared(Degrees(), 4))
+    found = place(fabric, fabric.nodes, 4, 1, ParallelDegrees(), declared(ParallelDegrees(), 4))
     assert found.why[-2:] == (
         "bandwidths or ways are unknown: bytes are compared, from the outermost level inwards",
         "a command that declares no degrees: one ring over all ranks is assumed",
@@ -387,6 +398,6 @@ def test_a_job_that_no_tree_holds_is_refused(policy: str) -> None:
 
 
 def test_nodes_that_are_granted_are_never_refused() -> None:
-    fabric, degrees = read_topology(TREES, name="t"), Degrees(dp_replicate=20)
+    fabric, degrees = read_topology(TREES, name="t"), ParallelDegrees(dp_replicate=20)
     found = order(fabric, fabric.nodes[:20], 20, 1, degrees, declared(degrees, 20))
     assert set(found.placement.nodes) == set(fabric.nodes[:20])

@@ -12,7 +12,7 @@ from hpcrun.fabric.cost import Loads, Site, streams_of
 from hpcrun.fabric.graph import Fabric, Level
 from hpcrun.fabric.search import Choice, Search, orders
 from hpcrun.fabric.traffic import Flow, Traffic, declared
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 
 LEAVES = ("a", "b", "c", "d")
 FABRIC = Fabric(
@@ -23,12 +23,12 @@ FABRIC = Fabric(
 SITES = [Site((leaf, "s" if leaf in "ac" else "t", "core"), f"{leaf}0") for leaf in LEAVES]
 
 
-def loads(degrees: Degrees, traffic: Traffic | None = None) -> Loads:
+def loads(degrees: ParallelDegrees, traffic: Traffic | None = None) -> Loads:
     sent = traffic or declared(degrees, degrees.world_size)
     return Loads(FABRIC, SITES, degrees.world_size, streams_of(sent, degrees, range(degrees.world_size)))
 
 
-def key(degrees: Degrees, where: Sequence[int]) -> tuple[float, ...]:
+def key(degrees: ParallelDegrees, where: Sequence[int]) -> tuple[float, ...]:
     placed = loads(degrees)
     placed.place(where)
     return placed.key()
@@ -36,13 +36,13 @@ def key(degrees: Degrees, where: Sequence[int]) -> tuple[float, ...]:
 
 def test_the_proof_leaves_a_good_start_for_a_tidier_one() -> None:
     """No single step leads from one rack to another: half-way the job would be cut."""
-    found = Search(loads(Degrees(dp_replicate=4)), [12, 4, 12, 6]).run([[0, 0, 0, 0]])
+    found = Search(loads(ParallelDegrees(dp_replicate=4)), [12, 4, 12, 6]).run([[0, 0, 0, 0]])
     assert found == ((1, 1, 1, 1), "exact")
 
 
 def test_local_steps_alone_repair_a_bad_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXACT_SLOTS", 0)
-    degrees = Degrees(dp_replicate=4)
+    degrees = ParallelDegrees(dp_replicate=4)
     where, method = Search(loads(degrees), [2, 2, 0, 0]).run([[0, 1, 0, 1]])
     assert method == "heuristic"
     assert key(degrees, where) == key(degrees, [0, 0, 1, 1])
@@ -51,7 +51,7 @@ def test_local_steps_alone_repair_a_bad_order(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("seed", range(10))
 def test_no_start_is_better_than_what_is_found(seed: int) -> None:
     draw = random.Random(seed)
-    degrees = Degrees(pp=4, dp_shard=8)
+    degrees = ParallelDegrees(pp=4, dp_shard=8)
     starts = [draw.sample([site for site in range(4) for _ in range(12)], 32) for _ in range(5)]
     where, _ = Search(loads(degrees), [12] * 4).run(starts)
     assert all(where.count(site) <= 12 for site in range(4))
@@ -59,7 +59,7 @@ def test_no_start_is_better_than_what_is_found(seed: int) -> None:
 
 
 def test_no_site_is_given_more_than_it_has() -> None:
-    degrees = Degrees(dp_replicate=5)
+    degrees = ParallelDegrees(dp_replicate=5)
     where, _ = Search(loads(degrees), [2, 1, 1, 1]).run([[0, 1, 2, 3, 0]])
     assert sorted(where) == [0, 0, 1, 2, 3]
 
@@ -84,15 +84,15 @@ def test_dealt_slots_are_spread_in_blocks_in_the_order_of_the_tree() -> None:
 
 
 def test_the_first_nesting_has_the_heaviest_axis_innermost_and_the_last_is_the_plain_order() -> None:
-    degrees = Degrees(pp=2, dp_shard=3, tp=2)
+    degrees = ParallelDegrees(pp=2, dp_shard=3, tp=2)
     nested = orders(degrees, 12, 2, {"pp": 9, "dp_shard": 1, "tp": 99})
     assert nested[0] == ([0, 3, 1, 4, 2, 5], [1, 2])
     assert nested[-1] == ([0, 1, 2, 3, 4, 5], [1])
-    assert orders(Degrees(), 12, 2, {}) == [nested[-1]]
+    assert orders(ParallelDegrees(), 12, 2, {}) == [nested[-1]]
 
 
 def test_equal_questions_have_equal_answers() -> None:
-    degrees = Degrees(pp=4, dp_shard=8)
+    degrees = ParallelDegrees(pp=4, dp_shard=8)
     traffic = Traffic((Flow("pp", "chain", 4, 5, 1), Flow("dp_shard", "ring", 8, 7, 1)))
     start = [site for site in range(4) for _ in range(8)]
     random.Random(3).shuffle(start)

@@ -9,8 +9,8 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.traffic import ASSUMED_BYTES, Flow, Pattern, Traffic, declared, stride_of, traffic_of
-from hpcrun.formulas import layer_parameters, parameters
-from hpcrun.mesh import Degrees
+from hpcrun.formulas import layer_parameters, model_parameters
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.model import ModelSpec
 
@@ -29,7 +29,7 @@ def flow(axis: str, *overrides: str) -> Flow:
 
 
 MODEL = cast(ModelSpec, parse_job(BASE, "job.yaml").spec.model)
-WEIGHTS = parameters(MODEL)
+WEIGHTS = model_parameters(MODEL)
 
 
 def test_replicas_send_their_gradients_twice_round_a_ring() -> None:
@@ -118,7 +118,7 @@ def test_a_command_without_degrees_is_one_ring_over_all_ranks() -> None:
 
 
 def test_neighbours_of_every_pattern() -> None:
-    degrees = Degrees(pp=3, tp=2)
+    degrees = ParallelDegrees(pp=3, tp=2)
 
     def pairs(pattern: Pattern) -> list[tuple[int, int]]:
         edges = Flow("pp", pattern, 3, 9, 1).edges(degrees, 6)
@@ -131,7 +131,7 @@ def test_neighbours_of_every_pattern() -> None:
 
 
 def test_experts_stand_on_neighbours_in_the_data_and_context_ranks() -> None:
-    degrees = Degrees(dp_shard=2, cp=2, tp=2)
+    degrees = ParallelDegrees(dp_shard=2, cp=2, tp=2)
     (found,) = (one for one in declared(degrees, 8, ep=4).flows if one.axis == "ep")
     assert stride_of(degrees, "ep") == 2
     assert {b for a, b, _ in found.edges(degrees, 8) if a == 1} == {3, 5, 7}

@@ -76,7 +76,7 @@ def keep(racks: str, *, accounting: bool) -> None:
     wanted = Lab(Shape(parse_racks(racks)), accounting=accounting)
     with contextlib.suppress(KeyboardInterrupt), wanted as lab:
         RECORD.parent.mkdir(parents=True, exist_ok=True)
-        me = process.identify(os.getpid())
+        me = process.identify_process(os.getpid())
         assert me
         shell = lab.login.space.command(["bash", "--norc"], CHECKOUT)
         RECORD.write_text(

@@ -114,7 +114,7 @@ class Node:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = CHECKOUT,
         timeout_s: float = 60,
-    ) -> process.Completed:
+    ) -> process.CompletedCommand:
         """Run a command on this node to its end; `env` adds to the lab's own environment."""
         return self.space.run(argv, env=env, cwd=cwd, timeout_s=timeout_s)
 
@@ -134,21 +134,21 @@ class Node:
     def stop(self) -> None:
         """Freeze every process (SIGSTOP); the links stay up."""
         self._remedies["stop"] = self.resume
-        self.space.run(["sh", "-c", "kill -STOP -1"]).require()
+        self.space.run(["sh", "-c", "kill -STOP -1"]).require_success()
 
     def resume(self) -> None:
         """Let what `stop` froze go on."""
-        self.space.run(["sh", "-c", "kill -CONT -1"]).require()
+        self.space.run(["sh", "-c", "kill -CONT -1"]).require_success()
         self._remedies.pop("stop", None)
 
     def cut_link(self) -> None:
         """Pull the network cable; processes go on."""
         self._remedies["link"] = self.restore_link
-        self._lab.head.run(["ip", "link", "set", self.name, "down"]).require()
+        self._lab.head.run(["ip", "link", "set", self.name, "down"]).require_success()
 
     def restore_link(self) -> None:
         """Put the cable back in."""
-        self._lab.head.run(["ip", "link", "set", self.name, "up"]).require()
+        self._lab.head.run(["ip", "link", "set", self.name, "up"]).require_success()
         self._remedies.pop("link", None)
 
     def slow_link(self, mbit: float) -> None:
@@ -156,8 +156,10 @@ class Node:
         self._remedies["rate"] = lambda: self.slow_link(self._lab.shape.link_mbit)
         self._lab.head.run(
             ["tc", "qdisc", "replace", "dev", self.name, "root", *bucket(mbit).split()]
-        ).require()
-        self.space.run(["tc", "qdisc", "replace", "dev", "eth0", "root", *bucket(mbit).split()]).require()
+        ).require_success()
+        self.space.run(
+            ["tc", "qdisc", "replace", "dev", "eth0", "root", *bucket(mbit).split()]
+        ).require_success()
 
     def fill_scratch(self) -> None:
         """Fill the scratch to its last byte."""
@@ -216,7 +218,7 @@ def power_on(nodes: Collection[Node], lab: Lab) -> None:
     links = "".join(node.link_commands() for node in nodes)
     rates = "".join(f"qdisc add dev {node.name} root {bucket(lab.shape.link_mbit)}\n" for node in nodes)
     script = 'printf %s "$1" | ip -batch - && printf %s "$2" | tc -batch -'
-    lab.head.run(["sh", "-euc", script, "sh", links, rates]).require()
+    lab.head.run(["sh", "-euc", script, "sh", links, rates]).require_success()
     for node in nodes:
         node.space.tell()
     for node in nodes:
@@ -331,7 +333,7 @@ class Lab:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = CHECKOUT,
         timeout_s: float = 200,
-    ) -> process.Completed:
+    ) -> process.CompletedCommand:
         """Run a command on the login node, which sees this checkout and this Python environment."""
         return self.login.run(argv, env=env, cwd=cwd, timeout_s=timeout_s)
 
@@ -375,7 +377,7 @@ class Lab:
         for rack in self._slowed:
             self._rate_uplink(rack, self.shape.uplink_mbit)
         self._slowed.clear()
-        self.run(["scancel", "--user=root"]).require()
+        self.run(["scancel", "--user=root"]).require_success()
         # By itself Slurm asks a node that it gave up for lost again only after half a minute, and one whose
         # answer to the end of a job was lost, after a minute or two.
         self._resume(name for name, state in self.states().items() if state.startswith("down"))
@@ -396,7 +398,7 @@ class Lab:
     def _set(self, names: Iterable[str], state: str, *more: str) -> None:
         """As an admin would, when Slurm does not come to it by itself."""
         if listed := ",".join(names):
-            self.run(["scontrol", "update", f"nodename={listed}", f"state={state}", *more]).require()
+            self.run(["scontrol", "update", f"nodename={listed}", f"state={state}", *more]).require_success()
 
     def slow_uplink(self, rack: int, mbit: float) -> None:
         """Change the rate of a rack's uplink (racks count from 1), in both directions."""
@@ -406,10 +408,10 @@ class Lab:
     def _rate_uplink(self, rack: int, mbit: float) -> None:
         for end in ("up", "down"):
             rate = bucket(mbit).split()
-            self.head.run(["tc", "qdisc", "replace", "dev", f"{end}{rack}", "root", *rate]).require()
+            self.head.run(["tc", "qdisc", "replace", "dev", f"{end}{rack}", "root", *rate]).require_success()
 
     def uplink_bytes(self, rack: int) -> int:
         """How many bytes have gone over a rack's uplink, both directions together."""
-        shown = self.head.run(["tc", "-s", "-j", "qdisc", "show"]).require().stdout
+        shown = self.head.run(["tc", "-s", "-j", "qdisc", "show"]).require_success().stdout
         ends = {f"up{rack}", f"down{rack}"}
         return sum(int(entry["bytes"]) for entry in json.loads(shown) if entry.get("dev") in ends)

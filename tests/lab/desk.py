@@ -37,7 +37,7 @@ class Desk:
 
     def hpcrun(
         self, *words: str, code: int | None = 0, before: tuple[str, ...] = (), timeout_s: float = PATIENCE_S
-    ) -> process.Completed:
+    ) -> process.CompletedCommand:
         """Run our command on the login node; `before` are words in front of it, such as those of salloc."""
         environ = {
             "HPCRUN_ROOT": str(self.runs),
@@ -54,7 +54,7 @@ class Desk:
     def shared_memory(self, nodes: Iterable[str]) -> dict[str, set[str]]:
         """The files in the /dev/shm of nodes; what other tests have killed may have left some."""
         seek = ["find", "/dev/shm", "-type", "f"]
-        return {name: {*self.lab.node(name).run(seek).require().stdout.split()} for name in nodes}
+        return {name: {*self.lab.node(name).run(seek).require_success().stdout.split()} for name in nodes}
 
     def submit(self, *words: str) -> RunDir:
         """Submit a job; the run."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpcrun.hostlist import expand, fold, in_order
+from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from tests.lab.cluster import Lab
 
 END = "--end--"
@@ -30,7 +30,7 @@ def ask(lab: Lab, folder: Path, words: Sequence[str], what: str) -> list[list[st
     questions = folder / "questions"
     questions.write_text("".join(f"{one}\n" for one in words))
     loop = f'while read -r one; do scontrol show {what} "$one"; echo {END}; done < {questions}'
-    said = lab.run(["sh", "-c", loop], timeout_s=600).require().stdout
+    said = lab.run(["sh", "-c", loop], timeout_s=600).require_success().stdout
     answers = [part.split() for part in said.split(END)[:-1]]
     assert len(answers) == len(words)
     return answers
@@ -41,11 +41,11 @@ def differences(lab: Lab, folder: Path, count: int) -> Iterator[str]:
     dice = random.Random(13)
     sets = [[f"cn{number:03}" for number in range(1, 1001)], *(random_set(dice) for _ in range(count - 1))]
     folded = [one[0] for one in ask(lab, folder, [",".join(hosts) for hosts in sets], "hostlist")]
-    ours = [fold(hosts, suffixes=False) for hosts in sets]
+    ours = [fold_hosts(hosts, suffixes=False) for hosts in sets]
     unfolded = ask(lab, folder, folded, "hostnames")
     back = ask(lab, folder, ours, "hostnames")
     for hosts, text, names, mine, theirs in zip(sets, folded, unfolded, ours, back, strict=True):
-        if set(expand(text)) != set(hosts) or list(expand(text)) != list(dict.fromkeys(names)):
-            yield f"{text}: Slurm's folding, read as {expand(text)}"
-        if set(theirs) != set(hosts) or set(in_order(hosts)) != set(hosts):
+        if set(expand_hosts(text)) != set(hosts) or list(expand_hosts(text)) != list(dict.fromkeys(names)):
+            yield f"{text}: Slurm's folding, read as {expand_hosts(text)}"
+        if set(theirs) != set(hosts) or set(sort_hosts(hosts)) != set(hosts):
             yield f"{mine}: our folding, read by Slurm as {theirs}"

@@ -80,7 +80,7 @@ def check_machine() -> None:
         )
     trial = ["unshare", "-mnpuif", "--kill-child", "--mount-proc", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     try:
-        process.run(trial, timeout_s=20).require()
+        process.run(trial, timeout_s=20).require_success()
     except SiteError as problem:
         raise NoLabError(
             f"the lab cannot make namespaces here ({problem}); in a container, start that with --privileged"
@@ -133,7 +133,7 @@ def unpack(bundle: Bundle, folder: Path) -> None:
         script = 'for deb do dpkg-deb --fsys-tarfile "$deb" | tar -xC "$tree" --keep-directory-symlink; done'
         debs = sorted(str(path) for path in archives.glob("*.deb"))
         environ = {"PATH": SYSTEM_PATH, "tree": str(tree)}
-        process.run(["sh", "-euc", script, "sh", *debs], timeout_s=120, env=environ).require()
+        process.run(["sh", "-euc", script, "sh", *debs], timeout_s=120, env=environ).require_success()
         for program in (tree / "usr/sbin").glob("*-wlm"):
             # The names that everybody uses are links that Debian makes only at installation.
             program.with_name(program.name.removesuffix("-wlm")).symlink_to(program.name)
@@ -153,11 +153,11 @@ def fetch(bundle: Bundle, staging: Path, archives: Path) -> None:
         return
     (staging / "lists/partial").mkdir(parents=True)
     options.append(f"Dir::State::lists={staging}/lists")
-    apt_get(options, ["update"]).require()
-    apt_get(options, install).require()
+    apt_get(options, ["update"]).require_success()
+    apt_get(options, install).require_success()
 
 
-def apt_get(options: list[str], command: list[str]) -> process.Completed:
+def apt_get(options: list[str], command: list[str]) -> process.CompletedCommand:
     words = [word for option in options for word in ("-o", option)]
     environ = dict(os.environ) | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
     return process.run(["apt-get", "-q", *words, *command], timeout_s=300, env=environ)
@@ -168,7 +168,7 @@ def install(*bundles: Bundle) -> None:
     check_machine()
     refuse_on_a_cluster()
     names = [name for bundle in bundles for name in bundle.packages]
-    apt_get([], ["update"]).require()
-    apt_get([], ["-y", "--no-install-recommends", "install", *names]).require()
+    apt_get([], ["update"]).require_success()
+    apt_get([], ["-y", "--no-install-recommends", "install", *names]).require_success()
     if lacking := [name for bundle in bundles for name in missing(bundle)]:
         raise SiteError(f"apt-get installed {', '.join(names)}, yet there is no {', '.join(lacking)}")

@@ -97,7 +97,7 @@ class Space:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         timeout_s: float = 60,
-    ) -> process.Completed:
+    ) -> process.CompletedCommand:
         """Run a command inside to its end; `env` adds to the lab's own environment."""
         return process.run(self.command(argv, cwd), timeout_s=timeout_s, env=self.environ | dict(env or {}))
 

@@ -41,7 +41,7 @@ def lab(lab_here: None) -> Iterator[Lab]:
 def jobs(lab: Lab) -> dict[str, str]:
     """The ids of JOBS, all of which have ended."""
     words = ["sbatch", "--parsable", "--output=/dev/null"]
-    ids = {name: lab.run([*words, *more]).require().stdout.strip() for name, more in JOBS.items()}
+    ids = {name: lab.run([*words, *more]).require_success().stdout.strip() for name, more in JOBS.items()}
 
     def state(name: str) -> str:
         return lab.run(["squeue", "-h", "-j", ids[name], "-o", "%T"]).stdout.strip()
@@ -49,8 +49,8 @@ def jobs(lab: Lab) -> dict[str, str]:
     for name in ("overdue", "stopped"):
         lab.wait_until(lambda name=name: state(name) == "RUNNING", 30)  # type: ignore[misc]
     # By itself the shortest limit is a minute.
-    lab.run(["scontrol", "update", f"jobid={ids['overdue']}", "endtime=now+2seconds"]).require()
-    lab.run(["scancel", ids["stopped"], ids["withdrawn"]]).require()
+    lab.run(["scontrol", "update", f"jobid={ids['overdue']}", "endtime=now+2seconds"]).require_success()
+    lab.run(["scancel", ids["stopped"], ids["withdrawn"]]).require_success()
     everyone = [*SACCT, "--allocations", "-j", ",".join(ids.values())]
 
     def ended() -> bool:
@@ -64,7 +64,9 @@ def jobs(lab: Lab) -> dict[str, str]:
 @pytest.fixture
 def of(lab: Lab, jobs: dict[str, str]) -> dict[str, list[JobRecord]]:
     """What is known of each job, with its steps."""
-    return {name: parse_sacct(lab.run([*SACCT, "-j", job]).require().stdout) for name, job in jobs.items()}
+    return {
+        name: parse_sacct(lab.run([*SACCT, "-j", job]).require_success().stdout) for name, job in jobs.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_a_job_lands_where_the_user_s_environment_says(lab: Lab, desk: Desk) -> 
     run = done.stdout.strip()
     number = re.search(r"job (\d+)", done.stderr)
     assert number is not None
-    told = lab.run(["scontrol", "show", "job", number[1]]).require().stdout
+    told = lab.run(["scontrol", "show", "job", number[1]]).require_success().stdout
     assert "Account=mine" in told
     assert "TimeLimit=00:07:00" in told
     assert "NumTasks=1 " in told
@@ -180,7 +182,9 @@ def test_or_is_refused_with_both_values(lab: Lab, desk: Desk) -> None:
 
 
 def test_every_variable_of_this_release_s_sbatch_is_known(lab: Lab) -> None:
-    binary = lab.run(["sh", "-c", 'cat "$(command -v sbatch)" | tr -c "A-Z0-9_" "\\n"']).require().stdout
+    binary = (
+        lab.run(["sh", "-c", 'cat "$(command -v sbatch)" | tr -c "A-Z0-9_" "\\n"']).require_success().stdout
+    )
     found = {word for word in binary.split() if re.fullmatch(r"SBATCH_[A-Z0-9_]{3,}", word)}
     assert len(found) > 40
     assert found - {*all_names()} == set()

@@ -52,7 +52,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     assert nodes[0] == nodes[1]
     assert losses(run) == losses(plain)
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
-    shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require().stdout
+    shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require_success().stdout
     assert "JobState=COMPLETED" in shown
     assert "ExitCode=0:0" in shown
     assert "Restarts=0" in shown
@@ -71,5 +71,5 @@ def test_on_one_node_too_and_a_request_to_stop_reaches_the_new_one(desk: Desk) -
     desk.hpcrun("cancel", run.id)
     assert desk.ended(run)["status"] == "interrupted", story(run)
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
-    shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require().stdout
+    shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require_success().stdout
     assert "ExitCode=130:0" in shown

@@ -59,10 +59,10 @@ def test_a_node_that_others_do_not_reach_is_named(desk: Desk) -> None:
     node = desk.lab.node("n03")
     routes = [["ip", "route", "add", "blackhole", f"{places[other]}/32"] for other in ("n01", "n02", "n04")]
     for route in routes:
-        node.run(route).require()
+        node.run(route).require_success()
     try:
         done = desk.hpcrun("doctor", "--all", "--connect", before=before, code=1)
     finally:
         for route in routes:
-            node.run([*route[:2], "del", *route[3:]]).require()
+            node.run([*route[:2], "del", *route[3:]]).require_success()
     assert "fault      connection  n03: 6 of its 6 connections over eth0 fail: " in done.stdout

@@ -17,7 +17,7 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.lab.cluster import Lab
 
-Call = Callable[..., process.Completed]
+Call = Callable[..., process.CompletedCommand]
 
 SUPERVISOR = """#!/bin/sh
 run=$1
@@ -49,7 +49,7 @@ sleep 60 & wait $!
 def hpcrun(lab: Lab, runs_root: Path) -> Call:
     """Runs our command on the login node; exit code 0 unless another is named."""
 
-    def call(*words: str, code: int = 0, env: dict[str, str] | None = None) -> process.Completed:
+    def call(*words: str, code: int = 0, env: dict[str, str] | None = None) -> process.CompletedCommand:
         root = {"HPCRUN_ROOT": str(runs_root)}
         done = lab.run(["python", "-m", "hpcrun", *words], env=root | (env or {}))
         assert "Traceback" not in done.stderr
@@ -77,7 +77,7 @@ def submit(lab: Lab) -> Callable[..., RunDir]:
         log = f"--output={run.submitit}/{pattern}_log.out"
         now = time.time()
         words = ["sbatch", "--parsable", "--requeue", "--open-mode=append", log, *options, str(path)]
-        job = int(lab.run([*words, str(run.path)]).require().stdout)
+        job = int(lab.run([*words, str(run.path)]).require_success().stdout)
         array = f"0-{elements - 1}%2" if elements else None
         record(run, Submission(now, job=job, array=array))
         return run

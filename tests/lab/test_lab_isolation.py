@@ -76,18 +76,18 @@ def test_a_lab_that_was_closed_leaves_nothing_and_two_do_not_collide(lab: Lab) -
         assert len(inside) == len(KINDS) * 10
         assert not inside & namespaces(os.getpid())
         assert inhabitants(inside)
-        leaves = other.run(["scontrol", "show", "topology"]).require().stdout.splitlines()
+        leaves = other.run(["scontrol", "show", "topology"]).require_success().stdout.splitlines()
         assert [line.split()[-1] for line in leaves[:4]] == [
             f"Nodes=n[{n:02d}-{n + 1:02d}]" for n in (1, 3, 5, 7)
         ]
         for each in (lab, other):
-            shown = each.run(["srun", "--label", "-N8", "hostname"]).require().stdout
+            shown = each.run(["srun", "--label", "-N8", "hostname"]).require_success().stdout
             assert sorted(shown.splitlines()) == [f"{rank}: n{rank + 1:02d}" for rank in range(8)]
         assert host() == before
     with held:
         assert inhabitants(inside) == []
     assert host() == before
-    assert lab.run(["srun", "-wn08", "hostname"]).require().stdout.strip() == "n08"
+    assert lab.run(["srun", "-wn08", "hostname"]).require_success().stdout.strip() == "n08"
 
 
 def test_a_lab_dies_with_its_parent(lab_here: None) -> None:

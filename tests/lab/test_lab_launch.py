@@ -83,12 +83,12 @@ def own_names(desk: Desk, **lines: str) -> Iterator[None]:
         'sed "s/^[0-9.]* $1$/$2/" /etc/hosts >/run/scratch/hosts; mount --bind /run/scratch/hosts /etc/hosts'
     )
     for node, line in lines.items():
-        desk.lab.node(node).run(["sh", "-euc", script, "sh", node, line]).require()
+        desk.lab.node(node).run(["sh", "-euc", script, "sh", node, line]).require_success()
     try:
         yield
     finally:
         for node in lines:
-            desk.lab.node(node).run(["umount", "/etc/hosts"]).require()
+            desk.lab.node(node).run(["umount", "/etc/hosts"]).require_success()
 
 
 def test_training_and_programs_meet_where_a_node_s_own_name_means_loopback(desk: Desk) -> None:

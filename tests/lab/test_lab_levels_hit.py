@@ -35,7 +35,7 @@ def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     job = json.loads(run.job.read_text())["submissions"][-1]["job"]
     # Whether there is the time to write down how it ended, before Slurm kills what is left, is not known.
-    desk.lab.run(["scontrol", "requeue", str(job)]).require()
+    desk.lab.run(["scontrol", "requeue", str(job)]).require_success()
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     # On the same nodes their memory may still be there.

@@ -52,7 +52,7 @@ def told(nodes: list[str]) -> str:
 def test_srun_starts_ranks_through_pmix(lab: Lab) -> None:
     argv = ["srun", "--mpi=pmix", "--nodes=2", "--ntasks-per-node=2", sys.executable, "-c", HELLO]
     done = lab.run(argv, env={"MPI4PY_LIBMPI": OPENMPI_LIBRARY})
-    assert done.require().stdout == told(["n01", "n01", "n02", "n02"])
+    assert done.require_success().stdout == told(["n01", "n01", "n02", "n02"])
 
 
 def test_mpirun_starts_ranks_where_its_rank_file_says(lab: Lab, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_mpirun_starts_ranks_where_its_rank_file_says(lab: Lab, tmp_path: Path) 
     command = f"mpirun.openmpi --allow-run-as-root --oversubscribe --bind-to none --rankfile {tmp_path}/ranks"
     wrap = f"--wrap={command} -n 4 {sys.executable} {tmp_path}/hello.py"
     argv = ["sbatch", "--wait", "--nodes=2", "--ntasks-per-node=1", f"--output={tmp_path}/said", wrap]
-    lab.run(argv, env={"MPI4PY_LIBMPI": OPENMPI_LIBRARY}).require()
+    lab.run(argv, env={"MPI4PY_LIBMPI": OPENMPI_LIBRARY}).require_success()
     assert (tmp_path / "said").read_text() == told(nodes)
 
 

@@ -121,7 +121,9 @@ def test_ranks_are_bound_as_the_placement_says(desk: Desk, launcher: str) -> Non
 
 
 def test_few_switches_are_asked_for_and_given(desk: Desk) -> None:
-    desk.lab.run(["sbatch", "-N1", "-w", "n01", "--exclusive", "-o/dev/null", "--wrap=sleep 60"]).require()
+    desk.lab.run(
+        ["sbatch", "-N1", "-w", "n01", "--exclusive", "-o/dev/null", "--wrap=sleep 60"]
+    ).require_success()
     run = desk.submit("name=near", "resources.nodes=4", *SAY)
     assert "#SBATCH --switches=1@10:00\n" in run.script.read_text().replace("00:10:00", "10:00")
     assert desk.ended(run)["status"] == "done", story(run)
@@ -131,7 +133,7 @@ def test_few_switches_are_asked_for_and_given(desk: Desk) -> None:
 def test_a_bad_node_and_a_drained_one_are_avoided(desk: Desk) -> None:
     desk.hpcrun("fabric", "avoid", "n02", "--reason", "throws ECC errors")
     drain = ["scontrol", "update", "nodename=n03", "state=drain", "reason=test"]
-    desk.lab.run(drain).require()
+    desk.lab.run(drain).require_success()
     try:
         shown = json.loads(desk.hpcrun("fabric", "show", "--json").stdout)
         assert (shown["states"]["n02"], shown["states"]["n03"]) == ("bad", "out of service")
@@ -142,7 +144,7 @@ def test_a_bad_node_and_a_drained_one_are_avoided(desk: Desk) -> None:
         assert desk.ended(run)["status"] == "done", story(run)
         assert not {"n02", "n03"} & set(hosts(run))
     finally:
-        desk.lab.run(["scontrol", "update", "nodename=n03", "state=resume"]).require()
+        desk.lab.run(["scontrol", "update", "nodename=n03", "state=resume"]).require_success()
 
 
 def test_the_network_is_shown_and_a_job_is_placed_in_it(desk: Desk) -> None:

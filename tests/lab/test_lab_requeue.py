@@ -32,7 +32,7 @@ def outcomes(run: RunDir) -> list[tuple[str, str | None]]:
 def signal(desk: Desk, run: RunDir, name: str) -> None:
     """What Slurm sends to the batch shell."""
     job = json.loads(run.job.read_text())["submissions"][-1]["job"]
-    desk.lab.run(["scancel", "--batch", f"--signal={name}", str(job)]).require()
+    desk.lab.run(["scancel", "--batch", f"--signal={name}", str(job)]).require_success()
 
 
 def test_training_that_is_stopped_and_queued_again_gives_the_undisturbed_sequence(desk: Desk) -> None:
@@ -119,7 +119,7 @@ def test_training_that_dies_twice_without_progress_is_not_tried_again(desk: Desk
         path = run.attempt(number).rank_record(3)
         desk.until(path.exists, run)
         record = json.loads(path.read_text())
-        desk.lab.node(record["node"]).run(["kill", "-9", str(record["pid"])]).require()
+        desk.lab.node(record["node"]).run(["kill", "-9", str(record["pid"])]).require_success()
     ended = desk.ended(run)
     assert outcomes(run) == [("failed", None), ("failed", None)], story(run)
     assert ended["exit_code"] == 93
@@ -138,7 +138,7 @@ def test_slurm_s_own_requeue_is_not_the_end_of_the_run(desk: Desk) -> None:
     # Of both: a rank that has not set its trap yet would be ended by the signal.
     desk.until(lambda: all(Path(f"{desk.path}/saved.counts.{rank}").exists() for rank in (0, 1)), run)
     job = json.loads(run.job.read_text())["submissions"][-1]["job"]
-    desk.lab.run(["scontrol", "requeue", str(job)]).require()
+    desk.lab.run(["scontrol", "requeue", str(job)]).require_success()
     desk.until(run.attempt(1).outcome.exists, run)
     assert not run.exit.exists()
     assert desk.ended(run)["status"] == "done", story(run)

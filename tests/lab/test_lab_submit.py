@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.process import Completed
+from hpcrun.process import CompletedCommand
 from hpcrun.specs.rundir import RunDir
 from tests.lab.cluster import Lab
 
-Hpcrun = Callable[..., Completed]
+Hpcrun = Callable[..., CompletedCommand]
 """The command on the lab's login node, with a site, a root and a working directory of this test."""
 
 
@@ -26,15 +26,15 @@ def hpcrun(lab: Lab, tmp_path: Path) -> Hpcrun:
         "XDG_CONFIG_HOME": str(tmp_path / "config"),
     }
 
-    def call(*words: str, timeout_s: float = 120, env: Mapping[str, str] = {}) -> Completed:
+    def call(*words: str, timeout_s: float = 120, env: Mapping[str, str] = {}) -> CompletedCommand:
         own = {**site, **env}
         return lab.run(["python", "-m", "hpcrun", *words], env=own, cwd=tmp_path, timeout_s=timeout_s)
 
     return call
 
 
-def submitted(done: Completed, tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path / "runs" / done.require().stdout.splitlines()[0])
+def submitted(done: CompletedCommand, tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs" / done.require_success().stdout.splitlines()[0])
 
 
 def ended(runs: list[RunDir], within_s: float = 240) -> list[dict[str, Any]]:
@@ -70,13 +70,13 @@ def test_a_script_by_hand_and_what_a_job_does_not_inherit(hpcrun: Hpcrun, tmp_pa
         "name: by-hand\nresources: {time: 5m}\nenv_deny: [TRITON_*]\nenv: {XDG_CACHE_HOME: null}\n"
         "command: [env]\n"
     )
-    done = hpcrun("submit", "job.yaml", "--follow", env=environ).require()
+    done = hpcrun("submit", "job.yaml", "--follow", env=environ).require_success()
     run = RunDir(tmp_path / "runs" / done.stdout.splitlines()[0])
     given = run.attempt(1).log(0).read_text().splitlines()
     assert "PLAIN=mine" in given
     assert not [line for line in given if line.startswith(("TRITON_CACHE_DIR=", "XDG_CACHE_HOME="))]
     before = run.read_exit()
-    job = lab.run(["sbatch", "--parsable", str(run.script)]).require().stdout.strip()
+    job = lab.run(["sbatch", "--parsable", str(run.script)]).require_success().stdout.strip()
     log = run.submitit / f"{job}_0_log.err"
 
     def is_over() -> bool:
@@ -116,7 +116,7 @@ def test_a_run_waits_for_another(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) -> No
     sleeps = ["resources.time=5m", "--", "sh", "-c", f"while ! [ -e {tmp_path}/go ]; do sleep 0.1; done"]
     first = submitted(hpcrun("submit", "name=first", *sleeps), tmp_path)
     second = submitted(hpcrun("submit", "name=second", "--after", first.id, *sleeps), tmp_path)
-    shown = lab.run(["squeue", "-h", "-n", "second", "-o", "%T %r"]).require().stdout
+    shown = lab.run(["squeue", "-h", "-n", "second", "-o", "%T %r"]).require_success().stdout
     assert shown == "PENDING Dependency\n"
     (tmp_path / "go").touch()
     ends = [record["ended"] for record in ended([first, second])]
@@ -132,7 +132,7 @@ def test_a_site_changes_one_block_of_every_job(hpcrun: Hpcrun, tmp_path: Path) -
     done = hpcrun(
         "submit", "resources.time=5m", "--follow", "--", "sh", "-c", "echo the site says $SITE_SAYS"
     )
-    assert "the site says hello\n" in done.require().stdout
+    assert "the site says hello\n" in done.require_success().stdout
     template.write_text(template.read_text().replace("hello", "{{ helo }}"))
     broken = hpcrun("submit", "resources.time=5m", "--", "true")
     assert broken.exit_code == 2
@@ -187,7 +187,7 @@ def test_an_interrupt_before_the_answer_leaves_no_job(lab: Lab, tmp_path: Path) 
     done = lab.run(["sh", "-c", command, "sh", *words], env=env, cwd=tmp_path)
     assert done.exit_code == 130, done.stderr
     assert "was cancelled" in done.stderr
-    assert lab.run(["squeue", "-h", "-n", "orphan", "-t", "pending,running"]).require().stdout == ""
+    assert lab.run(["squeue", "-h", "-n", "orphan", "-t", "pending,running"]).require_success().stdout == ""
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -203,9 +203,9 @@ print(*(answers[one].record is not None for one in asked))
 def test_a_job_is_known_by_its_run_and_not_by_its_number(hpcrun: Hpcrun, lab: Lab, tmp_path: Path) -> None:
     run = submitted(hpcrun("submit", "resources.time=5m", "--", "sleep", "60"), tmp_path)
     job = json.loads(run.job.read_text())["submissions"][0]["job"]
-    shown = lab.run(["python", "-c", ASK, str(job), run.id, "other-run"]).require().stdout
+    shown = lab.run(["python", "-c", ASK, str(job), run.id, "other-run"]).require_success().stdout
     assert shown == "True False\n"
-    lab.run(["scancel", str(job)]).require()
+    lab.run(["scancel", str(job)]).require_success()
 
 
 @pytest.mark.parametrize("kind", ["train", "command", "sweep"])
@@ -225,7 +225,7 @@ def test_slurm_accepts_what_a_dry_run_prints(kind: str, hpcrun: Hpcrun, tmp_path
         job |= {"sweep": {"grid": {"train.seed": [1, 2, 3]}, "throttle": 2}}
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     script = tmp_path / "script.sh"
-    script.write_text(hpcrun("submit", "job.yaml", "--dry-run").require().stdout)
+    script.write_text(hpcrun("submit", "job.yaml", "--dry-run").require_success().stdout)
     said = lab.run(["sbatch", "--test-only", str(script)])
     assert said.exit_code == 0, said.stderr
     assert "to start at" in said.stderr

@@ -17,7 +17,7 @@ def scraped(desk: Desk, run: RunDir) -> str:
     """What a Prometheus on the login node would get."""
     (target,) = read_json(run.telemetry / "targets.json")
     url = f"http://{target['targets'][0]}/metrics"
-    return desk.lab.run(["python", "-c", SCRAPE, url], timeout_s=60).require().stdout
+    return desk.lab.run(["python", "-c", SCRAPE, url], timeout_s=60).require_success().stdout
 
 
 def told(path: Path) -> list[dict[str, Any]]:

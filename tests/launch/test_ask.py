@@ -59,7 +59,7 @@ def supervisor(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def here(child: subprocess.Popen[str]) -> dict[str, Any]:
-    found = process.identify(child.pid)
+    found = process.identify_process(child.pid)
     assert found
     return {"host": os.uname().nodename, "pid": found.pid, "start_ticks": found.start_ticks}
 

@@ -23,7 +23,7 @@ from hpcrun.chaos.faults import InjectedFault
 from hpcrun.chaos.inject import Injection, TargetNotReadyError, find_target, inject_fault, require_running
 from hpcrun.chaos.scenario import ScenarioRun, check_targets, load_scenario
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.runs.event_text import format_events
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_lines, write_json
@@ -176,7 +176,7 @@ def test_nothing_but_the_run_is_touched(live: Live) -> None:
     path = live.run.attempt(1).rank_record(1)
     record = read_json(path)
     with subprocess.Popen(["sleep", "60"]) as stranger:
-        found = process.identify(stranger.pid)
+        found = process.identify_process(stranger.pid)
         assert found is not None
         write_json(path, record | {"pid": found.pid, "start_ticks": found.start_ticks})
         with pytest.raises(UsageError, match="does not carry the run's mark"):
@@ -209,11 +209,11 @@ def make(*, ranks: tuple[str, ...] = ("n1", "n1", "n2"), job: int | None = 7, up
     run = create_run("r")
     run.spec.write_text("name: r\ncommand: [a]\n")
     attempt = run.attempt(1).create()
-    found = process.identify(os.getpid())
+    found = process.identify_process(os.getpid())
     assert found
     who = {"host": "n1.cluster", "pid": found.pid, "start_ticks": found.start_ticks, "slurm_job": job}
     write_json(attempt.supervisor, who | {"started": 1.0, "restarts": 0})
-    write_placement(attempt.placement, Placement(ranks, spares=("n3",)), Degrees())
+    write_placement(attempt.placement, Placement(ranks, spares=("n3",)), ParallelDegrees())
     for rank, node in enumerate(ranks if up else ()):
         write_json(attempt.rank_record(rank), {"rank": rank, "node": node, "pid": 1, "start_ticks": 1})
     return run

@@ -26,7 +26,7 @@ from hpcrun.launch.agents.connection import AgentConnectionError, AgentIdentity,
 from hpcrun.launch.attempt_events import NodeLost, RankEnded
 from hpcrun.launch.ports import choose_port
 from hpcrun.launch.rendezvous import RendezvousRequest
-from hpcrun.process import with_our_package
+from hpcrun.process import environment_with_package
 from hpcrun.runs.lease import LEADER_TIMEOUT_S, FencedError, Leadership, claim_epoch, read_leader
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
@@ -48,7 +48,7 @@ class Place:
 
     def environ(self, node: str) -> Mapping[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-        return {**with_our_package(kept), "SLURMD_NODENAME": node}
+        return {**environment_with_package(kept), "SLURMD_NODENAME": node}
 
     def agent(self, node: str, **more: str) -> subprocess.Popen[bytes]:
         self.run.agent_logs.mkdir(exist_ok=True)
@@ -128,11 +128,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         child.wait()
         assert child.stdin is not None
         child.stdin.close()
-    process.kill_all(process.processes_with_env("HPCRUN_RUN_ID", made.run.run_id))
+    process.kill_processes(process.processes_with_env("HPCRUN_RUN_ID", made.run.run_id))
 
 
 def is_alive(pid: int) -> bool:
-    found = process.identify(pid)
+    found = process.identify_process(pid)
     return found is not None and process.is_alive(found)
 
 

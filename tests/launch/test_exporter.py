@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.runs.heartbeat_age import HeartbeatAgeFile, read_heartbeat_ages
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
@@ -85,7 +85,7 @@ def run(runs_root: Path) -> RunDir:
     write(run, three_attempts())
     attempt = run.attempt(3).create()
     placed = Placement(("n01", "n04"), spares=("n05",))
-    write_placement(attempt.placement, placed, Degrees(pp=1, dp_replicate=2, dp_shard=1, cp=1, tp=1))
+    write_placement(attempt.placement, placed, ParallelDegrees(pp=1, dp_replicate=2, dp_shard=1, cp=1, tp=1))
     return run
 
 

@@ -292,7 +292,7 @@ def test_many_runs_are_one_question(squeue: Squeue, tmp_path: Path) -> None:
 
 
 def test_a_local_run_in_the_background_is_its_process(squeue: Squeue, tmp_path: Path) -> None:
-    me = process.identify(os.getpid())
+    me = process.identify_process(os.getpid())
     assert me
     host = os.uname().nodename
     alive = Submission(SUBMITTED, host=host, pid=me.pid, start_ticks=me.start_ticks)
@@ -308,7 +308,7 @@ def test_a_local_run_in_the_background_is_its_process(squeue: Squeue, tmp_path: 
 def test_a_run_that_was_continued_here_after_its_job_is_judged_by_its_process(squeue: Squeue) -> None:
     run = begun(submitted(), 2, host=os.uname().nodename, slurm_job=None)
     assert (asked(run).state, asked(run).job) == ("dead", None)
-    me = process.identify(os.getpid())
+    me = process.identify_process(os.getpid())
     assert me
     run = begun(
         submitted(), 2, host=os.uname().nodename, slurm_job=None, pid=me.pid, start_ticks=me.start_ticks
@@ -369,7 +369,7 @@ def test_elements_in_pieces_and_submitted_again_are_asked_for_by_their_own_job(s
 
 
 def test_a_local_sweep_runs_one_element_after_another(squeue: Squeue) -> None:
-    me = process.identify(os.getpid())
+    me = process.identify_process(os.getpid())
     assert me
     here: dict[str, Any] = {"host": os.uname().nodename, "pid": me.pid, "start_ticks": me.start_ticks}
     run = sweep(3, Submission(SUBMITTED, **here))

@@ -62,9 +62,9 @@ def test_a_worker_starts_with_the_first_word_and_ends_with_its_host(listener: Li
     (ready,) = until(lambda: listener.hears("ready"))
     (pid,) = host.pids
     assert ready["port"] == pid
-    assert process.environment_of(pid).keys().isdisjoint({"HPCRUN_RUN_ID", "HPCRUN_ATTEMPT"})
+    assert process.read_initial_environment(pid).keys().isdisjoint({"HPCRUN_RUN_ID", "HPCRUN_ATTEMPT"})
     host.close()
-    assert process.identify(pid) is None
+    assert process.identify_process(pid) is None
 
 
 def test_a_worker_that_dies_is_told_and_comes_back_as_it_was_configured(

@@ -48,7 +48,7 @@ def wait(gate: AgentListener, seconds: float = 5.0) -> list[PendingAgent]:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             selector.select(0.02)
-            if guests := gate.arrivals():
+            if guests := gate.accept_authenticated():
                 return guests
     return []
 
@@ -188,7 +188,7 @@ def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch
     assert wait(gate, 0.05) == []
     ours, theirs = let_in(gate, badge())
     time.sleep(0.15)
-    assert gate.arrivals() == []
+    assert gate.accept_authenticated() == []
     for one in crowd:
         one.settimeout(2)
         assert one.makefile().read().count("\n") <= 1  # at most the challenge, and the end

@@ -21,10 +21,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hpcrun.checkpoint.compare import compare_generations
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.launcher_world import detect_world
-from hpcrun.runtime.async_checkpoint import SavesBehind
-from hpcrun.runtime.control import Control, connect
-from hpcrun.runtime.direct_checkpoint import Checkpointer
-from hpcrun.runtime.worker_endpoint import OwnHome
+from hpcrun.runtime.async_checkpoint import AsyncCheckpointer
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
+from hpcrun.runtime.worker_endpoint import OwnWorker
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.saves import Saved, saved_steps
 from tests.runtime.save_world import Counted, empty_like, full, laid_out, same, shapes, wholes
@@ -38,9 +39,9 @@ class Desk:
         self.checkpoints = root / "checkpoints"
         spec = CheckpointSpec.model_validate({"memory": 2, **options})
         self.told: list[dict[str, Any]] = []
-        self.home = OwnHome(root, spec, control, 1)
-        self.direct = Checkpointer(self.checkpoints, control, attempt=1, keep=9)
-        self.saves = SavesBehind(spec, self.direct, control, self.home, self.told.append)
+        self.home = OwnWorker(root, spec, control, 1)
+        self.direct = DirectCheckpointer(self.checkpoints, control, attempt=1, keep=9)
+        self.saves = AsyncCheckpointer(spec, self.direct, control, self.home, self.told.append)
 
     def saved(self, step: int) -> Saved:
         (found,) = [one for one in saved_steps(self.checkpoints) if one.step == step]
@@ -77,7 +78,7 @@ def equal(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     if control.rank == 0:
         desk.saved(2).path.rename(root / "other" / "2")
     control.barrier()
-    restored = Checkpointer(desk.checkpoints, control, attempt=2, keep=1).restore(again, shapes(whole))
+    restored = DirectCheckpointer(desk.checkpoints, control, attempt=2, keep=1).restore(again, shapes(whole))
     desk.saves.close()
     return [begun, found, restored is not None and restored.step, same(full(again), whole)]
 
@@ -110,7 +111,7 @@ def killed(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     desk.saves.fence()
     desk.signal(signal.SIGSTOP)
     desk.signal(signal.SIGKILL)
-    desk.saves.save_lasting(3, 3, state)
+    desk.saves.save_durably(3, 3, state)
     steps = [one.step for one in saved_steps(desk.checkpoints)]
     desk.saves.close()
     failed = [one for one in desk.kinds() if one[0] == "save_failed"]
@@ -138,7 +139,7 @@ def alike(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     state = {"model.a": torch.zeros(64)}
     begun = [desk.saves.save(1, 1, state)]
     desk.saves.fence()
-    link = desk.saves._link
+    link = desk.saves._session.link
     assert link is not None
     claim = link.claim
     if control.rank == 1:
@@ -159,7 +160,7 @@ SCENARIOS = (equal, changed, killed, steady, alike)
 
 def main(directory: str) -> None:
     """All scenarios in one world."""
-    control = connect(detect_world(os.environ))
+    control = connect_ranks(detect_world(os.environ))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=control.store(), rank=control.rank, world_size=control.size)
     mesh = init_device_mesh("cpu", (control.size,))

@@ -24,8 +24,9 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import data_files, direct_checkpoint
-from hpcrun.runtime.control import Control, connect
-from hpcrun.runtime.direct_checkpoint import Checkpointer, load_weights
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, load_weights
 from hpcrun.specs.records import write_json
 from hpcrun.specs.saves import RECORD, read_saves
 
@@ -92,11 +93,11 @@ def reshard(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) 
     }
     whole, wrong = wholes(), []
     for number, (wrote, layout) in enumerate(layouts.items()):
-        saver = Checkpointer(root / str(number), control, attempt=1, keep=1)
+        saver = DirectCheckpointer(root / str(number), control, attempt=1, keep=1)
         saver.save(1, 10, laid_out(whole, *layout))
         for reads, other in layouts.items():
             state = empty_like(whole, *other)
-            restored = Checkpointer(root / str(number), control, attempt=2, keep=1).restore(
+            restored = DirectCheckpointer(root / str(number), control, attempt=2, keep=1).restore(
                 state, shapes(whole)
             )
             if restored is None or not same(full(state), whole):
@@ -107,7 +108,7 @@ def reshard(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) 
 def replicas(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
     """What all ranks hold is written once, and each writes a share."""
     state = {f"model.{n}": torch.full((1000,), float(n)) for n in range(8 * control.size)}
-    saver = Checkpointer(root, control, attempt=1, keep=1)
+    saver = DirectCheckpointer(root, control, attempt=1, keep=1)
     saver.save(1, 10, state)
     newest = saver.newest()
     assert newest is not None
@@ -126,7 +127,7 @@ def steady(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) 
     told = []
     for count in (10, 200):
         counted: Any = Counted(control)
-        saver = Checkpointer(root / str(count), counted, attempt=1, keep=2)
+        saver = DirectCheckpointer(root / str(count), counted, attempt=1, keep=2)
         sizes = []
         for step in (1, 2, 3):
             before = counted.size_bytes
@@ -146,7 +147,7 @@ def steady(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) 
 def strict(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
     """A state that is not the saved one is refused, whichever way it differs."""
     state = {"model.a": torch.ones(4, 4), "model.b": torch.ones(3)}
-    Checkpointer(root, control, attempt=1, keep=1).save(1, 10, state)
+    DirectCheckpointer(root, control, attempt=1, keep=1).save(1, 10, state)
     a, b, other = torch.ones(4, 4), torch.ones(3), torch.ones(2)
     cases: list[dict[str, Tensor]] = [
         {"model.a": a},
@@ -157,7 +158,7 @@ def strict(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) 
     told = []
     for case in cases:
         try:
-            Checkpointer(root, control, attempt=2, keep=1).restore(case, shapes(case))
+            DirectCheckpointer(root, control, attempt=2, keep=1).restore(case, shapes(case))
             told.append("loaded")
         except UsageError as error:
             told.append(str(error).partition(": ")[2].partition(";")[0])
@@ -168,17 +169,19 @@ def randomness(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMe
     """Each rank gets its own random state back, after everything else."""
     torch.manual_seed(control.rank)
     torch.rand(3)
-    saver = Checkpointer(root, control, attempt=1, keep=1)
+    saver = DirectCheckpointer(root, control, attempt=1, keep=1)
     saver.save(1, 10, {"model.a": torch.ones(4)})
     expected = torch.rand(5)
     torch.manual_seed(99)
-    Checkpointer(root, control, attempt=2, keep=1).restore({"model.a": torch.zeros(4)}, {"model.a": (4,)})
+    DirectCheckpointer(root, control, attempt=2, keep=1).restore(
+        {"model.a": torch.zeros(4)}, {"model.a": (4,)}
+    )
     return all(control.allgather(bool(torch.equal(torch.rand(5), expected))))
 
 
 def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
     """One rank has no space: the save fails on all, leaves nothing, and the next one works."""
-    saver = Checkpointer(root, control, attempt=1, keep=2)
+    saver = DirectCheckpointer(root, control, attempt=1, keep=2)
     state = {f"model.{n}": torch.ones(10) for n in range(10)}
     saver.save(1, 10, state)
     names = vars(data_files)
@@ -204,7 +207,7 @@ def failing(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh)
 def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
     """Bytes that only one rank reads are wrong: all go back together, and the step can be saved again."""
     whole = wholes()
-    saver = Checkpointer(root, control, attempt=1, keep=2)
+    saver = DirectCheckpointer(root, control, attempt=1, keep=2)
     for step in (1, 2):
         saver.save(step, 10 * step, laid_out(wholes(step), mesh, Shard(0)))
     newest = saver.newest()
@@ -220,7 +223,7 @@ def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceM
         path.write_bytes(data)
     control.barrier()
     state = empty_like(whole, mesh, Shard(0))
-    again = Checkpointer(root, control, attempt=2, keep=2)
+    again = DirectCheckpointer(root, control, attempt=2, keep=2)
     restored = again.restore(state, shapes(whole))
     assert restored is not None
     is_right = same(full(state), wholes(1))
@@ -247,7 +250,7 @@ def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMes
     state = empty_like(whole, square, Replicate(), Shard(1))
     said = ""
     try:
-        Checkpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
+        DirectCheckpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
     except UsageError as error:
         said = str(error)
     (saved,), _ = read_saves(root)
@@ -304,7 +307,7 @@ class View:
 def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -> Any:
     """One rank does not see for a while, or for good, what is there: no good save is renamed."""
     whole = {"model.a": torch.arange(6000.0)}
-    saver = Checkpointer(root, control, attempt=1, keep=3)
+    saver = DirectCheckpointer(root, control, attempt=1, keep=3)
     for step in (1, 2):
         saver.save(step, step, {name: tensor + step for name, tensor in whole.items()})
     vars(direct_checkpoint)["_PAUSE_S"] = 0.01
@@ -322,7 +325,7 @@ def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -
             else:
                 view.spoil()
             state = {"model.a": torch.full((6000,), -1.0)}
-            restored = Checkpointer(root, control, attempt=2, keep=3).restore(state, shapes(whole))
+            restored = DirectCheckpointer(root, control, attempt=2, keep=3).restore(state, shapes(whole))
         assert restored is not None
         is_right = bool((state["model.a"] == whole["model.a"] + restored.step).all())
         names = sorted(path.name for path in root.iterdir())
@@ -336,7 +339,7 @@ SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back
 
 def main(directory: str) -> None:
     """All scenarios in one world."""
-    control = connect(detect_world(os.environ))
+    control = connect_ranks(detect_world(os.environ))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=control.store(), rank=control.rank, world_size=control.size)
     mesh = init_device_mesh("cpu", (control.size,))

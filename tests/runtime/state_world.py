@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import hpcrun
 from hpcrun.errors import UsageError
 from hpcrun.launcher_world import detect_world
-from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
 from tests.runtime.random_states import Maker, difference, facts
 
 
@@ -57,7 +58,7 @@ def tell(folder: Path, control: Control, numbers: range, mesh: Any) -> list[Any]
 def main(directory: str, first: str, count: str) -> None:
     """In the world that this process belongs to."""
     torch.set_num_threads(1)
-    control = connect(detect_world(os.environ))
+    control = connect_ranks(detect_world(os.environ))
     mesh = None
     if control.size > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

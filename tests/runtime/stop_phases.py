@@ -27,9 +27,9 @@ from hpcrun.specs.saves import saved_steps
 
 HELD: dict[str, tuple[Any, str]] = {
     "data": (rank, "inspect_corpus"),
-    "rendezvous": (rank, "open_groups"),
+    "rendezvous": (rank, "open_process_groups"),
     "weights and model": (loop, "ShardedModel"),
-    "restore": (loop, "restore"),
+    "restore": (loop, "restore_from_plan"),
     "first evaluation": (ShardedModel, "evaluate"),
     "compilation and first step": (ShardedModel, "forward_backward"),
 }
@@ -49,7 +49,7 @@ class Silent:
 
 
 def train(job: str, *overrides: str) -> int:
-    return rank.join(Path(job), overrides, None, World("single", 0, 1, 0, 1), lambda _steps: Silent())
+    return rank.join_world(Path(job), overrides, None, World("single", 0, 1, 0, 1), lambda _steps: Silent())
 
 
 def held(place: tuple[Any, str], job: str, ready: int) -> int:

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-sl
 
 from hpcrun.checkpoint.generation import GenerationReader  # noqa: E402
 from hpcrun.runtime import worker_client  # noqa: E402
-from hpcrun.runtime.async_checkpoint import SavesBehind  # noqa: E402
+from hpcrun.runtime.async_checkpoint import AsyncCheckpointer  # noqa: E402
 from hpcrun.runtime.control import LoneControl  # noqa: E402
-from hpcrun.runtime.direct_checkpoint import Checkpointer  # noqa: E402
-from hpcrun.runtime.resharding import load_into  # noqa: E402
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer  # noqa: E402
+from hpcrun.runtime.resharding import fill_from_chunks  # noqa: E402
 from hpcrun.specs.checkpoint import CheckpointSpec  # noqa: E402
 from hpcrun.specs.saves import saved_steps  # noqa: E402
 from tests.runtime.drain_stand_in import StandIn  # noqa: E402
@@ -30,8 +30,8 @@ class Bench:
         self.worker = StandIn(root / "arena", self.checkpoints)
         self.told: list[dict[str, Any]] = []
         spec = CheckpointSpec.model_validate({"memory": 2, **options})
-        self.direct = Checkpointer(self.checkpoints, LoneControl(), attempt=1, keep=9)
-        self.saves = SavesBehind(spec, self.direct, LoneControl(), self.worker, self.told.append)
+        self.direct = DirectCheckpointer(self.checkpoints, LoneControl(), attempt=1, keep=9)
+        self.saves = AsyncCheckpointer(spec, self.direct, LoneControl(), self.worker, self.told.append)
 
     def kinds(self, *kinds: str) -> list[tuple[str, int]]:
         return [(one["kind"], one["step"]) for one in self.told if not kinds or one["kind"] in kinds]
@@ -45,7 +45,7 @@ class Bench:
                 for name, one in generation.manifest.tensors.items()
                 if not name.startswith("rng.")
             }
-            load_into(generation, state)
+            fill_from_chunks(generation, state)
         return state
 
 
@@ -189,7 +189,7 @@ def test_a_worker_lost_before_the_fence_fails_the_save_that_is_copied(make: Any)
 def test_a_save_that_must_not_be_lost_is_written_by_the_ranks_where_no_worker_is(make: Any) -> None:
     bench = make()
     bench.worker.kill()
-    bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
+    bench.saves.save_durably(7, 70, {"a": torch.ones(1000)})
     assert bench.loaded(7)["a"].sum() == 1000
     assert bench.kinds() == [("save_failed", 7), ("save", 7)]
 
@@ -197,7 +197,7 @@ def test_a_save_that_must_not_be_lost_is_written_by_the_ranks_where_no_worker_is
 def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
     bench = make(durable={"every": 100})
     assert bench.saves.save(6, 60, {"a": torch.zeros(1000)})
-    bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
+    bench.saves.save_durably(7, 70, {"a": torch.ones(1000)})
     assert bench.kinds() == [("save", 6), ("save", 7), ("stored", 7)]
     assert [saved.step for saved in saved_steps(bench.checkpoints)] == [7]
 
@@ -205,16 +205,16 @@ def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
 def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_client, "_PROD_S", 0.02)
-    monkeypatch.setattr(worker_client, "STUCK_S", 0.5)
+    monkeypatch.setattr(worker_client, "_HEARTBEAT_EVERY_S", 0.02)
+    monkeypatch.setattr(worker_client, "WORKER_STUCK_S", 0.5)
     bench = make()
     bench.worker.stores.clear()
     bench.worker._thread(lambda: bench.worker.stores.wait(1.5) or bench.worker.stores.set())
-    bench.saves.save_lasting(6, 60, {"a": torch.zeros(1000)})
+    bench.saves.save_durably(6, 60, {"a": torch.zeros(1000)})
     assert bench.kinds()[-1] == ("stored", 6)  # slow, but it answers
     bench.worker.stores.clear()
     bench.worker.is_stuck = True
-    bench.saves.save_lasting(7, 70, {"a": torch.ones(1000)})
+    bench.saves.save_durably(7, 70, {"a": torch.ones(1000)})
     assert not bench.worker.stores.is_set()
     assert bench.loaded(7)["a"].sum() == 1000
     assert bench.kinds()[-2:] == [("save_failed", 7), ("save", 7)]
@@ -272,7 +272,7 @@ def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
 
 def test_a_copy_is_made_of_what_goes_to_the_run_directory_and_of_nothing_else(make: Any) -> None:
     bench = make(every=1, durable={"every": 4}, object={"url": "s3://b/p", "every": 2})
-    bench.saves._offered = ["durable", "object"]
+    bench.saves._session.offered = ["durable", "object"]
     levels = {step: bench.saves._levels(step, lasting=step == 6) for step in (2, 3, 4, 6, 8)}
     both = ["durable", "object"]
     assert levels == {2: [], 3: [], 4: both, 6: both, 8: both}

@@ -11,7 +11,7 @@ import torch
 
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import UsageError
-from hpcrun.runtime.data_loader import Batches, TokenSource, eval_batches, permute
+from hpcrun.runtime.data_loader import Batches, TokenSource, eval_batches, permute_indices
 from hpcrun.specs.data import DataSpec
 
 S = 4
@@ -63,20 +63,20 @@ def union(step: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 16, 17, 97, 127, 128, 1000, 1009, 4097])
 def test_the_permutation_is_a_bijection(size: int) -> None:
     for seed, epoch in ((0, 0), (0, 1), (-3, 5), (1 << 70, 1 << 40)):
-        assert sorted(permute(range(size), size, seed, epoch).tolist()) == list(range(size))
+        assert sorted(permute_indices(range(size), size, seed, epoch).tolist()) == list(range(size))
 
 
 def test_the_permutation_is_a_fixed_format_and_depends_on_seed_and_epoch() -> None:
-    first = permute(range(10), 1000, 1, 0).tolist()
+    first = permute_indices(range(10), 1000, 1, 0).tolist()
     assert first == GOLDEN
-    assert permute([4], 1000, 1, 0).tolist() == GOLDEN[4:5]
-    assert first != permute(range(10), 1000, 2, 0).tolist()
-    assert first != permute(range(10), 1000, 1, 1).tolist()
-    assert permute([1 << 40], (1 << 40) + 15, 1, 0)[0] <= (1 << 40) + 14
+    assert permute_indices([4], 1000, 1, 0).tolist() == GOLDEN[4:5]
+    assert first != permute_indices(range(10), 1000, 2, 0).tolist()
+    assert first != permute_indices(range(10), 1000, 1, 1).tolist()
+    assert permute_indices([1 << 40], (1 << 40) + 15, 1, 0)[0] <= (1 << 40) + 14
 
 
 def test_the_permutation_has_no_drift() -> None:
-    order = permute(range(20_000), 20_000, 3, 0).astype(np.float64)
+    order = permute_indices(range(20_000), 20_000, 3, 0).astype(np.float64)
     assert abs(np.corrcoef(order, np.arange(20_000))[0, 1]) < 0.03
     assert abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.03
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpcrun.errors import UsageError
 from hpcrun.runtime.hf_weights import HFWeights, write_hf
-from hpcrun.runtime.model import Decoder, canonical_name, initialise
+from hpcrun.runtime.model import Decoder, canonical_name, initialise_parameters
 from hpcrun.specs.model import ModelSpec, RopeScaling, hf_config, model_fields_from_hf
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
@@ -41,7 +41,7 @@ def transformers() -> Any:
 
 def build(spec: ModelSpec) -> Decoder:
     decoder = Decoder(spec)
-    initialise(decoder, spec, seed=3)
+    initialise_parameters(decoder, spec, seed=3)
     return decoder
 
 

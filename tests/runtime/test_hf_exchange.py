@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.runs.save_text import describe_weights
-from hpcrun.runtime.control import connect
-from hpcrun.runtime.initial_weights import begin_with_weights
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.initial_weights import adopt_initial_weights
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.specs.base_model import read_base_model
 from hpcrun.specs.load import load_job
@@ -436,9 +436,9 @@ def test_training_that_begins_with_weights_checks_them_and_keeps_what_is_beside_
     job: Path, tmp_path: Path, runs_root: Path
 ) -> None:
     tensors = make(tmp_path / "in", job, lambda _name: BF16, config={"torch_dtype": "bfloat16"})
-    run, control = create_run("begun"), connect(None)
+    run, control = create_run("begun"), connect_ranks(None)
     spec = spec_of(job).model_copy(update={"weights": str(tmp_path / "in")})
-    told_of = begin_with_weights(spec, run, control, "float32")
+    told_of = adopt_initial_weights(spec, run, control, "float32")
     assert (told_of["is_hashed"], told_of["dtypes"]) == (False, {"bfloat16": len(tensors)})
     assert (told_of["notes"], sorted(told_of["carried"])) == ([], sorted(BESIDE))
     text = describe_weights({"kind": "weights", **told_of})
@@ -447,10 +447,10 @@ def test_training_that_begins_with_weights_checks_them_and_keeps_what_is_beside_
     assert kept is not None
     assert kept.dtypes == {name.removeprefix("model."): "bfloat16" for name in tensors}
     sums(tmp_path / "in")
-    assert begin_with_weights(spec, run, control, "float32")["is_hashed"] is True
+    assert adopt_initial_weights(spec, run, control, "float32")["is_hashed"] is True
     damage_flip(tmp_path / "in")
     with pytest.raises(UsageError, match=r"model\.weights: .*it has other bytes in model\.safetensors;"):
-        begin_with_weights(spec, run, control, "float32")
+        adopt_initial_weights(spec, run, control, "float32")
     again = read_base_model(run.path)
     assert again == kept, "what was kept before stays"
     assert [path.name for path in run.path.glob(".base*")] == []

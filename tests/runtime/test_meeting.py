@@ -19,7 +19,7 @@ from hpcrun.health.connection_test import (
     why_unreachable,
 )
 from hpcrun.runtime.control import Control, LoneControl
-from hpcrun.runtime.store_rendezvous import address_of_rank, open_store, try_all_nodes
+from hpcrun.runtime.store_rendezvous import check_node_connectivity, open_tcp_store, rank_address
 
 
 class Table:
@@ -89,7 +89,7 @@ def listens_at(port: int) -> set[str]:
 )
 def test_the_store_listens_at_its_own_address_alone(address: str, shown: str) -> None:
     def body(seat: Seat) -> TCPStore:
-        store = open_store(seat, address)
+        store = open_tcp_store(seat, address)
         store.set(f"from {seat.rank}", "here")
         assert store.get(f"from {1 - seat.rank}") == b"here"
         return store
@@ -101,24 +101,26 @@ def test_the_store_listens_at_its_own_address_alone(address: str, shown: str) ->
 
 def test_on_one_node_it_is_loopback_s() -> None:
     control = LoneControl()
-    assert address_of_rank(control) == HostAddress("127.0.0.1", "lo")
-    store = open_store(control, address_of_rank(control).text)
+    assert rank_address(control) == HostAddress("127.0.0.1", "lo")
+    store = open_tcp_store(control, rank_address(control).text)
     assert listens_at(store.port) == {"0100007F"}
 
 
 def test_the_interface_that_gloo_has_is_the_store_s_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth9")
-    assert together(2, address_of_rank) == [HostAddress("127.0.0.1", "lo", "network.interface lo")] * 2
+    assert together(2, rank_address) == [HostAddress("127.0.0.1", "lo", "network.interface lo")] * 2
 
 
 def test_nodes_that_reach_each_other_say_nothing() -> None:
-    assert together(3, lambda seat: try_all_nodes(seat, HostAddress("127.0.0.1", "lo"))) == [None] * 3
+    assert (
+        together(3, lambda seat: check_node_connectivity(seat, HostAddress("127.0.0.1", "lo"))) == [None] * 3
+    )
 
 
 def test_nodes_that_do_not_say_which_place_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(seat: Seat) -> None:
         warning = "its own name n1 means 127.0.1.1, which other nodes cannot reach" if seat.rank == 1 else ""
-        try_all_nodes(seat, HostAddress(f"127.0.0.{seat.rank + 1}", "lo", warning=warning))
+        check_node_connectivity(seat, HostAddress(f"127.0.0.{seat.rank + 1}", "lo", warning=warning))
 
     places = ConnectionTest.place
 
@@ -141,7 +143,7 @@ def test_a_store_that_is_not_reached_is_named_with_its_place(monkeypatch: pytest
             return "127.0.0.1", 1
 
     with pytest.raises(RanksDiedError, match=r"store of rank 0 on node n0: refused \(127.0.0.1:1\)"):
-        open_store(Deaf(1, Table(2)), "127.0.0.1")
+        open_tcp_store(Deaf(1, Table(2)), "127.0.0.1")
 
 
 def test_why_a_connection_fails() -> None:

@@ -16,7 +16,7 @@ from hpcrun.runtime.model import (
     Recompute,
     canonical_name,
     initial_value,
-    initialise,
+    initialise_parameters,
     loss_function,
     parameter_shapes,
     rotary_frequencies,
@@ -30,7 +30,7 @@ TOKENS = torch.arange(22).reshape(2, 11) * 7 % SPEC.vocab
 
 def build(spec: ModelSpec = SPEC, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
     decoder = Decoder(spec, **options).to(dtype)
-    initialise(decoder, spec, seed=5)
+    initialise_parameters(decoder, spec, seed=5)
     return decoder
 
 
@@ -147,7 +147,7 @@ def test_a_model_built_on_meta_computes_after_to_empty_and_initialise(spec: Mode
         decoder = Decoder(spec)
     assert not list(decoder.buffers())
     decoder.to_empty(device="cpu")
-    initialise(decoder, spec, seed=5)
+    initialise_parameters(decoder, spec, seed=5)
     assert torch.equal(decoder(TOKENS), build(spec, torch.float32)(TOKENS))
     tied = decoder.lm_head is not None and decoder.embed_tokens is not None
     assert tied

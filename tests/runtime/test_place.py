@@ -16,11 +16,11 @@ import torch
 from hpcrun.errors import SiteError
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.mesh import Degrees
+from hpcrun.mesh import ParallelDegrees
 from hpcrun.runtime import device as devices
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.device import Device, bare_uuid, choose_device
-from hpcrun.runtime.placement_check import check_places
+from hpcrun.runtime.placement_check import check_rank_placement
 from hpcrun.specs.placement import Binding, BoundBy, Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -62,7 +62,7 @@ def placed(tmp_path: Path, *bindings: Binding, bound_by: BoundBy = "rank", **rec
     """An attempt of two ranks with these bindings; `record`: what this rank has written of its own."""
     attempt = RunDir(tmp_path / "run").attempt(1).create()
     placement = replace(Placement((HERE, HERE), bindings=bindings), bound_by=bound_by)
-    write_placement(attempt.placement, placement, Degrees(dp_shard=2))
+    write_placement(attempt.placement, placement, ParallelDegrees(dp_shard=2))
     write_json(attempt.rank_record(0), {"binding": {"before": EVERY, "cpus": EVERY, **record}})
     return attempt
 
@@ -72,47 +72,47 @@ def both(**keys: Any) -> tuple[Binding, Binding]:
 
 
 def test_ranks_that_keep_to_their_cpus_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check_places(Alike(), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
+    check_rank_placement(Alike(), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
     # Whoever uses fewer by its own will, as OpenMP does, is where it was to be.
-    check_places(Alike(now=str(MINE[0])), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
+    check_rank_placement(Alike(now=str(MINE[0])), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
     assert capsys.readouterr().err == ""
 
 
 def test_a_rank_that_came_up_bound_stops_the_job(tmp_path: Path) -> None:
     attempt = placed(tmp_path, *both(cpus=EVERY))
     with pytest.raises(SiteError, match=f"rank 1: cpus is to be {EVERY}, is 97;"):
-        check_places(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
+        check_rank_placement(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
 
 
 def test_a_rank_that_has_left_its_cpus_stops_the_job(tmp_path: Path) -> None:
     with pytest.raises(SiteError, match=f"rank 1: cpus is to be {EVERY}, is 0-999"):
-        check_places(Alike(now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
+        check_rank_placement(Alike(now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
 
 
 def test_what_others_may_have_bound_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = placed(tmp_path, *both(cpus=EVERY), bound_by="either")
-    check_places(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
+    check_rank_placement(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
     assert capsys.readouterr().err == f"hpcrun: rank 1: cpus is to be {EVERY}, is 97\n"
     refused = {"before": "0-999", "refused": "Operation not permitted"}
-    check_places(Alike(cpus=refused, now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
+    check_rank_placement(Alike(cpus=refused, now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
     assert capsys.readouterr().err == f"hpcrun: rank 1: cpus is to be {EVERY}, is 0-999\n"
 
 
 def test_nothing_decided_is_nothing_to_differ_from(tmp_path: Path) -> None:
-    check_places(Alike(cpus={"before": "97"}, now="97"), placed(tmp_path), {}, CPU)
-    check_places(Alike(cpus={"before": "97"}, now="97"), placed(tmp_path, *both()), {}, CPU)
+    check_rank_placement(Alike(cpus={"before": "97"}, now="97"), placed(tmp_path), {}, CPU)
+    check_rank_placement(Alike(cpus={"before": "97"}, now="97"), placed(tmp_path, *both()), {}, CPU)
 
 
 def test_gpus_are_compared_by_their_uuids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = placed(tmp_path, Binding(0, 0, "GPU-aa"), Binding(1, 1, "GPU-bb"))
     mine = replace(CPU, uuid="aa", visible=("aa", "bb"))
-    check_places(Alike(uuid="bb"), attempt, {}, mine)
+    check_rank_placement(Alike(uuid="bb"), attempt, {}, mine)
     with pytest.raises(SiteError, match="rank 1: GPU is to be bb, is aa;"):
-        check_places(Alike(), attempt, {}, mine)
+        check_rank_placement(Alike(), attempt, {}, mine)
     # Where a container or the launcher hides a rank's own, they are given out by somebody else.
-    check_places(Alike(uuid="cc", uuids=["cc"]), attempt, {}, mine)
+    check_rank_placement(Alike(uuid="cc", uuids=["cc"]), attempt, {}, mine)
     assert capsys.readouterr().err == "hpcrun: rank 1: GPU is to be bb, is cc\n"
-    check_places(Alike(uuid=None, uuids=[]), attempt, {}, CPU)
+    check_rank_placement(Alike(uuid=None, uuids=[]), attempt, {}, CPU)
     assert capsys.readouterr().err == ""
 
 

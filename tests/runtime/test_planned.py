@@ -17,8 +17,8 @@ from hpcrun.checkpoint.parity.peers import PartServer, PeerCredentials, PeerServ
 from hpcrun.checkpoint.restore_plan import PartSource, RestorePlan
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.control import LoneControl
-from hpcrun.runtime.direct_checkpoint import Checkpointer, Restored
-from hpcrun.runtime.restore import restore
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, RestoreResult
+from hpcrun.runtime.restore import restore_from_plan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -36,7 +36,7 @@ class Place:
         self.expected = {name: tuple(tensor.shape) for name, tensor in self.whole.items()}
         for step, root in ((5, self.run.checkpoints), (7, path / "aside")):
             root.mkdir(parents=True, exist_ok=True)
-            Checkpointer(root, self.control, attempt=1, keep=1).save(step, 8 * step, self.state(step))
+            DirectCheckpointer(root, self.control, attempt=1, keep=1).save(step, 8 * step, self.state(step))
         saved = path / "aside" / "step-00000007"
         manifest = parse_manifest((saved / "manifest.json").read_bytes())
         self.slot = path / "slot-0-0.bin"
@@ -50,12 +50,14 @@ class Place:
     def state(self, seed: int) -> dict[str, Tensor]:
         return {name: tensor + seed for name, tensor in self.whole.items()}
 
-    def restore(self, plan: RestorePlan | None, **more: Any) -> tuple[Restored | None, dict[str, Tensor]]:
+    def restore(
+        self, plan: RestorePlan | None, **more: Any
+    ) -> tuple[RestoreResult | None, dict[str, Tensor]]:
         if plan is not None:
             write_json(self.attempt.restore, plan.as_json() | more)
         state = {name: torch.zeros_like(tensor) for name, tensor in self.whole.items()}
-        saver = Checkpointer(self.run.checkpoints, self.control, attempt=2, keep=1)
-        return restore(saver, self.attempt, self.control, state, self.expected), state
+        saver = DirectCheckpointer(self.run.checkpoints, self.control, attempt=2, keep=1)
+        return restore_from_plan(saver, self.attempt, self.control, state, self.expected), state
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -77,7 +79,7 @@ def test_without_a_plan_the_run_directory_has_it(place: Place) -> None:
 
 def test_a_plan_of_parts_in_memory(place: Place) -> None:
     restored, state = place.restore(place.plan)
-    assert restored == Restored(7, 56, ["9: bad"], 2, None, place.stamp.generation)
+    assert restored == RestoreResult(7, 56, ["9: bad"], 2, None, place.stamp.generation)
     assert same(state, place.state(7))
 
 
@@ -120,7 +122,7 @@ def test_a_plan_that_was_changed_is_refused(place: Place) -> None:
 
 
 def test_what_has_failed_is_not_found_in_the_run_directory_either(place: Place) -> None:
-    saver = Checkpointer(place.run.checkpoints, place.control, attempt=1, keep=5)
+    saver = DirectCheckpointer(place.run.checkpoints, place.control, attempt=1, keep=5)
     saver.save(6, 48, place.state(6))
     newest = saver.newest()
     assert newest is not None

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-slurm[trai
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from hpcrun.runtime.quiet_exit import await_rest
+from hpcrun.runtime.quiet_exit import await_idle_threads
 
 
 class Busy:
@@ -42,10 +42,10 @@ class Busy:
 def test_the_end_waits_for_a_thread_of_torch_that_still_works() -> None:
     busy = Busy()
     try:
-        assert not await_rest(0.1)
+        assert not await_idle_threads(0.1)
         late = threading.Timer(0.3, busy.rest)
         late.start()
-        assert await_rest()
+        assert await_idle_threads()
         assert busy.rests
     finally:
         busy.end()
@@ -55,6 +55,6 @@ def test_threads_that_wait_for_work_keep_nobody() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.barrier()
-        assert await_rest()
+        assert await_idle_threads()
     finally:
         dist.destroy_process_group()

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.runtime.control import connect
-from hpcrun.runtime.direct_checkpoint import Checkpointer
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.export import export_hf
 from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.importing import import_hf
-from hpcrun.runtime.optimizer import Optimizer
+from hpcrun.runtime.optimizer import ShardedAdamW
 from hpcrun.runtime.parallel import LocalParameter
 from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.job import TrainSpec
@@ -44,13 +44,15 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_saved_as_its_own_elements(tmp_path: Path, view: Tensor) -> None:
-    Checkpointer(tmp_path, connect(None), attempt=1, keep=1).save(1, 1, {"model.x": view})
+    DirectCheckpointer(tmp_path, connect_ranks(None), attempt=1, keep=1).save(1, 1, {"model.x": view})
     (saved,) = saved_steps(tmp_path)
     with GenerationReader(saved) as generation:
         assert generation.manifest.tensors["model.x"].size_bytes == view.numel() * 4
     # Into memory that lies as strangely.
     state = {"model.x": torch.zeros(tuple(reversed(view.shape))).permute(tuple(reversed(range(view.dim()))))}
-    Checkpointer(tmp_path, connect(None), attempt=2, keep=1).restore(state, {"model.x": tuple(view.shape)})
+    DirectCheckpointer(tmp_path, connect_ranks(None), attempt=2, keep=1).restore(
+        state, {"model.x": tuple(view.shape)}
+    )
     assert torch.equal(state["model.x"], view)
 
 
@@ -63,7 +65,7 @@ def test_tied_weights_are_stored_once_everywhere_and_come_back_tied(tmp_path: Pa
     assert "model.lm_head.weight" not in state
     run = create_run("tied")
     run.spec.write_text(render_job(job))
-    Checkpointer(run.checkpoints, connect(None), attempt=1, keep=1).save(4, 16, state)
+    DirectCheckpointer(run.checkpoints, connect_ranks(None), attempt=1, keep=1).save(4, 16, state)
     (saved,) = saved_steps(run.checkpoints)
     export_hf(run, saved, tmp_path / "hf")
     weights = HFWeights(tmp_path / "hf")
@@ -84,7 +86,7 @@ def test_every_update_counter_is_that_of_the_save() -> None:
     parameters = [
         LocalParameter(name, torch.nn.Parameter(tensor), 1, True) for name, tensor in wholes.items()
     ]
-    optimizer = Optimizer(parameters, TrainSpec(steps=9))
+    optimizer = ShardedAdamW(parameters, TrainSpec(steps=9))
     optimizer.loaded(2641)
     steps = [float(state["step"]) for state in optimizer._adamw.state.values()]
     assert steps == [2641.0, 2641.0]

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-sl
 import hpcrun  # noqa: E402
 from hpcrun.checkpoint.flush.arena import SHM  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
-from hpcrun.runtime.storage_wait import patiently  # noqa: E402
+from hpcrun.runtime.storage_wait import wait_for_storage  # noqa: E402
 from tests.checkpoint.faults import SkippedError  # noqa: E402
 from tests.checkpoint.rank_faults import By, world  # noqa: E402
 from tests.runtime.together_world import silent_in  # noqa: E402
@@ -64,12 +64,12 @@ def test_what_hangs_is_told_of_and_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     from hpcrun.errors import SiteError
     from hpcrun.runtime import storage_wait
 
-    monkeypatch.setattr(storage_wait, "FIRST_S", 0.01)
-    monkeypatch.setattr(storage_wait, "_TURN_S", 0.01)
+    monkeypatch.setattr(storage_wait, "FIRST_REPORT_S", 0.01)
+    monkeypatch.setattr(storage_wait, "_POLL_S", 0.01)
     told, hangs = list[str](), threading.Event()
     with pytest.raises(SiteError, match=r"/lustre/x: has not answered"):
-        patiently("/lustre/x", hangs.wait, lambda what, _seconds: told.append(what), 0.1)
+        wait_for_storage("/lustre/x", hangs.wait, lambda what, _seconds: told.append(what), 0.1)
     hangs.set()
     assert 0 < len(told) < 6
     assert set(told) == {"/lustre/x"}
-    assert patiently("/lustre/x", lambda: 3, lambda *_: None) == 3
+    assert wait_for_storage("/lustre/x", lambda: 3, lambda *_: None) == 3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.runtime.data_loader import MASKED, Batches, TokenSource, eval_batches, eval_steps
-from hpcrun.runtime.optimizer import rate_of_step
+from hpcrun.runtime.data_loader import IGNORED_TARGET, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.optimizer import learning_rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import last_of_each_step, read_json, read_lines
@@ -42,8 +42,10 @@ def samples(source: TokenSource, plan: Plan, start: int, steps: int) -> tuple[li
             for _ in range(steps):
                 inputs, targets = next(batches)
                 assert inputs.shape == targets.shape == (plan.grad_accum, plan.mbs, S)
-                counts = (targets != MASKED).all(-1)
-                assert ((targets == MASKED).all(-1) | counts).all(), "a sequence counts whole or not at all"
+                counts = (targets != IGNORED_TARGET).all(-1)
+                assert ((targets == IGNORED_TARGET).all(-1) | counts).all(), (
+                    "a sequence counts whole or not at all"
+                )
                 seen += [one for one, is_real in zip(ids(inputs), counts.flatten(), strict=True) if is_real]
             position = batches.position
     return seen, position
@@ -74,7 +76,7 @@ def test_microbatches_differ_by_one_at_most(tmp_path: Path) -> None:
     counts = []
     for rank in range(3):
         with Batches(source, dp_rank=rank, **options) as batches:
-            counts.append(int((next(batches)[1] != MASKED).all(-1).all(-1).sum()))
+            counts.append(int((next(batches)[1] != IGNORED_TARGET).all(-1).all(-1).sum()))
     assert counts == [3, 3, 2]
 
 
@@ -85,7 +87,8 @@ def test_held_out_sequences_are_the_same_for_any_number_of_replicas(tmp_path: Pa
     parts = [list(eval_steps(source, dp_rank=rank, **options)) for rank in range(3)]
     for step, expected in enumerate(whole):
         real = [
-            (x.reshape(-1, S), (y != MASKED).all(-1).flatten()) for x, y in (part[step] for part in parts)
+            (x.reshape(-1, S), (y != IGNORED_TARGET).all(-1).flatten())
+            for x, y in (part[step] for part in parts)
         ]
         assert Counter(one for x, keep in real for one in ids(x[keep])) == Counter(expected)
 
@@ -98,7 +101,7 @@ def test_the_learning_rate_follows_a_smaller_batch_only_by_rule(batch: str, rule
     words = ("parallel.dp_shard=4", f"elastic={{batch: {batch}, lr: {rule}}}", "train.schedule=constant")
     job = parse_job(JOB, "job", (*words, "train.lr=0.5", "train.lr_scaling={rule: linear, base_gbs: 16}"))
     plans = (job.training_plan, with_replicas(job.spec, job.training_plan, 1))
-    assert [rate_of_step(job.spec, plan, 1) for plan in plans] == [1.0, factor]
+    assert [learning_rate_of_step(job.spec, plan, 1) for plan in plans] == [1.0, factor]
 
 
 def test_too_few_rounds_are_refused(tmp_path: Path) -> None:

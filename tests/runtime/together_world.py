@@ -24,7 +24,8 @@ import hpcrun
 from hpcrun.errors import HpcrunError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpointer as face
-from hpcrun.runtime.control import Control, connect
+from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import Control
 from hpcrun.runtime.script_context import open_control
 
 LIMIT_S = 60.0
@@ -253,7 +254,7 @@ def be_killed(directory: str, victim: str) -> None:
 
 def main(directory: str, verbs: str, memories: str, stride: str) -> None:
     """All cases in one world."""
-    desk = connect(detect_world(os.environ))
+    desk = connect_ranks(detect_world(os.environ))
     play = Play(desk, Path(directory))
     for memory in map(int, memories.split(",")):
         for turn, verb in enumerate(verbs.split(",")):

@@ -116,7 +116,7 @@ def let_in(
         target=lambda: found.append(connect_to_supervisor((HERE, port), SECRET, badge, 20.0))
     )
     caller.start()
-    (guest,) = until(gate.arrivals)
+    (guest,) = until(gate.accept_authenticated)
     channel = guest.admit(ours.seen)
     caller.join()
     ours.attach(channel, guest.identity.seen)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.files import Folder, UntrustedFileError, read_regular
+from hpcrun.files import OwnedDirectory, UntrustedFileError, read_regular
 from hpcrun.specs.records import LineReader, read_json, write_whole
 from tests.security.users import ATTACKER, VICTIM, as_user, in_namespace, needs_root
 
@@ -39,14 +39,14 @@ def test_only_regular_files_are_read_and_none_without_end(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "a\0b"])
 def test_names_never_climb(tmp_path: Path, name: str) -> None:
-    with Folder.below(tmp_path) as folder:
+    with OwnedDirectory.below(tmp_path) as folder:
         for use in (folder.folder, folder.read, folder.unlink, lambda one: folder.write_whole(one, b"")):
             with pytest.raises(UntrustedFileError, match="not a name of one file"):
                 use(name)
 
 
 def test_a_folder_writes_reads_and_removes(tmp_path: Path) -> None:
-    with Folder.below(tmp_path, "a", "b", make=True) as folder:
+    with OwnedDirectory.below(tmp_path, "a", "b", make=True) as folder:
         assert folder.status().st_mode & 0o777 == 0o700
         folder.write_whole("one", b"1")
         folder.write_whole("one", b"22")
@@ -63,7 +63,7 @@ def test_a_folder_writes_reads_and_removes(tmp_path: Path) -> None:
     (tmp_path / "a/link").symlink_to(tmp_path / "kept")
     (tmp_path / "a/loose").mkdir()
     (tmp_path / "a/loose").chmod(0o777)
-    with Folder.below(tmp_path) as folder:
+    with OwnedDirectory.below(tmp_path) as folder:
         assert not folder.remove_tree("a")
         assert (tmp_path / "a/loose").is_dir()
         assert not (tmp_path / "a/b").exists()
@@ -75,12 +75,12 @@ def test_a_folder_writes_reads_and_removes(tmp_path: Path) -> None:
 
 def test_a_level_that_becomes_a_link_meanwhile_changes_nothing(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
-    with Folder.below(tmp_path, "mine", make=True) as folder:
+    with OwnedDirectory.below(tmp_path, "mine", make=True) as folder:
         (tmp_path / "mine").rename(tmp_path / "moved")
         (tmp_path / "mine").symlink_to(tmp_path / "kept")
         folder.write_whole("file", b"x")
         with pytest.raises(UntrustedFileError, match="mine: is not a directory"):
-            Folder.below(tmp_path, "mine")
+            OwnedDirectory.below(tmp_path, "mine")
     assert not list((tmp_path / "kept").iterdir())
     assert (tmp_path / "moved/file").read_bytes() == b"x"
 
@@ -108,7 +108,7 @@ def test_what_another_user_has_made_is_neither_used_nor_removed() -> None:
         Path("/tmp/shared/hpcrun/planted").touch()
 
     def be_attacked() -> None:
-        with Folder.below(Path("/tmp/shared")) as shared:
+        with OwnedDirectory.below(Path("/tmp/shared")) as shared:
             with pytest.raises(UntrustedFileError, match=f"belongs to user {ATTACKER}"):
                 shared.folder("hpcrun", make=True)
             assert not shared.remove_tree("hpcrun")

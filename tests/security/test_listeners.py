@@ -34,7 +34,7 @@ from hpcrun.launch.watch import progress
 from hpcrun.launch.watch import progress_listener as listeners
 from hpcrun.launch.watch.progress import ProgressReporter
 from hpcrun.launch.watch.progress_listener import ProgressListener
-from hpcrun.listeners import Crowd, Door
+from hpcrun.listeners import AuthenticatingListener, UnauthenticatedPeers
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry import prometheus_exporter
 from tests.checkpoint.workers import Host
@@ -154,7 +154,7 @@ class AtGate:
         return socket.create_connection((HERE, self.gate.port))
 
     def attend(self) -> None:
-        for guest in self.gate.arrivals():
+        for guest in self.gate.accept_authenticated():
             guest.refuse()
             pytest.fail(f"let in: {guest}")
 
@@ -174,7 +174,7 @@ class AtGate:
         caller.start()
         guests: list[PendingAgent] = []
         while not guests:
-            guests = self.gate.arrivals()
+            guests = self.gate.accept_authenticated()
         ours = guests[0].admit(0)
         caller.join()
         return ours, found[0][0]
@@ -455,25 +455,25 @@ def answer(one: socket.socket) -> None:
 def test_a_crowd_from_one_host_pushes_nobody_out() -> None:
     gate = AgentListener(HERE, SECRET, RUN, 3, ["n01"])
     with socket.create_connection((HERE, gate.port)) as agent:
-        until(lambda: gate.arrivals() or agent.recv(1, socket.MSG_PEEK))
+        until(lambda: gate.accept_authenticated() or agent.recv(1, socket.MSG_PEEK))
         # More than may wait: the agent is the oldest of all, and has not spoken yet.
         for _ in range(2):
             with strangers(gate.port, 100):
                 for _ in range(20):
-                    assert gate.arrivals() == []
+                    assert gate.accept_authenticated() == []
         answer(agent)
-        (guest,) = until(gate.arrivals)
+        (guest,) = until(gate.accept_authenticated)
         guest.refuse()
     gate.close()
 
 
 def test_the_oldest_of_those_who_are_most_has_to_go() -> None:
-    crowd = Crowd[str](3)
+    crowd = UnauthenticatedPeers[str](3)
     assert [crowd.add(one, one[0]) for one in ("a1", "b1", "b2")] == [None] * 3
     assert crowd.add("c1", "c") == "b1"
     for one in crowd:
         crowd.remove(one)
-    assert crowd.one_too_many() is None
+    assert crowd.eviction_candidate() is None
     assert (len(crowd), crowd.late(-1.0)) == (0, [])
 
 
@@ -502,9 +502,9 @@ def test_where_descriptors_run_out_agents_still_get_in(monkeypatch: pytest.Monke
     with strangers(gate.port, 60), socket.create_connection((HERE, gate.port)) as agent:
         with few_descriptors(6):
             for _ in range(20):
-                assert gate.arrivals() == []
+                assert gate.accept_authenticated() == []
             answer(agent)
-            (guest,) = until(gate.arrivals)
+            (guest,) = until(gate.accept_authenticated)
         guest.refuse()
     gate.close()
 
@@ -513,20 +513,20 @@ def test_where_there_is_no_descriptor_at_all_nobody_spins_and_nobody_is_lost() -
     gate = AgentListener(HERE, SECRET, RUN, 3, ["n01"])
     with socket.create_connection((HERE, gate.port)) as agent:
         with few_descriptors(0):
-            assert gate.arrivals() == []
+            assert gate.accept_authenticated() == []
             # Somebody waits outside, and yet there is nothing to be done: not ready again and again.
-            assert gate._door._resting_until is not None
+            assert gate._door._accept_paused_until is not None
             assert gate._door._selector.select(0) == []
-        until(lambda: gate.arrivals() or gate._door._resting_until is None)
-        until(lambda: gate.arrivals() or len(gate._door._strangers))
+        until(lambda: gate.accept_authenticated() or gate._door._accept_paused_until is None)
+        until(lambda: gate.accept_authenticated() or len(gate._door._unauthenticated))
         answer(agent)
-        (guest,) = until(gate.arrivals)
+        (guest,) = until(gate.accept_authenticated)
         guest.refuse()
     gate.close()
 
 
 def test_who_sends_a_byte_now_and_then_is_shown_out_in_time() -> None:
-    door = Door[str](HERE, 8, "a test", lambda nonce, said: "in", handshake_s=0.2)
+    door = AuthenticatingListener[str](HERE, 8, "a test", lambda nonce, said: "in", handshake_s=0.2)
     with (
         socket.create_connection((HERE, door.port)) as slow,
         socket.create_connection((HERE, door.port)) as half,
@@ -535,10 +535,10 @@ def test_who_sends_a_byte_now_and_then_is_shown_out_in_time() -> None:
 
         def more() -> None:
             slow.send(b" ")
-            assert door.arrivals() == []
+            assert door.accept_authenticated() == []
 
         assert is_ended(more)
-        until(lambda: door.arrivals() or len(door._strangers) == 0)
+        until(lambda: door.accept_authenticated() or len(door._unauthenticated) == 0)
     door.close()
 
 

@@ -140,16 +140,16 @@ def test_a_worker_and_its_ranks_meet_where_the_name_is_taken() -> None:
             host.kill()
         os.environ["HPCRUN_DRAIN"] = str(TOP / run.run_id / "n1" / "drain.sock")
         from hpcrun.runtime.control import LoneControl
-        from hpcrun.runtime.worker_client import DrainLink
-        from hpcrun.runtime.worker_endpoint import AgentHome, OwnHome
+        from hpcrun.runtime.worker_client import RankWorkerClient
+        from hpcrun.runtime.worker_endpoint import AgentWorker, OwnWorker
 
-        assert AgentHome(os.environ).socket() == host.arena / "drain.sock"
+        assert AgentWorker(os.environ).socket() == host.arena / "drain.sock"
         # Under torchrun there is no agent.
-        home = OwnHome(run.path, CheckpointSpec.model_validate({"memory": 2}), LoneControl(), 1)
+        home = OwnWorker(run.path, CheckpointSpec.model_validate({"memory": 2}), LoneControl(), 1)
         try:
             path = home.socket()
             assert path.parent.stat().st_uid == VICTIM
-            DrainLink(path, 0).close()
+            RankWorkerClient(path, 0).close()
         finally:
             home.close()
         assert not path.parent.exists()

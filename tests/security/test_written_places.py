@@ -14,7 +14,15 @@ ROOT = Path(__file__).parents[2] / "hpcrun"
 WRITERS = {
     *("unlink", "rmdir", "rmtree", "remove", "removedirs", "mkdir", "makedirs", "mkfifo", "mknod", "mkdtemp"),
     *("rename", "renames", "link", "symlink", "hardlink_to", "symlink_to", "touch", "truncate", "ftruncate"),
-    *("write_text", "write_bytes", "write_whole", "write_json", "write_output", "open_output", "open_common"),
+    *(
+        "write_text",
+        "write_bytes",
+        "write_whole",
+        "write_json",
+        "write_output",
+        "open_output",
+        "open_multiuser",
+    ),
     *("mkstemp", "TemporaryFile", "NamedTemporaryFile", "TemporaryDirectory", "SpooledTemporaryFile"),
     *("copy", "copy2", "copyfile", "copytree", "move", "chmod", "chown", "lchown", "utime"),
     *("LineWriter", "make_directories", "AsideFile", "remove_tree", "remove_empty", "EventFileWriter"),
@@ -24,7 +32,7 @@ WRITERS = {
         "move_temporary_file",
         "append_line",
         "write_private",
-        "append_to",
+        "open_for_append",
     ),
 }
 """Names of calls that write; `replace`, `open` and `os.open` are looked at more closely."""
@@ -63,7 +71,7 @@ KNOWN = {
         "checkpoint/write": "open_shared write_file",
         "checkpoint/writer": "Lease._keep Lease._take Lease.release _write",
         "cli/ckpt_exchange": "_import_new",
-        "runtime/script_line": "ScriptLine._claim",
+        "runtime/script_line": "ScriptLineage._claim",
         "launch/call": "_write_private",
         "launch/task": "_await_private_pickle",
         "launch/agents/agent": "Agent._redirect_log Agent._start",
@@ -96,7 +104,7 @@ KNOWN = {
         "launch/watch/probe": "_run_py_spy _trigger_nccl_dump",
         "launch/watch/progress": "_register_stack_dump",
         "runtime/loop": "Trainer.__init__",
-        "runtime/planned": "_unrestored",
+        "runtime/planned": "_record_unrestored",
         "runtime/profile": "StepProfiler._finish",
         "runtime/rank": "_open_run _train",
         "slurm/executor": (
@@ -131,8 +139,10 @@ KNOWN = {
         "checkpoint/parity/rebuild": "_Again._make",
         "checkpoint/parity/station": "ParityStation._encode ParityStation._go_through ParityStation.store",
         "files": (
-            "Folder.folder Folder.remove_empty Folder.remove_tree Folder.rename Folder.unlink "
-            "Folder.write_whole append_to clock_of make_directories open_output write_output"
+            "OwnedDirectory.folder OwnedDirectory.remove_empty OwnedDirectory.remove_tree "
+            "OwnedDirectory.rename OwnedDirectory.unlink "
+            "OwnedDirectory.write_whole make_directories open_for_append open_output "
+            "read_filesystem_clock write_output"
         ),
         "launch/health/probes": "_new_file",
         "launch/outlets/shown": "ShownFile.remove ShownFile.write remove_stale",
@@ -140,7 +150,7 @@ KNOWN = {
     },
     "a slot of memory, whose path its worker has told, proved by its descriptor": {
         "checkpoint/drain/arena": "map_slot",
-        "runtime/snapshot": "_map",
+        "runtime/snapshot": "_map_slot",
     },
     "a directory of ours with a random name, which tempfile makes": {
         "cli/ckpt_repair": "made_again",
@@ -148,7 +158,7 @@ KNOWN = {
         "slurm/syntax": "syntax_error",
     },
     "nothing on disk": {
-        "here": "fill_descriptors",
+        "here": "open_missing_descriptors",
     },
     "lists of the site or of the user in their configuration directories": {
         "launch/health/lemons": "_append_locked append_sightings.write",
@@ -156,7 +166,7 @@ KNOWN = {
     },
     "a file without a name": {
         "launch/rehearsal/filler": "Filler.__init__",
-        "process": "tell",
+        "process": "run_with_input",
     },
 }
 """What makes a place safe, and which functions of which modules write there."""

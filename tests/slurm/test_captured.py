@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand_hosts
 from hpcrun.slurm import answers, ids, jobs, limits, nodes, output_formats, states, topology, versions
-from hpcrun.units import read_memory, read_time
+from hpcrun.units import parse_slurm_memory, parse_slurm_time
 
 CAPTURED = Path(__file__).parents[1] / "data" / "slurm"
 FILES = sorted(CAPTURED.rglob("*.txt"))
@@ -58,7 +58,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "sbatch-parsable": answers.parse_submission,
     "sbatch-submitted": answers.parse_submission,
     "err-nodes": answers.parse_submission,
-    "hostnames": lambda text: expand(",".join(text.split())),
+    "hostnames": lambda text: expand_hosts(",".join(text.split())),
     "job-environment": lambda text: [line for line in text.splitlines() if "switch.switch.node" in line],
     "job-topology-addr-block": lambda text: [
         topology.parse_address(*line.split()[1:]) for line in text.splitlines()
@@ -118,11 +118,11 @@ def test_what_depends_on_the_release_agrees_with_the_table(captured: Captured, v
     )
     bare = bool(topology.parse_topology(captured(version, "show-topology-node")))
     assert bare is versions.accepts(release, "topology-bare-unit")
-    assert expand("n[01-02]-ib") == ("n01-ib", "n02-ib")
+    assert expand_hosts("n[01-02]-ib") == ("n01-ib", "n02-ib")
 
 
 def test_hostnames_agree_with_scontrol(captured: Captured, version: str) -> None:
-    assert expand("n[01-03,05],gpu-a[1-2]") == tuple(captured(version, "hostnames").split())
+    assert expand_hosts("n[01-03,05],gpu-a[1-2]") == tuple(captured(version, "hostnames").split())
 
 
 def mutilated(text: str, rng: random.Random) -> str:
@@ -180,8 +180,8 @@ WORDS: tuple[Callable[[str], Any], ...] = (
     nodes.parse_gpus,
     nodes.parse_node_state,
     output_formats.whole_number,
-    read_memory,
-    read_time,
+    parse_slurm_memory,
+    parse_slurm_time,
     states.parse_reason,
     states.parse_state,
 )

@@ -213,7 +213,7 @@ def test_a_local_run_outlives_what_started_it_and_its_terminal(tmp_path: Path, g
     # Blocks until the task, whose starter is gone, has opened its end.
     pipe.write_text("still here", encoding="utf-8")
     result = folder / f"{pid}_0_result.pkl"
-    handle = process.Handle(ProcessId(pid, ticks))
+    handle = process.ProcessHandle(ProcessId(pid, ticks))
     ended = handle.fileno()
     assert ended is not None
     select.select([ended], [], [], 60)

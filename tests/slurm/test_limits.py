@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpcrun.hostlist import expand
+from hpcrun.hostlist import expand_hosts
 from hpcrun.slurm.limits import Configuration, parse_config, parse_partitions
 from hpcrun.slurm.versions import Version
 
@@ -34,7 +34,7 @@ def test_a_partition_with_limits() -> None:
     assert (partition.max_memory_per_node_mib, partition.exclusive, partition.state) == (8192, True, "DRAIN")
     # memory that the cluster does not count comes out as 1 MB a node
     assert partition.node_memory_mib == 1
-    assert expand(partition.nodes) == ("c005", "c007", "c008")
+    assert expand_hosts(partition.nodes) == ("c005", "c007", "c008")
 
 
 CONFIG = """\

@@ -33,7 +33,7 @@ from hpcrun.checkpoint.format import PART_ALIGN, align_size
 from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import SiteError
-from hpcrun.files import Folder, UntrustedFileError, is_sheltered
+from hpcrun.files import OwnedDirectory, UntrustedFileError, is_tamper_proof_directory
 
 SHM = Path("/dev/shm")
 SOCKET_NAME = "drain.sock"
@@ -85,14 +85,14 @@ def make_arena_folder(
     SiteError where there can be none.
     """
     try:
-        with Folder.below(root) as base:
-            if not is_sheltered(base.status()):
+        with OwnedDirectory.below(root) as base:
+            if not is_tamper_proof_directory(base.status()):
                 raise SiteError(
                     f"{root}: others can rename what is in it; have the admin run: chmod +t {root}"
                 )
             there = find_arena(root, run_id, node)
             top = (
-                base.stand_in(_user_folder_name(), say)
+                base.open_or_substitute(_user_folder_name(), say)
                 if there is None
                 else base.folder(there.parents[1].name)
             )
@@ -110,10 +110,10 @@ def make_arena_folder(
         raise SiteError(str(error)) from None
 
 
-def open_arena_folder(folder: Path) -> Folder:
+def open_arena_folder(folder: Path) -> OwnedDirectory:
     """An arena's folder as it was found or made; SiteError where it is not ours any more."""
     try:
-        return Folder.below(folder.parents[2], *folder.parts[-3:])
+        return OwnedDirectory.below(folder.parents[2], *folder.parts[-3:])
     except UntrustedFileError as error:
         raise SiteError(str(error)) from None
 
@@ -122,11 +122,11 @@ def _user_folder_name() -> str:
     return f"hpcrun-{os.getuid()}"
 
 
-def find_user_folders(root: Path) -> Iterator[Folder]:
+def find_user_folders(root: Path) -> Iterator[OwnedDirectory]:
     """This user's folders in shared memory: the usual one, and those that stand in for it."""
-    with contextlib.suppress(OSError), Folder.below(root) as base:
-        if is_sheltered(base.status()):
-            yield from base.candidates(_user_folder_name())
+    with contextlib.suppress(OSError), OwnedDirectory.below(root) as base:
+        if is_tamper_proof_directory(base.status()):
+            yield from base.owned_candidates(_user_folder_name())
 
 
 @dataclass
@@ -134,7 +134,7 @@ class ArenaSlot:
     """The memory of one state of one rank."""
 
     rank: int
-    files: Folder
+    files: OwnedDirectory
     """Where it lies."""
     name: str
     size_bytes: int
@@ -384,7 +384,7 @@ def map_slot(path: Path) -> mmap.mmap:
     return memory
 
 
-def _reopen_slot(files: Folder, name: str, rank: int) -> ArenaSlot:
+def _reopen_slot(files: OwnedDirectory, name: str, rank: int) -> ArenaSlot:
     """A slot that is there already; UntrustedFileError where it is not ours."""
     descriptor = files.open(name, os.O_RDWR)
     try:
@@ -409,7 +409,7 @@ def remove_arena_folder(folder: Path) -> None:
     What is not ours stays, and so does what a link leads to.
     """
     top, run, node = folder.parts[-3:]
-    with contextlib.suppress(OSError, UntrustedFileError), Folder.below(folder.parents[2]) as base:
+    with contextlib.suppress(OSError, UntrustedFileError), OwnedDirectory.below(folder.parents[2]) as base:
         with base.folder(top) as ours:
             with ours.folder(run) as of_run:
                 of_run.remove_tree(node)

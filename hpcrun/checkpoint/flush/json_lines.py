@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcrun.files import Folder
+from hpcrun.files import OwnedDirectory
 
 _MAX_BUFFERED_BYTES = 256 << 20
 """A plan of a million pieces still fits; whoever sends more, or takes nothing of so much, is gone."""
@@ -86,7 +86,7 @@ def connect_unix_socket(folder: Path, name: str) -> socket.socket:
     return connection
 
 
-def listen_unix_socket(files: Folder, name: str) -> socket.socket:
+def listen_unix_socket(files: OwnedDirectory, name: str) -> socket.socket:
     """Never waiting, open to this user alone; what stood under this name is removed."""
     files.unlink(name)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

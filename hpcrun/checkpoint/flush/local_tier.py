@@ -26,7 +26,7 @@ from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, In
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.checkpoint.part_writer import write_image
 from hpcrun.errors import SiteError
-from hpcrun.files import Folder, UntrustedFileError, make_directories
+from hpcrun.files import OwnedDirectory, UntrustedFileError, make_directories
 from hpcrun.local_identity import expand_path
 
 _ASIDE_SUFFIX = ".aside"
@@ -93,7 +93,7 @@ class LocalTier:
         except UntrustedFileError as error:
             raise SiteError(f"checkpoint.local: {error}") from None
 
-    def _store(self, load: NodeShards, files: Folder) -> dict[str, Any]:
+    def _store(self, load: NodeShards, files: OwnedDirectory) -> dict[str, Any]:
         for leftover in files.names():
             if leftover.endswith(_ASIDE_SUFFIX):
                 files.unlink(leftover)
@@ -130,7 +130,7 @@ class LocalTier:
         ]
         return sorted((one for one in found if one is not None), key=lambda one: one.stamp.step)
 
-    def _holding(self, files: Folder, record: str) -> InventoryEntry | None:
+    def _holding(self, files: OwnedDirectory, record: str) -> InventoryEntry | None:
         name = f"{record.removesuffix('.json')}.bin"
         try:
             told = parse_checksummed(json.loads(files.read(record)))
@@ -166,27 +166,30 @@ class LocalTier:
             for run in self._runs():
                 run.remove_empty(self._node)
                 runs.append(run.path.name)
-            with contextlib.suppress(OSError), Folder.below(self._base) as base:
+            with contextlib.suppress(OSError), OwnedDirectory.below(self._base) as base:
                 for one in runs:
                     base.remove_empty(one)
 
-    def _runs(self) -> Iterator[Folder]:
+    def _runs(self) -> Iterator[OwnedDirectory]:
         """The directories of this run: the usual one, and those that stand in for it."""
-        with contextlib.suppress(OSError), Folder.below(self._base) as base:
-            yield from base.candidates(escape_run_id(self._run_id))
+        with contextlib.suppress(OSError), OwnedDirectory.below(self._base) as base:
+            yield from base.owned_candidates(escape_run_id(self._run_id))
 
-    def _folders(self) -> Iterator[Folder]:
+    def _folders(self) -> Iterator[OwnedDirectory]:
         """The directories of this node in them."""
         for run in self._runs():
             with contextlib.suppress(OSError, UntrustedFileError), run.folder(self._node) as files:
                 yield files
 
-    def _made(self) -> Folder:
+    def _made(self) -> OwnedDirectory:
         for run in self._runs():
             if run.has(self._node):
                 return run.folder(self._node)
         make_directories(self._base)
-        with Folder.below(self._base) as base, base.stand_in(escape_run_id(self._run_id), self._tell) as run:
+        with (
+            OwnedDirectory.below(self._base) as base,
+            base.open_or_substitute(escape_run_id(self._run_id), self._tell) as run,
+        ):
             return run.folder(self._node, make=True)
 
     def _tell(self, text: str) -> None:

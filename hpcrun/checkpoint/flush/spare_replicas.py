@@ -28,7 +28,7 @@ from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX, AtomicFile
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.files import Folder, UntrustedFileError
+from hpcrun.files import OwnedDirectory, UntrustedFileError
 
 _PREFIX = "guest-"
 _NAME = re.compile(r"guest-([0-9a-f]{32})-([0-9]+)\.json")
@@ -55,7 +55,7 @@ def is_spare_replica(path: str) -> bool:
     return Path(path).name.startswith(_PREFIX)
 
 
-def list_spare_replicas(files: Folder, node: str) -> list[InventoryEntry]:
+def list_spare_replicas(files: OwnedDirectory, node: str) -> list[InventoryEntry]:
     """The copies of other nodes' parts that lie whole in an arena."""
     return _replica_inventory(_find_replicas(files), node)
 
@@ -256,7 +256,7 @@ class SpareReplicaStore:
                 raise SiteError(f"{node}: stores saves of its own for more than {_PEER_IDLE_TIMEOUT_S:g} s")
 
 
-def _find_replicas(files: Folder) -> dict[Path, PartRecord]:
+def _find_replicas(files: OwnedDirectory) -> dict[Path, PartRecord]:
     """The copies with their records, by file."""
     found = {}
     for name in map(_NAME.fullmatch, files.names()):

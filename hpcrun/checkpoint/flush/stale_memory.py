@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrun.checkpoint.flush.arena import RUN_RECORD_NAME, find_arena, find_user_folders
-from hpcrun.files import Folder, UntrustedFileError
+from hpcrun.files import OwnedDirectory, UntrustedFileError
 
 
-def lock_run_memory(arena: Path) -> Folder:
+def lock_run_memory(arena: Path) -> OwnedDirectory:
     """Keep the memory of a run from being cleaned up until this is closed, or the process has ended."""
-    run = Folder.at(arena.parent)
+    run = OwnedDirectory.at(arena.parent)
     fcntl.flock(run.fileno(), fcntl.LOCK_SH)
     return run
 
@@ -29,7 +29,7 @@ def has_live_worker(root: Path, run_id: str, node: str) -> bool:
     folder = find_arena(root, run_id, node)
     if folder is None:
         return False
-    with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder) as arena:
+    with contextlib.suppress(OSError, UntrustedFileError), OwnedDirectory.at(folder) as arena:
         return not _try_lock(arena)
     return False
 
@@ -39,7 +39,7 @@ def is_held_by_script(root: Path, run_id: str, node: str) -> bool:
     folder = find_arena(root, run_id, node)
     if folder is None:
         return False
-    with contextlib.suppress(OSError, UntrustedFileError), Folder.at(folder.parent) as run:
+    with contextlib.suppress(OSError, UntrustedFileError), OwnedDirectory.at(folder.parent) as run:
         return not _try_lock(run)
     return False
 
@@ -66,13 +66,13 @@ def clean_up_stale_memory(root: Path, is_alive: Callable[[Path], bool]) -> dict[
             except (OSError, UntrustedFileError, ValueError, TypeError):
                 continue
             found[top.path / name] = size
-    with contextlib.suppress(OSError), Folder.below(root) as base:
+    with contextlib.suppress(OSError), OwnedDirectory.below(root) as base:
         for one in tops:
             base.remove_empty(one)
     return found
 
 
-def _try_lock_run(run: Folder, locks: contextlib.ExitStack) -> bool:
+def _try_lock_run(run: OwnedDirectory, locks: contextlib.ExitStack) -> bool:
     """Lock the folder of a run and all arenas in it, if nobody else has."""
     if not _try_lock(run):
         return False
@@ -83,7 +83,7 @@ def _try_lock_run(run: Folder, locks: contextlib.ExitStack) -> bool:
     return True
 
 
-def _try_lock(folder: Folder) -> bool:
+def _try_lock(folder: OwnedDirectory) -> bool:
     try:
         fcntl.flock(folder.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

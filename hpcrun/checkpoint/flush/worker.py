@@ -49,8 +49,8 @@ from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
 from hpcrun.checkpoint.parity.blocks import list_parity_entries
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
 from hpcrun.errors import SiteError
-from hpcrun.files import Folder
-from hpcrun.listeners import take_in_ours
+from hpcrun.files import OwnedDirectory
+from hpcrun.listeners import accept_own_user
 from hpcrun.specs.rundir import RunDir
 
 _NICE = 10
@@ -82,7 +82,7 @@ class CheckpointWorker:
         self._drain: FlushPipeline | None = None
         self._peer_service: PeerServiceProtocol | None = None
         self._guests: SpareReplicaStore | None = None
-        self._locked_arena: Folder | None = None
+        self._locked_arena: OwnedDirectory | None = None
         """The arena, with the lock by which others see that it is served."""
         self._orders = ThreadPoolExecutor(1, "orders")
         self._answers = SimpleQueue[dict[str, Any]]()
@@ -303,7 +303,7 @@ class CheckpointWorker:
                     self._locked_arena = files
                     return folder
 
-    def _lock_arena(self, files: Folder) -> None:
+    def _lock_arena(self, files: OwnedDirectory) -> None:
         """One worker an arena; the one before may still be busy with the end of its work."""
         deadline = time.monotonic() + _PREDECESSOR_TIMEOUT_S
         while True:
@@ -360,7 +360,7 @@ class CheckpointWorker:
 
     def _welcome(self) -> None:
         assert self._listening is not None
-        for connection, _ in take_in_ours(self._listening):
+        for connection, _ in accept_own_user(self._listening):
             self._selector.register(connection, selectors.EVENT_READ, _RankConnection(connection))
 
     def _handle_rank_messages(self, caller: _RankConnection, events: int) -> None:

@@ -12,7 +12,7 @@ from hpcrun.checkpoint.levels import HeldParity, InventoryEntry, SetMember, pars
 from hpcrun.checkpoint.parity.erasure import StripeGeometry
 from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
-from hpcrun.files import Folder, UntrustedFileError
+from hpcrun.files import OwnedDirectory, UntrustedFileError
 
 
 class BlockSpan(NamedTuple):
@@ -65,12 +65,12 @@ def record_file_name(name: str) -> str:
     return f"{name.removesuffix('.bin')}.json"
 
 
-def write_inventory_entry(files: Folder, name: str, holding: InventoryEntry) -> None:
+def write_inventory_entry(files: OwnedDirectory, name: str, holding: InventoryEntry) -> None:
     """The record beside a file: what in it is held."""
     files.write_whole(record_file_name(name), render_checksummed(holding.as_json()).encode())
 
 
-def list_parity_entries(files: Folder) -> list[InventoryEntry]:
+def list_parity_entries(files: OwnedDirectory) -> list[InventoryEntry]:
     """What lies whole in an arena of parity, and of parts that were made again, the newest last."""
     found = []
     for record in (one for one in _parity_file_names(files) if one.endswith(".json")):
@@ -92,18 +92,18 @@ def list_parity_entries(files: Folder) -> list[InventoryEntry]:
     return sorted(found, key=lambda one: (one.stamp.attempt, one.stamp.step))
 
 
-def _parity_file_names(files: Folder) -> list[str]:
+def _parity_file_names(files: OwnedDirectory) -> list[str]:
     return [one for one in files.names() if one.startswith(("parity-", "rebuilt-"))]
 
 
-def remove_parity_files(files: Folder, keep: set[str]) -> None:
+def remove_parity_files(files: OwnedDirectory, keep: set[str]) -> None:
     """Remove parity and rebuilt parts but of these generations, each record before its file."""
     found = [name for name in _parity_file_names(files) if name.split("-")[1].split(".")[0] not in keep]
     for name in sorted(found, key=lambda name: not name.endswith(".json")):
         files.unlink(name)
 
 
-def remove_unfinished_parity(files: Folder) -> None:
+def remove_unfinished_parity(files: OwnedDirectory) -> None:
     """Remove what a worker that was killed has left unfinished."""
     for name in _parity_file_names(files):
         if name.endswith(ASIDE_SUFFIX) or (name.endswith(".bin") and not files.has(record_file_name(name))):

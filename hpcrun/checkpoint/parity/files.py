@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpcrun.files import Folder, UntrustedFileError, open_own, open_regular
+from hpcrun.files import OwnedDirectory, UntrustedFileError, open_own, open_regular
 
 ASIDE_SUFFIX = ".aside"
 
@@ -33,7 +33,7 @@ def read_file_at(path: str | Path, at: int, into: memoryview, *, shared: bool = 
 class AtomicFile:
     """A new file, its space taken at once; it is removed unless it was put in its place."""
 
-    def __init__(self, files: Folder, name: str, size: int) -> None:
+    def __init__(self, files: OwnedDirectory, name: str, size: int) -> None:
         """OSError: there is no space for it."""
         self._files, self._name, self._aside = files, name, name + ASIDE_SUFFIX
         self.path, self.aside = files.path / name, files.path / self._aside

@@ -20,8 +20,8 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.authentication import MARK_BYTES, Seal, parse_line
-from hpcrun.listeners import hang_up
+from hpcrun.authentication import MAC_BYTES, MessageAuthenticator, parse_json_line
+from hpcrun.listeners import shut_down_connection
 
 FRAME_BYTES = 1 << 20
 """No frame is longer, so that nobody needs more memory than this for one."""
@@ -71,7 +71,7 @@ class FramedConnection:
             timeout_s,
             throttle or RateLimiter(),
         )
-        self._sending, self._hearing = Seal(our_key), Seal(their_key)
+        self._sending, self._hearing = MessageAuthenticator(our_key), MessageAuthenticator(their_key)
         self._our_seed, self._their_seed = _hash_seed(our_key), _hash_seed(their_key)
 
     def say(self, message: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class FramedConnection:
 
     def close(self) -> None:
         """Let go of it."""
-        hang_up(self.connection)
+        shut_down_connection(self.connection)
 
     def _send(self, kind: int, data: memoryview) -> None:
         assert len(data) <= FRAME_BYTES
@@ -115,7 +115,7 @@ class FramedConnection:
 
     def _receive(self, into: memoryview | None, extra_s: float) -> dict[str, Any] | memoryview | None:
         deadline = time.monotonic() + self._timeout_s + extra_s
-        header = bytearray(_HEADER.size + MARK_BYTES)
+        header = bytearray(_HEADER.size + MAC_BYTES)
         if not self._fill(memoryview(header), deadline):
             return None
         kind, length, digest = _HEADER.unpack_from(header)
@@ -130,7 +130,7 @@ class FramedConnection:
             raise FrameError("what came is not what was sent next: damaged, or somebody is in between")
         if kind == _RAW:
             return self._receive_raw(into, length, digest, deadline)
-        message = parse_line(bytes(buffer))
+        message = parse_json_line(bytes(buffer))
         if message is None:
             raise FrameError("what came is no message")
         return message

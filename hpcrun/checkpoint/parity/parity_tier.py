@@ -53,7 +53,7 @@ from hpcrun.checkpoint.parity.erasure import (
 from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerError, PeerReply, PeerServer, check_byte_range
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.files import Folder, UntrustedFileError
+from hpcrun.files import OwnedDirectory, UntrustedFileError
 
 RoundState = Literal["unknown", "open", "encoded", "done", "failed"]
 _STATE_ORDER: tuple[RoundState, ...] = ("unknown", "open", "encoded", "done")
@@ -117,7 +117,7 @@ class ParityTier:
         erasure_code_for(len(members) - parity, parity)
         self._node, self._members, self._parity = node, tuple(members), parity
         try:
-            self._files = Folder.at(folder)
+            self._files = OwnedDirectory.at(folder)
         except UntrustedFileError as error:
             raise SiteError(str(error)) from None
         self._index = self._members.index(node)

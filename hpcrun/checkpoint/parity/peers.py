@@ -18,20 +18,20 @@ from typing import Any
 
 from hpcrun.authentication import (
     HANDSHAKE_S,
-    await_line,
+    compute_proof,
+    derive_message_keys,
     fresh_nonce,
-    is_word,
-    keys_of,
-    proof_of,
-    proves,
-    render_line,
+    is_short_ascii,
+    receive_json_line,
+    render_json_line,
+    verify_proof,
 )
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, InventoryEntry
 from hpcrun.checkpoint.parity.blocks import make_geometry
 from hpcrun.checkpoint.parity.files import read_file_at
 from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, FrameError, RateLimiter
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.listeners import Door, hang_up
+from hpcrun.listeners import AuthenticatingListener, shut_down_connection
 
 FRAME_TIMEOUT_S = 20.0
 """For one frame."""
@@ -55,13 +55,13 @@ class PeerCredentials:
 
     def proof(self, side: str, asking: str, asked: str, nonces: Iterable[str]) -> str:
         """Of one end, in a connection between these two nodes."""
-        return proof_of(self.secret, ["checkpoint", side, self.run, asking, asked, *nonces])
+        return compute_proof(self.secret, ["checkpoint", side, self.run, asking, asked, *nonces])
 
     def keys(
         self, sides: tuple[str, str], asking: str, asked: str, nonces: Iterable[str]
     ) -> tuple[bytes, bytes]:
         """What each end marks its frames with."""
-        return keys_of(self.secret, sides, ["checkpoint", self.run, asking, asked, *nonces])
+        return derive_message_keys(self.secret, sides, ["checkpoint", self.run, asking, asked, *nonces])
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ class PeerServer:
         self._guests: dict[int, FramedConnection] = {}
         self._numbers = itertools.count()
         self._closed = threading.Event()
-        self._door = Door(address, _MAX_UNAUTHENTICATED, "other nodes", self._recognise, HANDSHAKE_S)
+        self._door = AuthenticatingListener(
+            address, _MAX_UNAUTHENTICATED, "other nodes", self._recognise, HANDSHAKE_S
+        )
         self.address, self.port = address, self._door.port
         self._thread = threading.Thread(target=self._accept_connections, name="peers", daemon=True)
         self._thread.start()
@@ -112,29 +114,29 @@ class PeerServer:
                 return
             self._closed.set()
             open_ones = [*self._guests.values()]
-        self._door.ring()
+        self._door.wake()
         for guest in open_ones:
             guest.close()
         self._thread.join(timeout=HANDSHAKE_S)
 
     def _accept_connections(self) -> None:
         while not self._closed.is_set():
-            self._door.await_somebody()
-            for connection, guest in self._door.arrivals():
+            self._door.await_connection()
+            for connection, guest in self._door.accept_authenticated():
                 serve = threading.Thread(target=self._meet, args=(connection, *guest), daemon=True)
                 try:
                     serve.start()
                 except RuntimeError:  # no more threads: it comes again
-                    hang_up(connection)
+                    shut_down_connection(connection)
         self._door.close()
 
     def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[str, tuple[str, str]] | None:
         asking, theirs = said.get("node"), said.get("nonce")
-        if not (is_word(asking) and is_word(theirs)):
+        if not (is_short_ascii(asking) and is_short_ascii(theirs)):
             return None
         nonces = nonce, theirs
         wanted = self._who.proof("asking", asking, self._who.node, nonces)
-        return (asking, nonces) if proves(said.get("proof"), wanted) else None
+        return (asking, nonces) if verify_proof(said.get("proof"), wanted) else None
 
     def _meet(self, connection: socket.socket, asking: str, nonces: tuple[str, str]) -> None:
         keys = self._who.keys(("asked", "asking"), asking, self._who.node, nonces)
@@ -147,7 +149,7 @@ class PeerServer:
         try:
             connection.settimeout(self._timeout_s)
             mine = self._who.proof("asked", asking, self._who.node, nonces)
-            connection.sendall(render_line({"proof": mine}))
+            connection.sendall(render_json_line({"proof": mine}))
             while not self._closed.is_set() and (request := frames.hear(_IDLE_S)) is not None:
                 self._answer(frames, request)
         except OSError:
@@ -289,15 +291,15 @@ class PeerClient:
         connection = socket.create_connection(address, timeout=min(HANDSHAKE_S, self._timeout_s))
         try:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            theirs = await_line(connection, deadline).get("nonce")
-            if not is_word(theirs):
+            theirs = receive_json_line(connection, deadline).get("nonce")
+            if not is_short_ascii(theirs):
                 raise ConnectionError("is no node of this run")
             nonces = theirs, fresh_nonce()
             mine = self._who.proof("asking", self._who.node, node, nonces)
             said = {"node": self._who.node, "nonce": nonces[1], "proof": mine}
-            connection.sendall(render_line(said))
-            proof = await_line(connection, deadline).get("proof")
-            if not proves(proof, self._who.proof("asked", self._who.node, node, nonces)):
+            connection.sendall(render_json_line(said))
+            proof = receive_json_line(connection, deadline).get("proof")
+            if not verify_proof(proof, self._who.proof("asked", self._who.node, node, nonces)):
                 raise ConnectionError(f"is not node {node} of this run, or does not know its secret")
         except OSError:
             connection.close()

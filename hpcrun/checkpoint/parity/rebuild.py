@@ -33,7 +33,7 @@ from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerError
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder
-from hpcrun.files import Folder
+from hpcrun.files import OwnedDirectory
 
 
 class _BlockSource(NamedTuple):
@@ -70,7 +70,7 @@ class _BlockRebuilder:
     def __init__(self, order: RebuildOrder, index: int, peers: PeerClient, here: str, folder: Path) -> None:
         self._order, self._index, self._member = order, index, order.members[index]
         self._peers, self._here = peers, here
-        self._files, self._name = Folder.at(folder), rebuilt_file_name(order.stamp.generation, index)
+        self._files, self._name = OwnedDirectory.at(folder), rebuilt_file_name(order.stamp.generation, index)
         self._geometry = StripeGeometry(tuple(one.size_bytes for one in order.members), order.parity)
         self._survivors = {one.index: one for one in order.survivors}
         self._parts = {one.number: one for survivor in order.survivors for one in survivor.parts}

@@ -14,7 +14,7 @@ from typing import Literal
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import plural
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 
 ParityScheme = Literal["none", "partner", "xor", "rs"]
 FailureDomains = Mapping[str, Mapping[str, str | None]]
@@ -151,7 +151,7 @@ def choose_erasure_sets(
     for level, units in levels.items():
         if missing := [node for node in names if units[node] is None]:
             notes.append(
-                f"the {level} of {fold(missing)} is not known, so nothing is promised of any {level}"
+                f"the {level} of {fold_hosts(missing)} is not known, so nothing is promised of any {level}"
             )
         else:
             known.append(level)
@@ -200,7 +200,7 @@ def _check_survive(survive: str | None, scheme: str, nodes: tuple[str, ...], lev
         return
     if missing := [node for node, unit in levels.get(survive, {}).items() if unit is None]:
         raise UsageError(
-            f"{_KEY}.survive: the {survive} of {fold(missing)} is not known; describe the fabric in the"
+            f"{_KEY}.survive: the {survive} of {fold_hosts(missing)} is not known; describe the fabric in the"
             f" profile, or set survive: {NODE_DOMAIN}"
         )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpcrun.checkpoint.parity.erasure import parity_memory_bytes
 from hpcrun.checkpoint.parity.sets import ErasureSets
-from hpcrun.formulas import layer_parameters, parameters
+from hpcrun.formulas import layer_parameters, model_parameters
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
@@ -60,13 +60,15 @@ def compute_save_sizes(spec: JobSpec, plan: Plan | None) -> SaveSizes:
         unknown = SourcedValue(None, "a program of one's own: what it saves is not known to us")
         return SaveSizes(unknown, unknown)
     width = (8 if spec.train.precision == "fp64" else 4) * STATE_COPIES
-    whole = parameters(spec.model) * width
+    whole = model_parameters(spec.model) * width
     each = [count * width / (spec.ranks // plan.pp) for count in count_stage_parameters(spec, plan)]
     per_node, loads = spec.ranks_per_node, dict[int, float]()
     for rank in range(spec.ranks):
         node = rank // per_node
         loads[node] = loads.get(node, 0.0) + each[rank // (spec.ranks // plan.pp)]
-    words = f"{parameters(spec.model):,} parameters, {width} bytes each: weights and both moments of AdamW"
+    words = (
+        f"{model_parameters(spec.model):,} parameters, {width} bytes each: weights and both moments of AdamW"
+    )
     share = (
         f"of {len(loads)} nodes with {per_node} ranks in blocks, {plan.degrees}"
         if len(loads) > 1

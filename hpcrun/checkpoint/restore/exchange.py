@@ -16,13 +16,13 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_all, write_synced_file
 from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.files import file_homes, open_regular
+from hpcrun.files import allowed_file_directories, open_regular
 from hpcrun.specs.hf_directory import CONFIG, INDEX
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
 from hpcrun.specs.sha256sums import SUMS
-from hpcrun.units import amount
+from hpcrun.units import render_bytes
 
 _BLOCK = 16 << 20
 _PARTIAL = ".partial"
@@ -42,7 +42,7 @@ def check_import_source(source: Path) -> None:
     """UsageError where a directory from elsewhere holds what is no file, leads out of it, or is too large."""
     if source.name.startswith(".") and source.name.endswith(_PARTIAL):
         raise UsageError(f"{source}: is an export that was never finished; export again")
-    homes = file_homes(source.resolve())
+    homes = allowed_file_directories(source.resolve())
     try:
         with os.scandir(source) as entries:
             for entry in entries:
@@ -136,7 +136,9 @@ def copy_generation_in(
     """A generation from elsewhere as the newest of a run, the same to the last bit but for whose it is."""
     needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
     if needed > free:
-        raise SiteError(f"{checkpoints}: the state takes {amount(needed)}, and there are {amount(free)} free")
+        raise SiteError(
+            f"{checkpoints}: the state takes {render_bytes(needed)}, and there are {render_bytes(free)} free"
+        )
     owner = SaveOwner.for_next_start(checkpoints)
     draft = begin_generation(checkpoints, saved.step, owner.attempt)
     try:

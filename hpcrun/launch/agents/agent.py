@@ -21,7 +21,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.fabric.inventory import try_inventory
-from hpcrun.files import append_to
+from hpcrun.files import open_for_append
 from hpcrun.health.preflight import answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
@@ -229,8 +229,8 @@ class Agent:
         """Start a process of the launcher's, whose descendants the ranks are."""
         if self._ranks is None:
             return
-        self._ranks.below = process.identify(os.getpid())
-        with append_to(log) as output:
+        self._ranks.below = process.identify_process(os.getpid())
+        with open_for_append(log) as output:
             child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -239,7 +239,7 @@ class Agent:
                 env=without_rank_variables(os.environ),
                 start_new_session=True,
             )
-        self._children.append(process.hold(child))
+        self._children.append(process.protect_from_reaper(child))
 
     def _warm(self) -> None:
         """Load once what ranks load: from then on it lies in the page cache, which is what a spare is for."""
@@ -254,7 +254,7 @@ class Agent:
             env=without_rank_variables(os.environ),
             start_new_session=True,
         )
-        self._children.append(process.hold(child))
+        self._children.append(process.protect_from_reaper(child))
 
     def _watch(self) -> None:
         self._worker_process.look()

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.files import append_to
+from hpcrun.files import open_for_append
 from hpcrun.launch.agents.connection import AgentListener, PendingAgent, ReliableSession
 from hpcrun.launch.agents.messages import check_agent_message
 from hpcrun.launch.attempt_events import NodeLost
@@ -105,7 +105,7 @@ class AgentHandle:
         """End the try to have another agent in its place."""
         if self.called is not None:
             self.called = None
-            process.end_child(self.children[-1])
+            process.kill_child(self.children[-1])
 
     def last_words(self) -> str:
         """What its log ends with, of what was said while we lead."""
@@ -221,8 +221,8 @@ class AgentPool:
     def _launch(
         self, command: Sequence[str], environ: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        with append_to(log) as output:
-            child = process.hold(
+        with open_for_append(log) as output:
+            child = process.protect_from_reaper(
                 subprocess.Popen(
                     command,
                     # Its end tells agents outside of a batch job that we are gone.
@@ -280,7 +280,7 @@ class AgentPool:
             if channel is not None and channel.is_closed and agent.session.channel is channel:
                 self._break(agent, channel.why)
         # Also where nobody comes: those who have come and say nothing are shown out in time.
-        for guest in self._agent_listener.arrivals():
+        for guest in self._agent_listener.accept_authenticated():
             self._welcome(guest)
 
     def refuse(self, agent: AgentHandle, why: str) -> None:
@@ -381,11 +381,11 @@ class AgentPool:
         except FencedError:
             # At a signal that can be caught, and at the end of its own child too, srun would end the agents.
             for child in self._steps:
-                process.end_child(child)
+                process.kill_child(child)
         for pulse in self._heartbeats:
             pulse.stop()
         for child in self._steps:
-            process.end_child(child)
+            process.kill_child(child)
             child.wait()
             assert child.stdin is not None
             with contextlib.suppress(BrokenPipeError):

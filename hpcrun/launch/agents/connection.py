@@ -21,23 +21,23 @@ from typing import Any
 
 from hpcrun.authentication import (
     HANDSHAKE_S,
-    MARK_BYTES,
-    Seal,
-    await_line,
+    MAC_BYTES,
+    MessageAuthenticator,
+    compute_proof,
+    derive_message_keys,
     fresh_nonce,
-    is_count,
-    is_word,
-    keys_of,
-    parse_line,
-    proof_of,
-    proves,
-    render_line,
+    is_counting_number,
+    is_short_ascii,
+    parse_json_line,
+    receive_json_line,
+    render_json_line,
+    verify_proof,
 )
-from hpcrun.listeners import Door
+from hpcrun.listeners import AuthenticatingListener
 
 MAX_AGENT_MESSAGE_BYTES = 1 << 20
 """A line is no longer; whoever sends more does not speak our language."""
-_MAC_CHARS = 2 * MARK_BYTES
+_MAC_CHARS = 2 * MAC_BYTES
 _MAX_UNSENT_BYTES = 16 << 20
 """So many bytes may wait to be sent; who takes none of them any more is gone."""
 _CONNECT_TIMEOUT_S = 1.5
@@ -64,13 +64,13 @@ class Channel:
         with contextlib.suppress(OSError):  # it has gone again, which shows where its messages are read
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
-        self._sending, self._hearing = Seal(our_key), Seal(their_key)
+        self._sending, self._hearing = MessageAuthenticator(our_key), MessageAuthenticator(their_key)
         self._incoming, self._outgoing = b"", b""
         self._lock = threading.Lock()
         self.is_closed, self.why = False, ""
         """`why`: what was wrong with what came, where that has closed it."""
         if greeting is not None:
-            self._put(render_line(greeting))
+            self._put(render_json_line(greeting))
 
     def fileno(self) -> int:
         """Becomes readable when there are messages, or the end."""
@@ -79,7 +79,7 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Send a message; one that is gone is noticed where its messages are read."""
         with self._lock:
-            line = render_line(message)
+            line = render_json_line(message)
             self._put(self._sending.mark(line).hex().encode() + line)
 
     def _put(self, data: bytes) -> None:
@@ -124,7 +124,7 @@ class Channel:
         if not hmac.compare_digest(mark, self._hearing.mark(text + b"\n").hex().encode()):
             self.fail("what came is not what the other end has sent next: somebody is in between")
             return None
-        message = parse_line(text)
+        message = parse_json_line(text)
         if message is None:
             self.fail("what came is no message")
         return message
@@ -144,7 +144,7 @@ class ReliableSession:
     """What two sides have told each other, over as many connections as it takes."""
 
     def __init__(self, problem_of: Callable[[dict[str, Any]], str] = lambda _: "") -> None:
-        """`problem_of`: what is wrong with a message of the other side; empty where nothing is."""
+        """`tensor_problem`: what is wrong with a message of the other side; empty where nothing is."""
         self._problem_of = problem_of
         self.channel: Channel | None = None
         self.seen = 0
@@ -190,7 +190,7 @@ class ReliableSession:
         heard = []
         for message in self.channel.receive():
             number, seen = message.pop("n", 0), message.pop("seen", 0)
-            if not (is_count(number) and is_count(seen)):
+            if not (is_counting_number(number) and is_counting_number(seen)):
                 self.channel.fail("what came has no number that can be")
                 break
             self._forget(seen)
@@ -224,11 +224,11 @@ class AgentIdentity:
 
     def proof(self, secret: str, side: str, nonces: Sequence[str], seen: int = 0) -> str:
         """What only somebody who knows the secret can make of these nonces."""
-        return proof_of(secret, [side, *self._words, seen, *nonces])
+        return compute_proof(secret, [side, *self._words, seen, *nonces])
 
     def keys(self, secret: str, sides: tuple[str, str], nonces: Sequence[str]) -> tuple[bytes, bytes]:
         """What each side marks its messages with, in a connection of these nonces."""
-        return keys_of(secret, sides, [*self._words, *nonces])
+        return derive_message_keys(secret, sides, [*self._words, *nonces])
 
     @property
     def _words(self) -> list[Any]:
@@ -246,17 +246,19 @@ def connect_to_supervisor(
         raise AgentConnectionError(f"{address[0]}:{address[1]}: {error}") from None
     try:
         nonce = fresh_nonce()
-        challenge = await_line(connection, deadline).get("nonce")
-        if not is_word(challenge):
+        challenge = receive_json_line(connection, deadline).get("nonce")
+        if not is_short_ascii(challenge):
             raise AgentConnectionError("what listens there is no supervisor")
         nonces = (challenge, nonce)
         mine = {"node": badge.node, "session": badge.session, "epoch": badge.epoch, "seen": badge.seen}
         connection.sendall(
-            render_line(mine | {"nonce": nonce, "proof": badge.proof(secret, "agent", nonces)})
+            render_json_line(mine | {"nonce": nonce, "proof": badge.proof(secret, "agent", nonces)})
         )
-        answer = await_line(connection, deadline)
+        answer = receive_json_line(connection, deadline)
         seen = answer.get("seen")
-        if not is_count(seen) or not proves(answer.get("proof"), badge.proof(secret, "leader", nonces, seen)):
+        if not is_counting_number(seen) or not verify_proof(
+            answer.get("proof"), badge.proof(secret, "leader", nonces, seen)
+        ):
             raise AgentConnectionError("it does not know the run's secret")
     except (OSError, AgentConnectionError) as error:
         connection.close()
@@ -299,18 +301,18 @@ class AgentListener:
     def __init__(self, address: str, secret: str, run: str, epoch: int, nodes: Collection[str]) -> None:
         self._secret, self._run, self._epoch, self._nodes = secret, run, epoch, frozenset(nodes)
         most = 2 * len(self._nodes) + 64
-        self._door = Door(address, most, "the agents", self._recognise, HANDSHAKE_S)
+        self._door = AuthenticatingListener(address, most, "the agents", self._recognise, HANDSHAKE_S)
         self.address, self.port = address, self._door.port
 
     def fileno(self) -> int:
         """Becomes readable when somebody stands at the gate."""
         return self._door.fileno()
 
-    def arrivals(self) -> list[PendingAgent]:
+    def accept_authenticated(self) -> list[PendingAgent]:
         """Those who have proved that they are agents of this run; to be asked also when nobody comes."""
         return [
             PendingAgent(badge, connection, self._secret, nonces)
-            for connection, (badge, nonces) in self._door.arrivals()
+            for connection, (badge, nonces) in self._door.accept_authenticated()
         ]
 
     def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[AgentIdentity, tuple[str, str]] | None:
@@ -320,14 +322,19 @@ class AgentListener:
             said.get("seen"),
             said.get("nonce"),
         )
-        if not (is_word(node) and is_word(session) and is_word(theirs) and is_count(seen)):
+        if not (
+            is_short_ascii(node)
+            and is_short_ascii(session)
+            and is_short_ascii(theirs)
+            and is_counting_number(seen)
+        ):
             return None
         epoch = said.get("epoch")
         if node not in self._nodes or type(epoch) is not int or epoch != self._epoch:
             return None
         badge, nonces = AgentIdentity(self._run, self._epoch, node, session, seen), (nonce, theirs)
         wanted = badge.proof(self._secret, "agent", nonces)
-        return (badge, nonces) if proves(said.get("proof"), wanted) else None
+        return (badge, nonces) if verify_proof(said.get("proof"), wanted) else None
 
     def close(self) -> None:
         """Nobody comes in any more."""

@@ -13,7 +13,7 @@ from hpcrun.launch.attempt_events import NodeEvent, RankConnected, RankEnded, Ra
 from hpcrun.launch.watch.hang_probe import dump_stacks
 from hpcrun.launch.watch.progress_listener import ProgressListener
 from hpcrun.launcher_world import rank_from_environment
-from hpcrun.process import Handle, ProcessId
+from hpcrun.process import ProcessHandle, ProcessId
 from hpcrun.shm_segments import mapped_segments, mpi_segments, remove_segments, unmapped_segments
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
@@ -25,7 +25,7 @@ _MOMENT_S = 0.05
 
 @dataclass
 class _RankState:
-    handle: Handle
+    handle: ProcessHandle
     up: bool = False
     met: bool = False
     ended: bool = False
@@ -119,7 +119,7 @@ class NodeRanks:
         if self._ranks and self._first_seen is None:
             self._first_seen = time.monotonic()
         for found in self._candidates():
-            environ = process.environment_of(found.pid)
+            environ = process.read_initial_environment(found.pid)
             rank = (
                 rank_from_environment(environ)
                 if environ.get(ATTEMPT_VARIABLE) == str(self._attempt.number)
@@ -162,7 +162,7 @@ class NodeRanks:
     def kill(self) -> None:
         """End the ranks; what they have started besides stays until `clear`."""
         self._sample_segments()
-        process.kill_all(one.handle.process for one in self._ranks.values() if not one.ended)
+        process.kill_processes(one.handle.process for one in self._ranks.values() if not one.ended)
 
     def clear(self, timeout_s: float, spared: Iterable[int] = ()) -> list[int]:
         """End whatever of the attempt is still here, and remove what it left.
@@ -173,7 +173,7 @@ class NodeRanks:
         deadline = time.monotonic() + timeout_s
         kept = set(spared)
         while alive := self._processes(kept):
-            process.kill_all(alive)
+            process.kill_processes(alive)
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)
@@ -186,7 +186,7 @@ class NodeRanks:
         found = {*process.descendants(self.below)} if self.below is not None else set()
         marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.run_id)
         number = str(self._attempt.number)
-        found |= {one for one in marked if process.started_with(one.pid, ATTEMPT_VARIABLE) == number}
+        found |= {one for one in marked if process.read_initial_variable(one.pid, ATTEMPT_VARIABLE) == number}
         # Whoever has lost his parents becomes our child, whatever session and environment he has.
         ours = {one for one in process.descendants(os.getpid()) if one != self.below}
         found |= ours - self._before - {*self._below(self._before)}
@@ -219,7 +219,7 @@ class NodeRanks:
             if not known.ended:
                 self._unregister(known.handle)
             known.handle.close()
-        self._ranks[rank] = _RankState(Handle(found))
+        self._ranks[rank] = _RankState(ProcessHandle(found))
         descriptor = self._ranks[rank].handle.fileno()
         if descriptor is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)
@@ -229,7 +229,7 @@ class NodeRanks:
             if not rank.ended:
                 self._segments |= mapped_segments(rank.handle.process.pid)
 
-    def _unregister(self, handle: Handle) -> None:
+    def _unregister(self, handle: ProcessHandle) -> None:
         descriptor = handle.fileno()
         if descriptor is not None:
             self._selector.unregister(descriptor)

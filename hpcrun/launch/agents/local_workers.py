@@ -32,7 +32,7 @@ class LocalWorkers:
         self._hosts[node].obey(told)
 
     def _open(self, node: str) -> WorkerProcess:
-        from hpcrun.process import with_our_package
+        from hpcrun.process import environment_with_package
 
         if not self._hosts:
             for text in clean_up_memory(self._run):
@@ -41,7 +41,7 @@ class LocalWorkers:
         def say(message: dict[str, Any]) -> None:
             self._said.append((node, message["told"]))
 
-        return WorkerProcess(self._run, node, say, with_our_package(os.environ), address="127.0.0.1")
+        return WorkerProcess(self._run, node, say, environment_with_package(os.environ), address="127.0.0.1")
 
     def hear(self) -> list[tuple[str, dict[str, Any]]]:
         """What they have said since the last call."""

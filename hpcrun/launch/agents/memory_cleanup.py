@@ -7,7 +7,7 @@ from pathlib import Path
 from hpcrun.checkpoint.flush.arena import SHM
 from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.errors import UsageError
-from hpcrun.files import clock_of
+from hpcrun.files import read_filesystem_clock
 from hpcrun.runs.lease import has_active_leader
 from hpcrun.runs.run_lock import is_supervisor_alive_here
 from hpcrun.specs.rundir import RunDir
@@ -35,7 +35,9 @@ def may_have_leader(run: RunDir) -> bool:
         if run.exit.exists() or not run.path.is_dir():
             return False
         signs = [path.stat().st_mtime for path in (run.lease, run.events, run.metrics) if path.exists()]
-        if clock_of(run.path) - max(signs, default=0.0) < _STALE_S or is_supervisor_alive_here(run):
+        if read_filesystem_clock(run.path) - max(signs, default=0.0) < _STALE_S or is_supervisor_alive_here(
+            run
+        ):
             return True
         # The stamps may be of another clock than ours after all: some file systems take the writer's.
         return has_active_leader(run)

@@ -21,7 +21,7 @@ from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.checkpoint.flush.arena import SHM, locate_arena, remove_arena_folder
 from hpcrun.errors import SiteError
-from hpcrun.files import append_to
+from hpcrun.files import open_for_append
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
@@ -128,7 +128,7 @@ class WorkerProcess:
     def _start(self) -> None:
         folder = self._run.agent_logs
         folder.mkdir(exist_ok=True, mode=0o700)
-        with append_to(folder / f"drain-{self._node}.log") as log:
+        with open_for_append(folder / f"drain-{self._node}.log") as log:
             child = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -138,7 +138,7 @@ class WorkerProcess:
                 cwd="/",
                 start_new_session=True,
             )
-        process.hold(child)
+        process.protect_from_reaper(child)
         assert child.stdin is not None
         assert child.stdout is not None
         for stream in (child.stdin, child.stdout):

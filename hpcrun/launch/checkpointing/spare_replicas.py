@@ -14,7 +14,7 @@ from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.parity.sets import FailureDomains
 from hpcrun.checkpoint.restore_plan import RestorePlan
-from hpcrun.hostlist import fold
+from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -101,8 +101,8 @@ class SpareReplicaScheduler:
         if self._shares and sorted(self._shares) != self._spares:
             self._spares = sorted(self._shares)
             self._note(
-                f"spare{'s' * (len(spares) != 1)} {fold(spares)}: each save is copied there out of the nodes'"
-                " memory, as far as there is room; a node is lost without harm where there is a copy"
+                f"spare{'s' * (len(spares) != 1)} {fold_hosts(spares)}: each save is copied there out of the"
+                " nodes' memory, as far as there is room; a node is lost without harm where there is a copy"
             )
         used = [one for one in plan.sources if is_spare_replica(one.path)]
         for node in nodes:

@@ -97,7 +97,7 @@ class LocalRecovery:
         if has_agents:
             words = dict(process.command_lines())
             below = [one for one in below if "_beside" in words.get(one, ())]
-        process.kill_all(below)
+        process.kill_processes(below)
 
     def _leave_to_others(self) -> AttemptOutcome:
         """The agents look for another supervisor: wait until the run has ended, or nobody leads it."""

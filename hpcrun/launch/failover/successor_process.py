@@ -9,7 +9,7 @@ import time
 
 from hpcrun import process
 from hpcrun.errors import EXIT_RANKS_DIED, SiteError
-from hpcrun.files import append_to
+from hpcrun.files import open_for_append
 from hpcrun.launch.heartbeat import Heartbeat
 from hpcrun.runs.lease import LEASE_RENEW_S, Leadership
 from hpcrun.slurm.allocation import Allocation, batch_identity
@@ -63,7 +63,7 @@ class SuccessorProcess:
         log_line(f"the supervisor did not answer any more; starting the next one, epoch {epoch}")
         self._began = time.monotonic()
         log = self._run.agent_logs / f"takeover-{epoch}.log"
-        with append_to(log) as output:
+        with open_for_append(log) as output:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "hpcrun", "_takeover", str(self._run.path), str(epoch)],
                 stdin=subprocess.DEVNULL,
@@ -71,7 +71,7 @@ class SuccessorProcess:
                 stderr=output,
                 start_new_session=True,
             )
-            process.hold(self._child)
+            process.protect_from_reaper(self._child)
 
     def _give_up(self) -> None:
         """The new supervisor did not come up: the job goes back into the queue, or ends with a record of it.
@@ -79,7 +79,7 @@ class SuccessorProcess:
         Without that the rest of the allocation would stay, as a ghost, until its time limit.
         """
         assert self._child is not None
-        process.end_child(self._child)
+        process.kill_child(self._child)
         self._child.wait()
         record = read_json(self._run.exit)
         self.has_ended_job = True

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.launch.watch.progress import DUMP_SIGNAL
-from hpcrun.process import Handle
+from hpcrun.process import ProcessHandle
 from hpcrun.specs.rundir import Attempt
 
 _POLL_S = 0.05
@@ -27,7 +27,10 @@ NCCL_TRACE_PREFIX = "nccl-trace-"
 
 
 def dump_stacks(
-    attempt: Attempt, ranks: Mapping[int, Handle], dumpable: Mapping[int, Handle], timeout_s: float
+    attempt: Attempt,
+    ranks: Mapping[int, ProcessHandle],
+    dumpable: Mapping[int, ProcessHandle],
+    timeout_s: float,
 ) -> dict[int, dict[str, str]]:
     """Have the ranks of this node write their stacks; `state` and `waits_in` of each, by the kernel.
 
@@ -55,7 +58,7 @@ def dump_stacks(
     return seen
 
 
-def _read_kernel_state(handle: Handle) -> dict[str, str]:
+def _read_kernel_state(handle: ProcessHandle) -> dict[str, str]:
     pid = handle.process.pid
     try:
         waits_in = Path(f"/proc/{pid}/wchan").read_text(errors="replace").strip("0\n")
@@ -81,7 +84,7 @@ def _trigger_nccl_dump(attempt: Attempt, rank: int) -> None:
             os.close(pipe)
 
 
-def _run_py_spy(attempt: Attempt, ranks: Mapping[int, Handle], deadline: float) -> None:
+def _run_py_spy(attempt: Attempt, ranks: Mapping[int, ProcessHandle], deadline: float) -> None:
     """Look into the Python processes of ranks that have not told how they write their stacks."""
     spy = shutil.which("py-spy") if ranks else None
     if spy is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.launcher_world import rank_from_environment
-from hpcrun.listeners import pid_if_ours
+from hpcrun.listeners import own_user_peer_pid
 
 PROGRESS_SOCKET_VARIABLE = "HPCRUN_PROGRESS"
 """Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""
@@ -63,7 +63,7 @@ class ProgressReporter:
             self._tried = float("inf")
         else:
             # Anybody may take a name where ours does not listen.
-            if pid_if_ours(opened) is None:
+            if own_user_peer_pid(opened) is None:
                 opened.close()
             else:
                 self._socket = opened

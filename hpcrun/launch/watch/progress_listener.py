@@ -9,11 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from hpcrun.authentication import is_count, parse_line
+from hpcrun.authentication import is_counting_number, parse_json_line
 from hpcrun.launch.attempt_events import RankProgress
 from hpcrun.launch.watch.progress import MAX_PROGRESS_BYTES
-from hpcrun.listeners import take_in_ours
-from hpcrun.process import Handle, identify
+from hpcrun.listeners import accept_own_user
+from hpcrun.process import ProcessHandle, identify_process
 
 _BACKLOG = 1024
 _MAX_MESSAGES = 4096
@@ -25,7 +25,7 @@ class _RankConnection:
     """A process that has connected."""
 
     connection: socket.socket
-    handle: Handle
+    handle: ProcessHandle
     rank: int | None = None
     dumps: bool = False
     has_ended: bool = False
@@ -59,7 +59,7 @@ class ProgressListener:
         self._let_go()
         return list(found.values())
 
-    def dumpable(self) -> dict[int, Handle]:
+    def dumpable(self) -> dict[int, ProcessHandle]:
         """The processes of ranks that write their stacks on a signal."""
         return {one.rank: one.handle for one in self._speakers if one.rank is not None and one.dumps}
 
@@ -76,12 +76,12 @@ class ProgressListener:
     def _accept(self) -> None:
         if self._socket is None:
             return
-        for connection, pid in take_in_ours(self._socket):
-            who = identify(pid)
+        for connection, pid in accept_own_user(self._socket):
+            who = identify_process(pid)
             if who is None:
                 connection.close()
             else:
-                self._speakers.append(_RankConnection(connection, Handle(who)))
+                self._speakers.append(_RankConnection(connection, ProcessHandle(who)))
 
     def _read(self, speaker: _RankConnection) -> list[RankProgress]:
         found = []
@@ -109,11 +109,11 @@ class ProgressListener:
 
     def _parse(self, speaker: _RankConnection, data: bytes) -> RankProgress | None:
         """The message, where it is one of a rank that belongs here."""
-        message = parse_line(data)
+        message = parse_json_line(data)
         if message is None:
             return None
         rank = message.get("rank")
-        if not is_count(rank) or rank not in self._expected:
+        if not is_counting_number(rank) or rank not in self._expected:
             return None
         section, step, longest = message.get("section"), message.get("step"), message.get("longest")
         if not isinstance(section, str) or not isinstance(longest, dict):
@@ -125,7 +125,7 @@ class ProgressListener:
             rank,
             self._node,
             section[:40],
-            step if is_count(step) else None,
+            step if is_counting_number(step) else None,
             times,
             [float(probe)] if _is_seconds(probe) else [],
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.hostlist import fold, in_order
+from hpcrun.hostlist import fold_hosts, sort_hosts
 from hpcrun.tuning.finding import Finding, Level, worst_first
 from hpcrun.tuning.host.rails import crossed
 from hpcrun.tuning.host.routes import differing as differing_routes
@@ -99,7 +99,7 @@ def _shown(value: Any, what: str) -> str:
 def _folded(nodes: Iterable[str]) -> str:
     names = list(nodes)
     try:
-        return fold(in_order(names))
+        return fold_hosts(sort_hosts(names))
     except UsageError:
         return ",".join(names)
 

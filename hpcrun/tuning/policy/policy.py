@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hpcrun.errors import SpecError
-from hpcrun.formulas import fewest_for_median, median_interval
+from hpcrun.formulas import median_interval, min_samples_for_median
 from hpcrun.specs.fields import Line, Name, Word
 from hpcrun.specs.settings import Setting
 from hpcrun.specs.validation import problems_of
@@ -26,7 +26,7 @@ from hpcrun.tuning.lint.lint import check_setting
 from hpcrun.tuning.registry.nccl_grammar import NEVER_FORCED, forces_ll128
 from hpcrun.tuning.registry.registry import Version, parse_version, show_version
 
-FEWEST_PAIRS = fewest_for_median()
+FEWEST_PAIRS = min_samples_for_median()
 """With fewer there is no 95 % interval."""
 GAIN, LOSS = 1.05, 0.97
 """A setting has to be this much faster at some size, and at none slower than this."""

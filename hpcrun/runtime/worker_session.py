@@ -1,0 +1,94 @@
+"""One rank's dealings with its node's checkpoint worker: the connection, the slots, and the plan it knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hpcrun.runtime.control import Control
+from hpcrun.runtime.resharding import WritePlan, plan_write
+from hpcrun.runtime.snapshot import StateSnapshot
+from hpcrun.runtime.worker_client import WORKER_STUCK_S, RankWorkerClient, WorkerEndpoint, WorkerGoneError
+
+QUICK_ANSWER_S = 5.0
+"""For a sign of life of a worker that has been there, where training is not to be stopped."""
+_CONNECT_POLL_S = 0.05
+
+
+class WorkerSession:
+    """What a rank has with the worker of its node, for one structure of the state."""
+
+    def __init__(self, control: Control, home: WorkerEndpoint) -> None:
+        self._control, self._home = control, home
+        self.link: RankWorkerClient | None = None
+        self.snapshot: StateSnapshot | None = None
+        self.plan: WritePlan | None = None
+        self.key = 0
+        """Of the plan, as the worker knows it."""
+        self.offered: list[str] = []
+        """The levels that the worker stores at."""
+        self.node = ""
+        self._is_planned = False
+
+    def connect(self, *, may_wait: bool) -> None:
+        """See to it that there is a connection; WorkerGoneError where nobody answers."""
+        if self.link is not None:
+            return
+        # One that has been there, and is not, may be stopped, or hang where nobody can end it.
+        was_there = bool(self.node) and not may_wait
+        deadline = time.monotonic() + (QUICK_ANSWER_S if was_there else self._home.patience_s)
+        while self.link is None:
+            try:
+                socket = self._home.socket()
+                sign_s = QUICK_ANSWER_S if was_there else WORKER_STUCK_S
+                self.link, self._is_planned = RankWorkerClient(socket, self._control.rank, sign_s), False
+            except WorkerGoneError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_CONNECT_POLL_S)
+        # Nodes that are only pretended share a host, but not a worker.
+        self.node = f"{self._control.node} {socket}"
+
+    def has_plan(self, key: tuple[object, ...]) -> bool:
+        """Whether the worker knows a plan for a state of this structure."""
+        return self._is_planned and self.plan is not None and self.plan.key == key
+
+    def plan_state(self, entries: dict[str, Tensor], key: tuple[object, ...]) -> None:
+        """Make a plan, together with all ranks; the worker does not know it yet."""
+        self.plan, self._is_planned = plan_write(entries, self._control, key, self.node), False
+
+    def reserve(self, slots: int, local_ranks: Sequence[int]) -> int:
+        """Have the worker keep slots for the plan; how many there are, 0 without a worker."""
+        plan = self.plan
+        if self.link is None or plan is None:
+            return 0
+        if self.snapshot is not None:
+            self.snapshot.close()
+            self.snapshot = None
+        asked = (plan.part_bytes, slots, list(local_ranks), self._control.size)
+        paths, self.offered = self.link.reserve(*asked)
+        self.snapshot = StateSnapshot(paths, plan.part_bytes, self._control.rank)
+        self.key += 1
+        self.link.plan(self.key, [list(piece) for piece in plan.pieces], plan.file, plan.start)
+        self._is_planned = True
+        return len(paths)
+
+    def disconnect(self) -> None:
+        """Hang up; the slots stay mapped."""
+        if self.link is not None:
+            self.link.close()
+        self.link = None
+
+    def close(self) -> None:
+        """Let go of worker and memory; what was filled stays the worker's to store."""
+        self.disconnect()
+        if self.snapshot is not None:
+            self.snapshot.close()
+        self.snapshot = None
+
+    def reset(self) -> None:
+        """Close, and forget the plan: all ranks have to agree on one again."""
+        self.close()
+        self.plan, self._is_planned = None, False
